@@ -33,11 +33,12 @@ _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Accepts connections on listening sockets, whose descriptors it owns. Leaves some connections to fronts that have fewer.
+    """Accepts connections on listening sockets, whose descriptors it owns.
 
+    Some connections are left to fronts that have fewer.
     Args:
       counters: counts the open connections of all fronts. A connection's protocol adds the connection there.
-      open_: opens an accepted socket; its second argument is the client's name (``Peer.owner``).
+      open_: opens an accepted socket. Its second argument is the name of the client (``Peer.owner``).
       opening: the connections that are accepted, are still being opened, and are not in ``counters`` yet.
     """
 
@@ -67,7 +68,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Closes the listening sockets. Waits until every accepted connection has its asyncio protocol, at most ``timeout`` s."""
+        """Closes the listening sockets, and waits until every accepted connection is open, at most ``timeout`` seconds."""
         if self._closed:
             return
         self._counters.serve(False)
@@ -98,7 +99,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, connections: int) -> bool:
-        """Returns whether this front has fewer ``connections`` now than when it last left one to another front."""
+        """Returns whether this front has fewer connections than when it last left one to others."""
         if connections < self._most:
             self._most = min(self._most, connections + _MOST_REPLACED)
             return True
@@ -113,7 +114,7 @@ class Acceptor:
             self._loop.remove_reader(listener.fileno())
 
     def _resume(self) -> None:
-        """Resumes accepting after a pause. Takes a waiting connection at once, because no other front has accepted it."""
+        # No other front has accepted the connection that was left to them: it is taken at once.
         self._timer = None
         self.start()
         for listener in self._listeners:
@@ -122,7 +123,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection of ``listener``. False: none waits, or this object pauses for lack of descriptors."""
+        """Accepts a waiting connection. Returns False if none waits or none can be taken."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):
@@ -144,15 +145,13 @@ class Acceptor:
 
 
 class AcceptLimit:
-    """Decides how many connections a front accepts in one iteration of the event loop; does no I/O.
+    """Decides how many connections a front accepts in one iteration of the event loop. Sans-I/O.
 
-    After a single connection, a second ``accept`` costs a system call that mostly finds no further connection. The more often a
-    second ``accept`` found none, the more seldom it is tried. While many connections come, more of them are accepted in each
-    iteration. In these examples each number is what one iteration accepts; "1?" is an iteration that accepts one connection and
-    then tries a second ``accept`` in vain:
-
-        single:  1 1? 1 1 1? 1 1 1 1 1? ...
-        many:    1 2 4 8 ... 64
+    After a single connection, a second ``accept`` mostly finds none, so it is tried seldom. While many connections come, more
+    of them are accepted in each iteration. Each number here is what one iteration accepts, and "?" is a second ``accept`` in
+    vain:
+      single:  1 1? 1 1 1? 1 1 1 1 1? ...
+      many:    1 2 4 8 ... 64
     """
 
     __slots__ = ("_alone", "_skips", "room")
@@ -164,7 +163,10 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Sets how many connections the next iteration may accept. The present one accepted ``taken`` of at most ``room``."""
+        """Sets how many connections the next iteration may accept.
+
+        ``taken``: how many connections the present iteration has accepted, of at most ``room``.
+        """
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0
@@ -181,11 +183,7 @@ class AcceptLimit:
 
 
 class ListeningSocket:
-    """Owns a listening socket. Its ``accept`` does not block, and makes a socket object at little cost.
-
-    ``socket.accept`` makes a ``socket.socket``, which looks up family and kind five times in tables of constants. That costs as
-    much as the kernel's part of accepting a connection. Its base class ``socket.SocketType`` looks up nothing.
-    """
+    """Owns a listening socket, and accepts connections without blocking and at little cost."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -193,9 +191,9 @@ class ListeningSocket:
         listener.setblocking(False)
 
     def accept(self) -> tuple[socket.SocketType, object]:
-        """Accepts a connection. Returns its socket, which is in blocking mode, and its client's address.
+        """Accepts a connection. Returns its socket, which is in blocking mode, and the address of its client.
 
-        Raises BlockingIOError: no connection waits; any other OSError: the system call accept failed.
+        Raises BlockingIOError if no connection waits. Raises another OSError if the system call fails.
         """
         fd, address = self._listener._accept()  # type: ignore[attr-defined]
         return socket.SocketType(self._family, self._kind, self._proto, fd), address

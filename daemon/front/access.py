@@ -58,7 +58,7 @@ class Restricted(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Lets a restricted call pass only if the request has the header ``header`` with the value ``value``, the access key."""
+    """Lets a call pass only if the request has a certain header with a certain value, the access key."""
 
     #: The header's name in lower case.
     header: bytes
@@ -66,7 +66,7 @@ class Rule:
     message: str
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises Restricted if a request's headers lack the access key.
+        """Raises Restricted if the headers of a request lack the access key.
 
         ``headers``: (name, value), with names in lower case. If the header is repeated, its first value counts.
         """
@@ -80,12 +80,15 @@ class Rule:
 
 
 class Access:
-    """Knows which calls of one protocol need an access key in a header. Calls are restricted by groups, such as "inference"."""
+    """Knows which calls of one protocol need an access key in a header."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
-        """Makes a rule for each restricted group of calls. ``restrictions``: a header and its value by the group's name.
+        """Makes a rule for each restricted group of calls, such as "inference".
 
-        ``sentence``: the error message, to which the header's quoted name is added. ``prefix``: put before each header's name.
+        Args:
+          restrictions: a header and its value, by the name of the group.
+          sentence: the error message, to which the quoted name of the header is added.
+          prefix: put before the name of each header.
         """
         self._rules = {
             group: Rule(
@@ -97,12 +100,15 @@ class Access:
         }
 
     def rule(self, call: str) -> Rule | None:
-        """Returns the rule for a call, or None if everybody may make the call. Raises KeyError: no call has that name."""
+        """Returns the rule for a call, or None if everybody may make it. Raises KeyError if no call has that name."""
         return self._rules.get(CALLS[call])
 
 
 def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for HTTP. A restricted call needs the header ``Restriction.key`` with ``Restriction.value``."""
+    """Returns the access rules for HTTP.
+
+    A restricted call needs the header ``Restriction.key`` with the value ``Restriction.value``.
+    """
     return Access(restrictions, "This API is restricted, expecting header")
 
 

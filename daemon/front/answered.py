@@ -34,16 +34,16 @@ _CLIENTS = frozenset(
 
 
 class Answered:
-    """Counts the answers that one front has sent, by status. Writes the front's access log, and remembers its last errors."""
+    """Counts the answers of one front by status, writes its access log, and remembers its last errors."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """Stores the arguments; no error is remembered yet.
+        """Starts without errors.
 
         Args:
           counters: the front's counters in shared memory.
           refusals: counts the errors of clients by model.
           protocol: "http" or "grpc".
-          access: errors are logged, and every ``access``-th inference answer that is no error; 0: nothing is logged.
+          access: every ``access``-th good inference answer is logged, and errors are. If it is 0, nothing is logged.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol
@@ -56,13 +56,16 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Sets what is logged: at most 10 errors a second, and every ``access``-th inference answer without error; 0: nothing."""
+        """Sets what is logged: every ``access``-th good inference answer, and at most 10 errors a second.
+
+        If ``access`` is 0, nothing is logged.
+        """
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts an inference answer that is no error. Some of these answers are written to the access log.
+        """Counts an inference answer that is no error, and writes some of these answers to the access log.
 
-        ``version``: the version of the model; 0: it is not known. ``answer``: the bytes to send, whose number is logged.
+        ``version``: the version of the model, or 0 if it is not known. ``answer``: the bytes to send, whose number is logged.
         """
         words, at = self._words, self._good
         words[at] = count = words[at] + 1
@@ -72,17 +75,20 @@ class Answered:
             self._write(CODES[self._protocol][0], request, version, size)
 
     def managed(self, code: str) -> None:
-        """Counts the answer to a request other than inference. ``code``: its HTTP status in digits, or gRPC status by name."""
+        """Counts the answer to a request other than inference.
+
+        ``code``: the HTTP status in digits, or the name of the gRPC status.
+        """
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
-        """Counts an answer that is an error, and remembers the error. If the access log is on, the error is logged too.
+        """Counts and remembers an answer that is an error, and writes it to the access log.
 
         Args:
           code: the HTTP status in digits, or the name of the gRPC status.
           message: the text of the error.
-          request: the inference request; None: it was another request, or could not be decoded.
-          account: the account of the connection; needed only if ``request`` has none.
+          request: the inference request. It is None if the request could not be decoded, or was no inference request.
+          account: the account of the connection, which is needed only if ``request`` has none.
         """
         self._words[self._places.get(code, self._other)] += 1
         model, client_id = ("", "") if request is None else request.names
@@ -98,9 +104,9 @@ class Answered:
             self._write(code, request, error=message, account=account)
 
     def recent(self) -> list[dict[str, object]]:
-        """Returns the last errors that this front has sent, the latest last, as JSON values for operators.
+        """Returns the last errors that this front has sent, the latest last, as JSON values.
 
-        The keys: protocol, time (seconds since 1970), code, error, model, id, client, trace_id.
+        The keys are protocol, time (seconds since 1970), code, error, model, id, client and trace_id.
         """
         names = ("time", "code", "error", "model", "id", "client", "trace_id")
         return [{"protocol": self._protocol, **dict(zip(names, row, strict=True))} for row in self._recent]

@@ -16,8 +16,7 @@ V = TypeVar("V")
 class BoundedCache(dict[K, V | None]):
     """Caches values by key: at least the last ``count`` that were stored or found, at most twice as many.
 
-    If ``count`` is 0, it stores nothing. ``cache[key]`` returns the value; None if the value was never stored, or was evicted. A
-    recently stored value is found without running Python code.
+    If ``count`` is 0, nothing is stored. ``cache[key]`` returns the value, or None if it was never stored or was evicted.
     """
 
     __slots__ = ("_count", "_old", "forgotten")
@@ -36,7 +35,7 @@ class BoundedCache(dict[K, V | None]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Caches a value under a key. That may evict values that were not looked up for long."""
+        """Caches a value under a key, and may evict values that were not looked up for long."""
         if not self._count:
             return
         if len(self) >= self._count:

@@ -9,7 +9,7 @@ SILENCE_SECONDS = 2.0
 
 
 class DrainRate:
-    """Measures, in one period after another, how fast a client receives the bytes that wait for it."""
+    """Measures how fast a client receives the bytes that wait for it."""
 
     __slots__ = ("_left", "_since")
 
@@ -19,13 +19,13 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client took at most ``rate`` bytes a second in the present period; False while the period lasts.
+        """Returns whether the client took at most ``rate`` bytes a second in a whole period.
 
-        Called repeatedly. A period lasts ``seconds``. If the client took more bytes in a period, the next period begins.
-
+        Call this method repeatedly. A period lasts ``seconds``, and while it lasts, False is returned. The next period begins if
+        the client was fast enough.
         Args:
-          since: when bytes began to wait for the client, in seconds of the clock of ``now``; 0: none wait.
-          left: how many bytes the client still has to take; only differences between calls count.
+          since: when bytes began to wait for the client, in seconds of the clock of ``now``, or 0 if none wait.
+          left: how many bytes the client still has to take. Only differences between calls count.
         """
         if not since:
             return False

@@ -51,7 +51,7 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """Carries out all requests of HTTP and gRPC clients other than inference. Most of them it passes on to the supervisor."""
+    """Carries out all requests of HTTP and gRPC clients other than inference."""
 
     def __init__(self, table: ModelStates, calls: ControlCalls, options: Options) -> None:
         self._table = table
@@ -72,7 +72,7 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ health
 
     async def unreadiness(self) -> str:
-        """Returns why the daemon is not ready, as a sentence that names the models; "" if it is ready."""
+        """Returns why the daemon is not ready, as a sentence that names the models, or "" if it is ready."""
         if self.stopping:
             return "the server is stopping"
         readiness = self._table.readiness
@@ -82,7 +82,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Waits until every front has the models' states that this front has, so that no front contradicts the coming answer."""
+        # Otherwise another front might contradict the coming answer.
         edition = self._table.edition
         if self._settled < edition:
             await self.ask(Settle())
@@ -91,13 +91,13 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ models
 
     def server_metadata(self) -> dict[str, Any]:
-        """Returns the server's metadata: ``name``, ``version`` and ``extensions``."""
+        """Returns the ``name``, ``version`` and ``extensions`` of the server."""
         return {"name": self._name, "version": __version__, "extensions": EXTENSIONS}
 
     async def model_is_ready(self, model: str, version: int) -> bool:
         """Returns whether requests for a model version are answered now. ``version`` 0 is the newest version.
 
-        Returns False if the model is unknown, or if the model's own code says that it is not ready.
+        Returns False if the model is unknown, or if its own code says that it is not ready.
         """
         if not self._table.is_ready(model, version):
             return False
@@ -109,8 +109,8 @@ class Endpoints:
     async def model_metadata(self, model: str, version: int) -> dict[str, Any]:
         """Returns a model's ``name``, ``versions`` (as text, ascending), ``platform``, ``inputs`` and ``outputs``.
 
-        ``versions`` are all versions that are served, or only ``version`` if it is not 0.
-        Raises NotFound: the model or version is unknown; Unavailable: the model is being loaded, or cannot be served now.
+        ``versions`` has all versions that are served, or only ``version`` if it is not 0.
+        Raises NotFound if the model or the version is unknown. Raises Unavailable if the model cannot be served now.
         """
         metadata = msgspec.json.decode(self._table.find(model, version).metadata)
         await self._everywhere()
@@ -120,14 +120,14 @@ class Endpoints:
     def is_pure(self, model: str, version: int) -> bool:
         """Returns whether a request to a model version may be run twice without harm.
 
-        Raises NotFound: the model or version is unknown; Unavailable: the model is being loaded, or cannot be served now.
+        Raises NotFound if the model or the version is unknown. Raises Unavailable if the model cannot be served now.
         """
         return self._table.find(model, version).pure
 
     async def model_config(self, model: str, version: int) -> bytes:
-        """Returns a model's full ModelConfig as JSON.
+        """Returns the full ModelConfig of a model as JSON.
 
-        Raises NotFound: the model or version is unknown; Unavailable: the model is being loaded, or cannot be served now.
+        Raises NotFound if the model or the version is unknown. Raises Unavailable if the model cannot be served now.
         """
         config = self._table.find(model, version).config
         await self._everywhere()
@@ -136,10 +136,10 @@ class Endpoints:
     # -------------------------------------------------------------------------------------------- repository
 
     async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Loads a model, and returns once it is loaded. Raises ServingError: the parameters are wrong, or the load failed.
+        """Loads a model, and returns once it is loaded.
 
-        ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model consists of
-        these files alone, and ``config`` is needed.
+        ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If there are files, the model consists of
+        these files alone, and ``config`` is needed. Raises ServingError if the parameters are wrong, or if the load failed.
         """
         config, files = "", {}
         for key, value in sorted(parameters.items()):
@@ -162,9 +162,10 @@ class Endpoints:
         await self.ask(LoadModel(model, config, files), peer)
 
     async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Unloads a model. Raises ServingError: a parameter is wrong, or the model could not be unloaded.
+        """Unloads a model.
 
-        ``parameters``: ``unload_dependents``, whether an ensemble's members that no other model uses are unloaded too.
+        ``parameters``: ``unload_dependents`` says whether the members of an ensemble that no other model uses are unloaded too.
+        Raises ServingError if a parameter is wrong, or if the model could not be unloaded.
         """
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
@@ -176,10 +177,11 @@ class Endpoints:
     async def register_system(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
     ) -> None:
-        """Registers a part of the POSIX shared-memory object ``key`` as region ``name``. Raises ServingError: it was refused.
+        """Registers a part of the POSIX shared-memory object ``key`` as the region ``name``.
 
-        ``offset`` and ``byte_size`` are unsigned. ``end``: a file descriptor that becomes readable when the region is to be
-        removed, and that the caller closes; -1: the region stays until it is unregistered.
+        ``offset`` and ``byte_size`` are unsigned, in bytes. ``end``: a file descriptor that becomes readable when the region is
+        to be removed, and that the caller closes. If it is -1, the region stays until it is unregistered.
+        Raises ServingError if the region is refused.
         """
         if offset > _INT64 or byte_size > _INT64:
             raise InvalidArgument(
@@ -191,6 +193,6 @@ class Endpoints:
     # ---------------------------------------------------------------------------------------------- settings
 
     async def check_traced(self, model: str) -> None:
-        """Raises InvalidArgument if ``model``, whose trace settings are to be read, is unknown; "" stands for all models."""
+        """Raises InvalidArgument if ``model``, whose trace settings a client asks for, is unknown. "" stands for all models."""
         if model:
             await self.ask(ChangeTrace(model))

@@ -20,14 +20,17 @@ _REMEMBERED = 1024
 
 
 class Forwarding:
-    """Selects the headers that models get as request parameters, by a pattern that matches a part of the header's name."""
+    """Selects the headers that models get as parameters of the request.
+
+    ``pattern``: matches a part of the name of such a header.
+    """
 
     def __init__(self, pattern: str) -> None:
         self._pattern = header_pattern.compiled(pattern)
         self._known: dict[bytes, bool] = {}
 
     def wants(self, name: bytes) -> bool:
-        """Returns whether models get the header with this name as a request parameter. The name may be in upper or lower case."""
+        """Returns whether models get the header with this name. Upper and lower case are the same."""
         known = self._known.get(name)
         if known is None:
             if len(self._known) >= _REMEMBERED:
@@ -38,7 +41,7 @@ class Forwarding:
     def parameters(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
         """Returns the headers that models get, as parameters with the names that the client sent.
 
-        Raises InvalidArgument: the name of such a header is reserved.
+        Raises InvalidArgument if the name of such a header is reserved.
         """
         found: dict[str, str] = {}
         for name, value in headers:
@@ -52,7 +55,7 @@ class Forwarding:
 
 
 def _text(content: bytes) -> str:
-    """Decodes ``content``, a header's name or value, as UTF-8 or, if it is not UTF-8, as Latin-1, which HTTP once prescribed."""
+    """Decodes ``content`` as UTF-8 or else as Latin-1, which HTTP once prescribed."""
     try:
         return content.decode()
     except UnicodeDecodeError:

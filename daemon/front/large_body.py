@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Receives a large request body into the request arena. It owns the body's lease until ``take_lease`` or ``drop``."""
+    """Receives a large request body into the request arena, and owns its lease until ``take_lease`` or ``drop``."""
 
     #: Lends the memory.
     _submitter: Submitter
@@ -33,10 +33,7 @@ class Receiver:
     _dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
-        """Begins to wait for ``byte_size`` bytes of arena memory.
-
-        When the wait ends, ``_place`` or ``refuse`` is called, and then ``_progressed``; none of them is called after ``drop``.
-        """
+        """Waits for memory, after which ``_place`` or ``refuse``, and then ``_progressed``, is called."""
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
 
@@ -57,12 +54,12 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Returns the body's lease, which the caller owns from now on; None if the body has no lease."""
+        """Returns the lease of the body, which the caller then owns, or None."""
         lease, self._lease = self._lease, None
         return lease
 
     def drop(self) -> None:
-        """Drops the body and releases its memory. Idempotent."""
+        """Drops the body and releases its memory. May be called again."""
         self._dropped = True
         self._give_back()
 
@@ -72,7 +69,7 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Stores the lease, which this object owns from now on, and copies the bytes received so far into the leased memory."""
+        """Stores ``lease``, and copies the bytes received so far into its memory."""
         raise NotImplementedError
 
     def refuse(self, error: ServingError) -> None:
@@ -80,5 +77,5 @@ class Receiver:
         raise NotImplementedError
 
     def _progressed(self) -> None:
-        """Lets the connection go on with the body. Called when the wait for memory has ended, after ``_place`` or ``refuse``."""
+        """Continues with the body after the wait for memory."""
         raise NotImplementedError

@@ -31,7 +31,10 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes each connection that the server has ended, once its client closes it or takes only ``min_rate`` bytes a second."""
+    """Closes each connection that the server has ended, once its client closes it or is too slow.
+
+    A client is too slow if it takes at most ``min_rate`` bytes a second.
+    """
 
     def __init__(self, min_rate: int) -> None:
         self._min_rate = min_rate
@@ -39,11 +42,10 @@ class LingeringClose:
         self._lingering: dict[Lingering, None] = {}
 
     def see_out(self, transport: asyncio.Transport) -> None:
-        """Ends the sending side of a connection, and closes the connection once the client has closed its side.
+        """Ends the sending side of a connection, and closes the connection once the client has closed its side, or is too slow.
 
-        The sending side is ended in the next iteration of the event loop. From then on the connection's protocol gets no more
-        data: its ``connection_lost`` is called. If the client is too slow, the connection is closed without waiting for it. Call
-        it only if all bytes that were written are with the kernel, or with the transport (TLS).
+        Call this method only if the kernel or the transport (TLS) has all bytes that were written. In the next iteration of the
+        event loop ``connection_lost`` of the connection's protocol is called, which gets no more data.
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 
@@ -63,13 +65,13 @@ class LingeringClose:
         former.connection_lost(None)
 
     def check(self, now: float) -> None:
-        """Closes the connections whose clients receive too slowly. Called about once a second. ``now``: monotonic seconds."""
+        """Closes the connections whose clients receive too slowly. ``now``: monotonic seconds."""
         for lingering in list(self._lingering):
             if lingering.is_late(now, self._min_rate):
                 lingering.cut()
 
     def forget(self, lingering: Lingering) -> None:
-        """Stops waiting for the client of ``lingering``, a connection, because the connection is closed."""
+        """Stops waiting for the client of ``lingering``, because the connection is closed."""
         self._lingering.pop(lingering, None)
 
     def __len__(self) -> int:
@@ -105,7 +107,7 @@ class Lingering(asyncio.Protocol):
         return self._pace.is_slow(self._since, untaken, now, LINGER_SECONDS, min_rate)
 
     def cut(self) -> None:
-        """Closes the connection at once, whatever the client does."""
+        """Closes the connection at once."""
         self._lingering_close.forget(self)
         self._transport.abort()
 
@@ -116,10 +118,7 @@ def is_quiet(transport: asyncio.Transport) -> bool:
 
 
 def _waiting(transport: asyncio.Transport, request: int) -> int:
-    """Returns how many bytes wait in one of the two kernel queues of the transport's socket; 0 if the socket is closed.
-
-    ``request``: the ioctl for that queue, TIOCOUTQ (sent bytes) or FIONREAD (received bytes).
-    """
+    """Returns how many bytes wait in the kernel's queue that the ioctl ``request`` names."""
     sock = transport.get_extra_info("socket")
     if transport.is_closing() or sock is None:
         return 0

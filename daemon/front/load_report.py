@@ -28,13 +28,13 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the format of load report that a header value asks for, "text", "json" or "bin"; "": it asks for none of these."""
+    """Returns the format of load report that a header value asks for: "text", "json" or "bin", or "" for none."""
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 
 
 def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
-    """Returns name and value of the header that reports the load which ``submitter`` sees now, in the format ``wanted``."""
+    """Returns name and value of the header that reports the present load in the format ``wanted``."""
     in_flight, utilization = submitter.load
     if wanted == "text":
         value = f"TEXT application_utilization={utilization:.3f}, named_metrics.in_flight={in_flight}".encode()

@@ -19,7 +19,7 @@ _LOG_SECONDS = 60.0
 
 
 class IdleConnection(Protocol):
-    """Interface of client connections that ``LongestIdle`` may close so that new ones can be accepted."""
+    """Interface of client connections that ``LongestIdle`` may close."""
 
     @property
     def used_at(self) -> float:
@@ -27,14 +27,14 @@ class IdleConnection(Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for nothing: every request is answered and every response is sent."""
+        """Returns whether every request is answered and every response is sent."""
 
     def make_room(self) -> None:
-        """Closes the connection, which is idle, so that a new one can be accepted."""
+        """Closes this idle connection, so that a new connection can be accepted."""
 
 
 class LongestIdle:
-    """Closes the connection that was idle longest. ``limit``: the most connections of all fronts, which the log names."""
+    """Closes the connection that was idle longest. ``limit``: the most connections of all fronts, for the log."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections
@@ -44,7 +44,10 @@ class LongestIdle:
         self._search_at = self._log_at = 0.0
 
     def make_room(self, now: float) -> bool:
-        """Closes the connection that has been idle longest at ``now``. Returns False if no connection is idle."""
+        """Closes the connection that has been idle longest. Returns False if no connection is idle.
+
+        ``now``: seconds of the clock of the connections.
+        """
         for _ in range(2):
             while self._found:
                 used_at, guest = self._found.popleft()
@@ -73,10 +76,11 @@ class LongestIdle:
 
 
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
-    """Returns a description of a connection for operators: its client, the arena memory it holds, and how long it is idle.
+    """Returns a description of a connection for operators.
 
-    The keys: owner; idle_s, the seconds from its last use to ``now`` (None: it is in use); request_bytes and answer_bytes,
-    the bytes that the connection holds of each arena. ``account``: counts these bytes; None: owner is "" and the bytes are 0.
+    The keys are owner, idle_s (the seconds from the last use to ``now``, None while it is in use), and request_bytes and
+    answer_bytes (the bytes that the connection holds of each arena).
+    ``account``: counts these bytes. If it is None, owner is "" and the bytes are 0.
     """
     return {
         "owner": "" if account is None else account.client.owner,

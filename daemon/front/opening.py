@@ -25,10 +25,13 @@ class Opening:
         handshake_timeout: float | None = None,
         shutdown_timeout: float | None = None,
     ) -> None:
-        """Stores how connections are opened. ``make``: makes a protocol for the client of the given name (``Peer.owner``).
+        """Stores how connections are opened.
 
-        Connections are encrypted if ``certificates`` have a TLS context. ``handshake_timeout``, ``shutdown_timeout``: how
-        many seconds the handshake and the end of a TLS connection may take; None: asyncio's defaults.
+        Args:
+          make: makes a protocol for the client of that name (``Peer.owner``).
+          certificates: connections are encrypted if these have a TLS context.
+          handshake_timeout: how many seconds a TLS handshake may take. None means asyncio's default.
+          shutdown_timeout: how many seconds the end of a TLS connection may take. None means asyncio's default.
         """
         self._make = make
         self._certificates = certificates
@@ -38,7 +41,7 @@ class Opening:
         self.pending: set[Coroutine[Any, Any, object]] = set()
 
     def open(self, taken: socket.SocketType, owner: str) -> None:
-        """Begins to open a connection on ``taken``, an accepted socket. ``owner``: its client's name (``Peer.owner``)."""
+        """Begins to open a connection on ``taken``, an accepted socket. ``owner``: the name of the client (``Peer.owner``)."""
         make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
         context = self._certificates.context
         timeouts = {} if context is None else self._timeouts
@@ -47,10 +50,7 @@ class Opening:
         self._go_on(opening, connection)
 
     def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
-        """Runs the coroutine ``opening`` until it waits for a future. When the future is done, this method is called again.
-
-        If the coroutine raises, ``connection`` is closed. A task for the coroutine would cost more.
-        """
+        # Runs the coroutine until it waits for a future, which calls this again: a task would cost more.
         try:
             future: asyncio.Future[object] = opening.send(None)
             future.add_done_callback(functools.partial(self._go_on, opening, connection))

@@ -25,13 +25,13 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """Yields a ``socket.socket`` of a duplicate of ``fd``, open in the ``with`` block. asyncio's sockets lack some options."""
+    """Yields a socket object of a duplicate of ``fd``, which has options that asyncio's lacks."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 
 
 def peer_of(fd: int) -> Peer:
-    """Returns who the client of the connection with the socket ``fd`` is; ANONYMOUS if the client has disconnected."""
+    """Returns who the client on the socket ``fd`` is, or ANONYMOUS if the client has disconnected."""
     try:
         with _opened(fd) as sock:
             if sock.family != socket.AF_UNIX:
@@ -45,7 +45,10 @@ def peer_of(fd: int) -> Peer:
 
 
 def owner_of(connection: socket.SocketType, address: object) -> str:
-    """Returns the name of a connection's client (``Peer.owner``): its host, taken from ``address``, or its Unix user."""
+    """Returns the name of the client of a connection (``Peer.owner``): a host, or a Unix user.
+
+    ``address``: the address of the client, as ``accept`` returned it.
+    """
     return f"tcp {address[0]}" if isinstance(address, tuple) else peer_of(connection.fileno()).owner
 
 
@@ -60,12 +63,8 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 class ConnectionEnd:
     """Shows the end of one client connection by a file descriptor, which may be passed to other processes.
 
-    The descriptor is created when it is first needed.
-
-        the front with the connection    the writing half of a pipe, closed with the connection, or by the kernel with the process
-        the supervisor                   the reading half (``tensord.daemon.regions.region_record``)
-
-    The connection's own socket is not passed on, because it would stay open as long as another process watches it.
+    the front with the connection    the writing half of a pipe, closed with the connection, or by the kernel with the process
+    the supervisor                   the reading half (``tensord.daemon.regions.region_record``)
     """
 
     __slots__ = ("_closed", "_reader", "_writer")
@@ -78,7 +77,7 @@ class ConnectionEnd:
     def descriptor(self) -> Iterator[int]:
         """Yields a descriptor that becomes readable when the connection ends. It is open in the ``with`` block only.
 
-        Raises Unavailable: no descriptors are left.
+        Raises Unavailable if no descriptors are left.
         """
         try:
             if self._reader < 0:
@@ -94,7 +93,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """Signals that the connection has ended: all descriptors that show the end become readable. Idempotent."""
+        """Signals that the connection has ended. May be called again."""
         self._closed = True
         self._release()
 
@@ -110,15 +109,15 @@ class ConnectionEnd:
 
 @contextlib.contextmanager
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
-    """Yields a descriptor, open in the ``with`` block, that becomes readable when a client's regions are to be removed.
+    """Yields a descriptor that becomes readable when the regions of a client are to be removed.
 
-    Yields -1 if the regions stay, as they do if the client is not on a Unix socket.
+    The descriptor is open in the ``with`` block only. It is -1 if the regions stay, or if the client is not on a Unix socket.
     Args:
       fd: the descriptor of the client's connection.
       connection: shows the end of that connection.
-      reclaim: "never", "owner" (when the client's process ends) or "connection" (when the connection ends). If the kernel gives
-        no descriptor of the process, the end of the connection is used for "owner" too.
-    Raises Unavailable: no descriptors are left.
+      reclaim: "never", "owner" (when the client's process ends) or "connection" (when the connection ends). "owner" means
+      "connection" if the kernel cannot watch the process.
+    Raises Unavailable if no descriptors are left.
     """
     if reclaim == "never" or peer_of(fd).kind != "unix":
         yield -1
@@ -130,7 +129,7 @@ def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def process_of(fd: int) -> Iterator[int]:
-    """Yields a pidfd of the process of the client whose socket is ``fd``. The pidfd is open in the ``with`` block only.
+    """Yields a pidfd of the process of the client on the socket ``fd``. The pidfd is open in the ``with`` block only.
 
     Yields -1 if ``fd`` is no Unix socket, or if the process is unknown.
     """
@@ -158,10 +157,7 @@ def _pidfd(fd: int) -> int:
 
 
 def _pidfd_by_number(sock: socket.socket) -> int:
-    """Opens a pidfd of the client's process by its process id, for kernels that cannot give it by the socket.
-
-    Raises ConnectionResetError: the connection has ended, so that another process may have this id by now.
-    """
+    """Opens a pidfd by the process id, for kernels that cannot give it by the socket."""
     (number, _, _) = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     process = os.pidfd_open(number)
     poll = select.poll()

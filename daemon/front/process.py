@@ -81,7 +81,7 @@ _LAST_CALL_NS = 250_000_000
 
 @dataclass(frozen=True, slots=True)
 class FrontPlace:
-    """Holds a front's listening sockets, the counters that it shares with other fronts, and the front's row in these counters."""
+    """Holds the listening sockets of a front, the counters of all fronts, and the number of its row in them."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -89,7 +89,7 @@ class FrontPlace:
 
 
 class Front(ABC):
-    """Base class of the HTTP and gRPC fronts: applies the supervisor's messages, serves clients from ``open`` to ``drain``."""
+    """Base class of the HTTP and gRPC fronts, which serves clients from ``open`` to ``drain``."""
 
     #: "http" or "grpc".
     protocol: ClassVar[str]
@@ -116,7 +116,7 @@ class Front(ABC):
         self.table = ModelStates()
 
     async def run(self) -> None:
-        """Serves clients until the supervisor asks the front to stop. Then sends the answers that are due, for a limited time."""
+        """Serves clients until the supervisor asks the front to stop, and then sends the answers that are due."""
         self._connection.start()
         start = await self._started
         # Before it has the published state, it would refuse what another front has just answered for.
@@ -143,7 +143,7 @@ class Front(ABC):
 
     @abstractmethod
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        """Starts to serve clients; returns once connections are accepted. ``endpoints``: answers all requests but inference."""
+        """Starts to serve clients. ``endpoints``: answers all requests but inference."""
 
     def accept(
         self,
@@ -152,11 +152,13 @@ class Front(ABC):
         opening: Opening,
         open_: Callable[[socket.SocketType, str], None],
     ) -> None:
-        """Starts to accept connections, and to check the deadlines of connections.
+        """Starts to accept connections, and to check their deadlines.
 
-        ``certificates``: are read again when their files change. ``counters``: counts the open connections of all fronts.
-        ``opening``: the connections that are being opened. ``open_``: opens an accepted socket; its second argument is the
-        client's name (``Peer.owner``).
+        Args:
+          certificates: are read again when their files change.
+          counters: counts the open connections of all fronts.
+          opening: the connections that are being opened.
+          open_: opens an accepted socket. Its second argument is the name of the client (``Peer.owner``).
         """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
@@ -173,7 +175,7 @@ class Front(ABC):
             self.lingering.check(now)
 
     async def drain(self, grace_ns: int) -> None:
-        """Stops accepting connections. Ends open connections once their clients have received the answers that they wait for.
+        """Stops accepting connections, and ends each open connection once its client has all answers.
 
         Connections that are still open after ``grace_ns`` nanoseconds are closed at once.
         """
@@ -192,18 +194,17 @@ class Front(ABC):
 
     @abstractmethod
     def end(self, connection: Any, at_once: bool) -> None:
-        """Ends a connection as soon as it is idle, because the front stops.
+        """Ends a connection as soon as it is idle, because the front stops. Called repeatedly until the connection has ended.
 
-        Called again and again until the connection has ended. ``at_once``: True: requests that begin now are refused. False: such
-        requests are accepted, and the client is only told that the connection will end.
+        ``at_once``: whether requests that begin now are refused. Otherwise the client is only told that the connection will end.
         """
 
     @abstractmethod
     def connections(self) -> Iterator[dict[str, Any]]:
-        """Yields a description of each open connection for operators: its client, its arena memory, and how long it is idle."""
+        """Yields a description of each open connection for operators."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Applies a supervisor's message ``record``, which came with the file descriptors ``fds``."""
+        """Applies a message of the supervisor. ``fds``: the descriptors that came with it."""
         match record:
             case Start():
                 child_process.enable_stack_report(*fds)
@@ -252,10 +253,7 @@ class Front(ABC):
                     self.answered.log_every(settings.access)
 
     async def _answer(self, call: ControlCall) -> None:
-        """Carries out a call of the supervisor and sends the reply: a JSON list, or an error if the call is unknown.
-
-        The reply to AwaitIdle is empty, and is sent once every request is answered.
-        """
+        """Carries out a call of the supervisor and sends the reply."""
         result = b""
         match call.operation:
             case ConnectionRecords():
@@ -274,7 +272,7 @@ class Front(ABC):
         self._connection.send(Reply(call.call_id, result=result))
 
     def _hand_over(self, traces: TracesEnded) -> bool:
-        """Sends traces to the supervisor. If too many records wait for the supervisor, drops the traces and returns False."""
+        """Sends traces to the supervisor. Returns False if they were dropped."""
         if self._connection.waiting >= _MAX_WAITING:
             self.place.counters.front(self.place.row).drop_traces(len(traces.traces))
             return False
@@ -282,14 +280,14 @@ class Front(ABC):
         return True
 
     def _orphaned(self) -> None:
-        """Exits the process because the supervisor has ended, and nobody else would stop this process."""
+        # Nobody else would stop this process.
         os._exit(1)
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, FrontPlace], Front]) -> None:
     """Runs the front process ``program`` until it stops.
 
-    ``make``: creates the front from its socket to the supervisor and from the listening sockets and counters (``FrontPlace``).
+    ``make``: creates the front from its socket to the supervisor and its ``FrontPlace``.
     """
     child_process.end_if_other_version()
     child_process.die_with_parent()

@@ -92,7 +92,10 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Handles the epoll mask ``events``. If it is EPOLLIN alone and reading is not paused, ``read`` may be called instead."""
+        """Handles the epoll mask ``events``.
+
+        If it is EPOLLIN alone and reading is not paused, ``read`` may be called instead.
+        """
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -107,11 +110,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Handles the end of the connection, or of the client's sending side, that comes while reading is paused.
-
-        An end of the whole connection ends the transport, too. An end of the sending side is passed to the protocol now if
-        ``heeds_end`` of the ``SocketWatch`` is True, otherwise after the unread bytes. ``events``: the mask that epoll reported.
-        """
+        """Handles an end of the connection, or of the client's side, while reading is paused."""
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
         elif self._watch.heeds_end:
@@ -130,7 +129,7 @@ class SocketTransport(asyncio.Transport):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """Reads the bytes or the end of file that has come, and passes the bytes or the end to the protocol."""
+        """Reads what has come, and passes the bytes or the end of file to the protocol."""
         if self.gives_buffers:
             self._read_into_buffers()
             return
@@ -224,7 +223,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Stores ``pieces`` for later, without their first ``sent`` bytes, which are sent. Pauses the protocol's writing."""
+        """Stores ``pieces`` without their first ``sent`` bytes, and pauses the protocol's writing."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)
@@ -296,7 +295,7 @@ class SocketTransport(asyncio.Transport):
             self._end_soon(error)
 
     def _end_soon(self, error: OSError | None) -> None:
-        """Ends the connection in the loop's next iteration, with ``error`` for the protocol's ``connection_lost``."""
+        """Ends the connection in the next iteration of the loop."""
         self._ending = True
         self._watch.loop.call_soon(self._end, error)
 
@@ -319,15 +318,11 @@ class SocketTransport(asyncio.Transport):
 
 
 class SocketWatch:
-    """Reads and writes the client sockets of one front when epoll reports them ready. Used in a running loop until ``close``.
+    """Reads and writes the client sockets of one front when epoll reports them ready.
 
-        loop ─▶ epoll readable ─▶ poll: (socket, events) ... ─▶ each transport reads, or writes what it has kept
+      loop ─▶ epoll readable ─▶ poll: (socket, events) ... ─▶ each transport reads, or writes what it has kept
 
-    The epoll instance is a single descriptor for the event loop. A connection costs one registration, which ends when its socket
-    is closed. If a transport pauses reading, its registration is changed only when something arrives meanwhile.
-
-    Args:
-      heeds_end: whether the end of a client's sending side is reported to the protocol while bytes before it are still unread.
+    ``heeds_end``: whether the end of the client's sending side is reported before the bytes that are still unread.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:
@@ -338,7 +333,7 @@ class SocketWatch:
         self.loop.add_reader(self._epoll.fileno(), self._ready)
 
     def open(self, connection: socket.SocketType, protocol: asyncio.Protocol) -> None:
-        """Opens an accepted connection: calls its protocol's ``connection_made``, and reads the bytes that have arrived."""
+        """Opens an accepted connection: calls the protocol's ``connection_made``, and reads the bytes that have arrived."""
         transport = SocketTransport(self, connection, protocol)
         self._transports[transport.fd] = transport
         try:
@@ -347,9 +342,9 @@ class SocketWatch:
             self._cut(transport)
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """Changes the epoll events of a transport's socket from ``watched`` to ``wanted``; 0: the socket is not registered.
+        """Changes the epoll events of a transport's socket from ``watched`` to ``wanted``. 0 means that it is not registered.
 
-        Raises OSError: the kernel has no memory or room for it.
+        Raises OSError if the kernel has no memory or room for it.
         """
         if not wanted:
             self._epoll.unregister(transport.fd)
@@ -359,7 +354,7 @@ class SocketWatch:
             self._epoll.register(transport.fd, wanted)
 
     def forget(self, transport: SocketTransport) -> None:
-        """Removes a transport that is being closed. The kernel removes the socket from the epoll instance when it is closed."""
+        """Removes a transport that is being closed."""
         del self._transports[transport.fd]
 
     def _ready(self) -> None:
@@ -381,7 +376,7 @@ class SocketWatch:
         transport.abort()
 
     def close(self) -> None:
-        """Closes the epoll instance. Idempotent."""
+        """Closes the epoll instance. May be called again."""
         if not self._epoll.closed:
             self.loop.remove_reader(self._epoll.fileno())
             self._epoll.close()

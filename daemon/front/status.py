@@ -49,7 +49,7 @@ _TABLE: dict[str, tuple[int, str]] = {
 
 
 class BodyTooLarge(InvalidArgument):
-    """Raised when an HTTP request body exceeds its limit. The response has the status 413, not the 400 of InvalidArgument."""
+    """Raised when an HTTP request body exceeds its limit. The HTTP status is 413."""
 
     status = 413
 

@@ -26,7 +26,10 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the arena bytes that one connection or client holds: at most ``limit`` for requests and ``limit`` for answers."""
+    """Counts the arena bytes that one connection or client holds.
+
+    ``limit``: the most bytes for requests, and also the most bytes for answers.
+    """
 
     __slots__ = ("answers", "limit", "requests")
 
@@ -37,7 +40,10 @@ class Holdings:
 
 
 class ClientAccount(Holdings):
-    """Counts the bytes of arenas that all connections of one client hold, and remembers which requests get large answers."""
+    """Counts the arena bytes that all connections of one client hold, and remembers which requests get large answers.
+
+    ``sizes``: the most bytes of a small lease, of a medium lease, and of the whole arena.
+    """
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
 
@@ -66,7 +72,7 @@ class ClientAccount(Holdings):
 
 
 class Account(Holdings):
-    """Counts the bytes of arenas that one connection holds, and decides whether the connection may have more now."""
+    """Counts the arena bytes that one connection holds, and decides whether it may have more now."""
 
     __slots__ = ("client", "last")
 
@@ -91,18 +97,18 @@ class Account(Holdings):
 
     @property
     def is_full(self) -> bool:
-        """Returns whether the answers that the connection's client has not read yet fill the connection's share of memory."""
+        """Returns whether the answers that the client has not read yet fill the connection's share of memory."""
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of this ``kind`` (model, version, input shapes) have large answers. ``may_send`` uses that."""
+        """Records that requests of this ``kind`` (model, version, input shapes) have large answers."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether a request of ``kind`` (model, version, shapes) may be sent before the client has read more answers."""
+        """Returns whether a request of ``kind`` (model, version, input shapes) may be sent before the client reads more."""
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
@@ -113,7 +119,7 @@ class Account(Holdings):
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Returns the error text for a request that did not get ``byte_size`` bytes in time: its client holds too many bytes."""
+        """Returns the error text for a request that did not get ``byte_size`` bytes in time."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (
@@ -127,10 +133,13 @@ class Account(Holdings):
 
 
 class Accounts:
-    """Opens and closes the accounts of a front's connections, which count the bytes of arenas that each holds."""
+    """Opens and closes the accounts of the connections of a front."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Starts without accounts. A lease of up to ``small_byte_size`` bytes is small, of up to ``medium_byte_size`` medium."""
+        """Starts without accounts.
+
+        A lease of up to ``small_byte_size`` bytes is small, and a larger one of up to ``medium_byte_size`` bytes is medium.
+        """
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)
@@ -139,7 +148,7 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens a connection's account, which also counts for its client ``owner``: a user on a unix socket, a host on TCP."""
+        """Opens the account of a connection. ``owner``: the client, which is a user on a unix socket or a host on TCP."""
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()
@@ -167,5 +176,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns the bytes in a ``share`` (0 to 1) of an arena's largest size. A share of 1 means no limit: ``sys.maxsize``."""
+    """Returns the bytes in a ``share`` (0 to 1) of the largest size of an arena. A share of 1 means no limit."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

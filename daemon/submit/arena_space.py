@@ -26,7 +26,7 @@ OnLease = Callable[[Lease | ServingError], None]
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request that waits for memory: until when, for how many bytes, and the function that is called with the lease."""
+    """A request that waits for memory. It gives up at ``give_up``, in loop time."""
 
     give_up: float
     byte_size: int
@@ -38,8 +38,10 @@ class _Waiter:
 class ArenaSpace:
     """Lends memory of a front's request arena to requests, and queues the requests for which there is no room.
 
-    ``wait_seconds``: how long a request waits for memory at most. ``arriving_byte_size``: the most bytes that bodies which have
-    not arrived completely may take together. ``closed``: called each time a segment of the arena was closed.
+    Args:
+      wait_seconds: how long a request waits for memory at most.
+      arriving_byte_size: the most bytes that all incomplete bodies may take together.
+      closed: called each time a segment of the arena was closed.
     """
 
     def __init__(
@@ -58,14 +60,13 @@ class ArenaSpace:
         self._serving = self._again = False
 
     def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
-        """Lends ``byte_size`` bytes of the arena for a request's inputs. The caller must end the lease with ``give_back``.
+        """Lends ``byte_size`` bytes of the arena for the inputs of a request. The caller must end the lease with ``give_back``.
 
-        Returns None if no memory is free now, the limits of ``account`` forbid it, or a waiting request comes first.
-
+        Returns None if no memory is free now, if the limits of ``account`` forbid it, or if a waiting request comes first.
         Args:
-          account: counts the memory for a connection; None: the memory counts for nobody.
-          arriving: True if the content is still arriving from a client. Call ``arrived`` when it is complete.
-        Raises: InvalidArgument: the arena could never lend so many bytes.  Unavailable: the host has no memory.
+          account: counts the memory for a connection. If it is None, the memory is not counted.
+          arriving: whether the content is still arriving from a client. Call ``arrived`` when it is complete.
+        Raises InvalidArgument if the arena could never lend so many bytes. Raises Unavailable if the host has no memory.
         """
         if self._count and self._others_first(byte_size, account):
             return None
@@ -88,28 +89,26 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether a waiting request gets memory before a new request of ``byte_size`` bytes from ``account``.
-
-        A waiting request does so if it is in the same queue (small, medium or large), if the limits of its account allow it the
-        memory, and if its client holds no more memory than the client of ``account``.
-        """
+        """Returns whether a waiting request gets memory before a new one from ``account``."""
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a request for memory. Call it after ``loan`` has returned None for the same arguments.
+        """Queues a request for memory, after ``loan`` has returned None for the same arguments.
 
-        ``on_lease`` is called once, later: with a lease, or with Unavailable when ``wait_seconds`` have passed. ``now``: the
-        event loop's time in seconds. ``account``: counts the memory for a connection; None: the memory counts for nobody.
-        ``arriving``: whether a body that has not arrived completely needs the memory.
+        Args:
+          on_lease: called once, later, with a lease, or with Unavailable when ``wait_seconds`` have passed.
+          now: the time of the event loop in seconds.
+          account: counts the memory for a connection. If it is None, the memory is not counted.
+          arriving: whether the content is still arriving from a client.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """Notes that the content of a lease has arrived completely, so that the lease no longer counts as an incomplete body."""
+        """Notes that the content of a lease has arrived completely."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
@@ -117,7 +116,7 @@ class ArenaSpace:
                 self._serve()
 
     def give_back(self, lease: Lease) -> None:
-        """Ends a lease, and lends the memory to requests that wait. A second call for the same lease changes nothing."""
+        """Ends a lease, and lends the memory to requests that wait. May be called again for the same lease."""
         account = lease.holder
         if account is not None:
             lease.holder = None
@@ -134,7 +133,10 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Refuses requests that waited too long. Returns whether others still wait. ``now``: the event loop's time in seconds."""
+        """Refuses requests that waited too long, and returns whether others still wait.
+
+        ``now``: the time of the event loop in seconds.
+        """
         for line in self._lines:
             while line and line[0].give_up <= now:
                 waiter = line.popleft()
@@ -153,7 +155,6 @@ class ArenaSpace:
         return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
 
     def _taken_by(self, byte_size: int) -> int:
-        """Returns the least number of bytes of the arena that a lease of ``byte_size`` bytes occupies."""
         return taken_by(0 if byte_size <= self._arena.shared_byte_size else 1, byte_size)
 
     def _line(self, byte_size: int) -> deque[_Waiter]:
@@ -163,7 +164,7 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _admitted(self, waiter: _Waiter) -> bool:
-        """Returns whether ``waiter`` may get memory by the limits of its account and by the limit for incomplete bodies."""
+        """Returns whether the limits allow ``waiter`` its memory."""
         taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False
@@ -174,7 +175,7 @@ class ArenaSpace:
         return bool(others) and others + byte_size > self._arriving_limit and byte_size > self._arena.small_byte_size
 
     def _serve(self) -> None:
-        """Lends memory to waiting requests as long as there is some, each time to the client that holds the fewest bytes."""
+        """Lends memory to waiting requests, first to the client that holds the fewest bytes."""
         if self._serving:
             self._again = True  # whoever got some gave it back at once, from within
             return
@@ -233,12 +234,11 @@ def _holds(client: ClientAccount | None) -> int:
 
 
 def _held(account: Account | None) -> int:
-    """Returns how many bytes of the request arena an account's client holds; 0 if the account is None."""
     return _holds(None if account is None else account.client)
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Calls ``on_lease`` with ``given``. Returns False if ``on_lease`` raised an exception, which is only logged."""
+    """Calls ``on_lease``. Returns False if that raised an exception, which is logged."""
     try:
         on_lease(given)
     except Exception:

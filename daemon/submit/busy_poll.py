@@ -33,19 +33,19 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Keeps the event loop awake for a moment. Call it after requests were sent; it does nothing if many are in flight."""
+        """Keeps the event loop awake for a moment after requests were sent, unless many are in flight."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:
                 self._begin()
 
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
-        """Polls for a moment for the answer to the only request in flight. Call it when the request was just sent.
+        """Polls for a moment for the answer to the only request in flight, which was just sent.
 
-        In its first calls after several requests were in flight, this method does not poll: it only keeps the event loop from
-        sleeping, because a request or a connection may come meanwhile. ``ready``: takes a timeout in ms, and returns a true
-        value if something can be read from the worker's lane. ``receive``: called with ``worker`` to read from its lane;
-        returns False if no more can come, because the answer has come or the worker is gone.
+        Soon after several requests were in flight, the event loop is only kept from sleeping.
+        Args:
+          ready: takes a timeout in ms, and returns a true value if the lane of the worker can be read.
+          receive: reads from the lane of ``worker``. It returns False if no more can come.
         """
         self._lone += 1
         if self._lone < _MANY:

@@ -26,7 +26,7 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 @dataclass(slots=True, eq=False)
 class WorkerLink:
-    """A front's link to one worker: the lane, the pages with the worker's status and sequences, and the requests in flight."""
+    """A front's connection to one worker, with the requests that are in flight there."""
 
     incarnation: int
     device: str
@@ -48,14 +48,14 @@ class WorkerLink:
         self.seed = int.from_bytes(blake2b(self.device.encode(), digest_size=8).digest(), "little")
 
     def shut(self) -> None:
-        """Closes the lane to the worker, and unmaps the pages on which the worker published its status and sequences."""
+        """Closes the lane to the worker, and unmaps the pages of its status and sequences."""
         self.page.close()
         self.sequences.close()
         self.lane.close()
 
 
 class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
-    """A request of any protocol, from its sending until its final answer. (A Struct is quick to make; each request needs one.)"""
+    """A request of any protocol, from its sending until its final answer."""
 
     #: The request as it is sent, with its id; id 0: it is not sent so far.
     record: RequestRecord = _UNSENT
@@ -91,37 +91,39 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the request has not been sent yet, because it waits for arena memory for its tensors."""
+        """Returns whether the request has not been sent yet, because it waits for arena memory."""
         return not self.record.request_id
 
     @property
     def holds_up(self) -> bool:
-        """Returns whether answers to later requests wait for the answer to this request, and hold memory while they wait."""
+        """Returns whether answers to later requests wait for the answer to this request, and hold memory meanwhile."""
         return False
 
     @property
     def names(self) -> tuple[str, str]:
-        """Returns the name of the request's model and the id that the client gave the request; "" for an unknown value."""
+        """Returns the name of the model and the id that the client gave the request. An unknown value is ""."""
         return "", ""
 
     def left_line(self) -> None:
-        """Called when a request that had waited for memory was sent or answered, unless it was cancelled. Does nothing here."""
+        """Notes that a request which had waited for memory was sent or answered. Does nothing here."""
 
     def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Sends an answer to the client. Called with each answer to the request, and never again after the final answer.
+        """Sends an answer to the client. Called with each answer, and never again after the final answer.
 
-        ``prepared``: the part of the answer that many answers have in common. ``record``: the rest of the answer. ``lane``: the
-        lane in whose arena the answer's slices lie; None: the answer is an error that was made in this process.
+        Args:
+          prepared: the part of the answer that repeats.
+          record: the rest of the answer.
+          lane: the lane in whose arena the slices of the answer lie. If it is None, this process has made the answer, an error.
         """
         raise NotImplementedError
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns the part of the request that many requests have in common: all but id, scheduling and contents."""
+        """Returns the part of the request that repeats: all but id, scheduling and contents."""
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def fail(self, error: ServingError) -> None:
-        """Passes an error to ``completed`` as the final answer. If ``completed`` raises an exception, the exception is logged."""
+        """Passes an error to ``completed`` as the final answer. An exception of ``completed`` is logged."""
         record = AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message)
         try:
             self.completed(LAST, record, None)
@@ -129,12 +131,15 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
             self.fail_delivery()
 
     def undelivered(self) -> None:
-        """Answers with the error Internal: an answer could not be sent. If a part was sent, subclasses end the connection."""
+        """Answers with the error Internal, because an answer could not be sent.
+
+        If a part of it was sent, subclasses end the connection.
+        """
         record = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, record, None)
 
     def fail_delivery(self) -> None:
-        """Logs the exception by which an answer could not be sent, and answers with an error if that is still possible."""
+        """Logs the current exception, and answers with an error if that is still possible."""
         _log.exception("an answer could not be delivered")
         try:
             self.undelivered()

@@ -41,18 +41,18 @@ _PLACES, _BYTES = (RegionSlice, Slice), (bytes, memoryview)
 
 
 class Unconverted(Protocol):
-    """A large tensor that came as JSON. It is converted once it has a place in shared memory."""
+    """A large tensor that came as JSON, and is converted once it has a place in shared memory."""
 
     @property
     def byte_size(self) -> int:
-        """Returns the largest number of bytes that the tensor can have."""
+        """Returns the most bytes that the tensor can have."""
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Converts the JSON into ``place``. Yields after each piece; returns how many bytes the tensor has there."""
+        """Converts the JSON into ``place``, yields after each piece, and returns how many bytes the tensor has."""
 
 
 class UnsentRequest(msgspec.Struct):
-    """A parsed request of either protocol, until it is sent. (A Struct is quick to make, and each request needs one.)"""
+    """A parsed request of either protocol, until it is sent."""
 
     #: The constant part of the request, which many requests have in common: all but id, scheduling and contents.
     prepared: PreparedRequest
@@ -69,10 +69,11 @@ class UnsentRequest(msgspec.Struct):
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
-    """Sends a request over ``submitter`` at once or, if shared memory has no room for its tensors, when there is room.
+    """Sends a request at once, or when shared memory has room for its tensors.
 
-    ``asked`` gets the answers, never before this function returns. If the wait for room takes too long, the answer is an error.
-    Raises: InvalidArgument: the arena could never hold the tensors.  Unavailable: too many requests are in flight.
+    ``asked`` gets the answers, but never before this function returns. If the wait for room takes too long, the answer is an
+    error.
+    Raises InvalidArgument if the arena could never hold the tensors. Raises Unavailable if too many requests are in flight.
     """
     size = room(request.contents, submitter.inline_byte_size)
     if not size:
@@ -92,9 +93,9 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns how many bytes of the arena ``contents``, a request's tensors, need.
+    """Returns how many bytes of the arena ``contents``, the tensors of a request, need.
 
-    Tensors in shared memory, and tensors given as at most ``inline_byte_size`` bytes, take no arena memory.
+    Tensors in shared memory, and tensors of at most ``inline_byte_size`` bytes, need none.
     """
     size = 0
     for content in contents:
@@ -109,11 +110,12 @@ def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) 
 def place(
     contents: Iterable[InputContent | Unconverted], lease: Lease | None, inline_byte_size: int
 ) -> tuple[Content, ...]:
-    """Returns the contents for a request's record: small tensors as bytes, large tensors as slices of shared memory.
+    """Returns the contents for the record of a request: small tensors as bytes, large tensors as slices of shared memory.
 
-    Large tensors are copied into the lease, unless they lie in the arena already. Tensors in regions are left out. A tensor that
-    is still JSON only gets a slice, which ``fill`` fills. ``lease``: the memory for large tensors; None: no tensor needs any.
-    ``inline_byte_size``: the most bytes of a small tensor.
+    Large tensors are copied into the lease, unless they already lie in the arena. Tensors in regions are left out. A tensor
+    that is still JSON only gets a slice, which ``fill`` fills.
+    ``lease``: the memory for large tensors, or None if no tensor needs any. ``inline_byte_size``: the most bytes of a small
+    tensor.
     """
     used = 0
     placed: list[Content] = []
@@ -139,10 +141,11 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts the inputs that came as JSON into arena memory. Yields after each piece.
+    """Converts the inputs that came as JSON into arena memory, and yields after each piece.
 
-    ``contents``: the bytes of each input that is in no region, or its place in the memory of ``lease``. Returns ``contents``
-    with the final sizes of the converted tensors. Raises InvalidArgument: the data is wrong or does not fit the shape.
+    Returns ``contents`` with the final sizes of the converted tensors.
+    ``contents``: the bytes of each input that is in no region, or its place in the memory of ``lease``.
+    Raises InvalidArgument if the data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]
@@ -156,7 +159,7 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for memory in ``lease``. If ``lease`` is an error, ``asked`` is answered with the error."""
+    """Sends a request that waited for memory, or answers it with the error ``lease``."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)
@@ -176,10 +179,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Puts a request's tensors into the request's record or into ``lease``, and sends the record to a worker.
-
-    ``asked``: the object that gets the answers. If an error occurs, the leases of the request are given back.
-    """
+    """Sends a request, whose large tensors go into ``lease``."""
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:
@@ -207,6 +207,5 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
 
 
 def _give_back(submitter: Submitter, request: UnsentRequest) -> None:
-    """Gives back the shared memory in which a request's inputs arrived, if there is any. Call it if the request is not sent."""
     if request.lease is not None:
         submitter.give_back(request.lease)

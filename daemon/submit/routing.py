@@ -25,15 +25,14 @@ _LOST = 4
 
 
 class Routing:
-    """Chooses the worker of each request. Owns the front's links to its workers."""
+    """Chooses the worker of each request, and owns the front's links to its workers."""
 
     def __init__(self, table: ModelStates, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
-        """Stores the arguments; there are no workers yet.
+        """Starts without workers.
 
         Args:
-          table: the states of all models' versions.
-          row: the number of this front among the fronts of its protocol; fronts with different numbers prefer different idle
-            workers.
+          table: the states of all model versions.
+          row: the number of this front among the fronts of its protocol. Other numbers prefer other idle workers.
           in_flight: all requests of the front that are in flight, by id.
           max_sequences: the most sequences that one worker keeps.
         """
@@ -59,19 +58,19 @@ class Routing:
         self._forget()
 
     def close(self, worker: WorkerLink) -> None:
-        """Marks a worker's link as closed, so that no request is sent to the worker any more."""
+        """Marks the link of a worker as closed, so that no more requests are sent to the worker."""
         worker.closed = True
         self._forget()
 
     def bury(self, worker: WorkerLink) -> set[InFlight]:
-        """Removes a worker whose process is gone. Returns its unanswered requests whose sequences were lost with the process."""
+        """Removes a worker whose process is gone. Returns its unanswered requests whose sequences are lost."""
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
         return self._sequences.bury(worker, worker.in_flight.values())
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Stores the state of a model's version, or its removal, as the supervisor sent it. Later requests are routed by it."""
+        """Stores the state of a model version, or its removal, by which later requests are routed."""
         self._sequences.model_changed(state.name, state.version)
         if isinstance(state, ModelState):
             # Where all workers are idle the first is chosen: another one by each front.
@@ -84,18 +83,16 @@ class Routing:
         self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Stores ``place``, the GPU on which a client's region lies. Requests with the region prefer workers on that GPU."""
+        """Stores on which GPU a region lies. Requests with the region prefer workers on that GPU."""
         self._places.note(place)
         self._forget()
 
     def find(self, request: InFlight, state: ModelState | None = None) -> WorkerLink | None:
-        """Returns the worker to which a request should be sent; None: no worker can run it now.
+        """Returns the worker to which a request should be sent, or None if no worker can run it now.
 
-        ``state``: the state of the request's model; None: it is looked up.
-
-        Raises:
-          NotFound: the model does not exist.
-          Unavailable: the model cannot be served now, or the request's sequence was lost with its worker.
+        ``state``: the state of the model. If it is None, it is looked up.
+        Raises NotFound if the model does not exist. Raises Unavailable if the model cannot be served now, or if the sequence of
+        the request was lost with its worker.
         """
         numbered = request.numbered
         sequenced = self._sequenced.get(numbered)
@@ -131,24 +128,24 @@ class Routing:
         return workers[0] if len(workers) == 1 else least_busy(workers)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
-        """Returns the state of the model that ``prepared`` asks for; None: the model is unknown, or cannot be served now."""
+        """Returns the state of the model that ``prepared`` asks for, or None if the model is unknown or cannot be served now."""
         with contextlib.suppress(ServingError):
             return self._table.expect(prepared.model, prepared.version)
         return None
 
     def is_loading(self, model: str, version: int) -> bool:
-        """Returns whether a model's version is being loaded and does not serve. ``version`` 0 means the newest version."""
+        """Returns whether a model version is being loaded and does not serve. ``version`` 0 means the newest version."""
         with contextlib.suppress(ServingError):
             return self._table.expect(model, version).state == "LOADING"
         return False
 
     def is_step(self, request: InFlight) -> bool:
-        """Returns whether a request belongs to a sequence, that is, to requests that the model runs in order with one state."""
+        """Returns whether a request belongs to a sequence."""
         state = self.state_of(request.prepared)
         return bool(request.record.sequence_id) and state is not None and state.sticky
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU with the regions in ``prepared``, if only workers on that GPU may run the request; "": any may."""
+        """Returns the GPU with the regions of a request if only workers on that GPU may run it, or ""."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 
@@ -160,19 +157,19 @@ class Routing:
 
 
 class RegionPlaces(dict[str, str]):
-    """Maps each region in GPU memory to its GPU, if there are several workers and some have GPUs; else it is empty."""
+    """Maps each region in GPU memory to its GPU."""
 
     __slots__ = ()
 
     def note(self, place: RegionPlace) -> None:
-        """Records that a region lies on a GPU. If ``place`` has no device, the region is gone, and its entry is removed."""
+        """Records on which GPU a region lies. If ``place`` has no device, the region is gone."""
         if place.device:
             self[place.region] = place.device
         else:
             self.pop(place.region, None)
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU, such as "cuda:1", that has most bytes of the regions in ``prepared``; "": no region is on a GPU."""
+        """Returns the GPU, such as "cuda:1", that has most bytes of the regions in ``prepared``, or "" if none is on a GPU."""
         sizes: dict[str, int] = {}
         for place in _regions(prepared):
             if gpu := self.get(place.region, ""):

@@ -46,7 +46,7 @@ class SequenceRouting:
         most_lost: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Stores the arguments; there are no sequences yet.
+        """Starts without sequences.
 
         Args:
           in_flight: all requests of the front that are in flight, by id.
@@ -63,24 +63,22 @@ class SequenceRouting:
         self._lost = LostSequences(most_lost)
 
     def model_changed(self, name: str, version: int) -> None:
-        """Drops the routing state that the method ``model`` has stored for a model's version, because the version has changed."""
+        """Drops the routing state of a model version, because the version has changed."""
         self._models.pop((name, version), None)
 
     def model(self, state: ModelState) -> SequencedModel:
-        """Returns the routing state for the sequences of a model's version. It is valid until ``model_changed`` is called."""
+        """Returns the routing state for the sequences of a model version. It is valid until ``model_changed`` is called."""
         model = self._models.get((state.name, state.version))
         if model is None:
             model = self._models[state.name, state.version] = SequencedModel(state)
         return model
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
-        """Returns the worker for a request of a sequence of ``model``.
+        """Returns the worker for a request of a sequence.
 
-        None is returned if the worker that has the sequence cannot be used now or, for a new sequence, if there is no worker.
-        ``gpu``: the GPU on which the request's regions lie; "": any. Only the ``gpu`` of a sequence's first request counts,
-        because a sequence stays on its worker.
-
-        Raises: Unavailable: the sequence was lost with its worker.
+        Returns None if the worker that has the sequence cannot be used now, or if there is no worker for a new sequence.
+        ``gpu``: the GPU on which the regions of the request lie, or "". Only the first request of a sequence is routed by it.
+        Raises Unavailable if the sequence was lost with its worker.
         """
         record, state = request.record, model.state
         key = request.sequence = model.keys.key(record.sequence_id)
@@ -107,11 +105,10 @@ class SequenceRouting:
         return worker
 
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
-        """Reads from a dead worker's sequence page which sequences the worker had, and remembers them as lost.
+        """Remembers the sequences of a dead worker as lost.
 
-        ``orphans``: the worker's requests without an answer. Returns the requests among them that must not be run on another
-        worker, because their sequence is lost. If the dead worker had run no request of a sequence, the sequence's requests
-        may run elsewhere.
+        ``orphans``: the unanswered requests of the worker. Returns those that must not run on another worker, because their
+        sequence is lost.
         """
         runs: dict[Key, list[InFlight]] = {}
         for request in orphans:
@@ -139,15 +136,12 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
-        """Returns the front's only worker if it has the model of ``state``, else None. There must be exactly one worker."""
+        """Returns the only worker if it has the model of ``state``, else None."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker on whose sequence page ``key`` is open; None: there is no such worker.
-
-        If there are several, the worker that admitted the sequence last is returned.
-        """
+        """Returns the worker that has admitted the sequence ``key`` last, or None."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -156,21 +150,13 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may run a new sequence of the model with ``state``.
-
-        If the model is to be loaded on the GPU ``gpu``, these are the workers on ``gpu``. Else, or if ``gpu`` is "", these
-        are all workers that serve the model.
-        """
+        """Returns the workers that may run a new sequence of the model of ``state``."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Chooses the worker for a new sequence of the model of ``state``, and counts it there; None: there is no worker.
-
-        ``key``: the key of the sequence. ``slots``: the key under which each worker publishes how many more sequences of the
-        model it can run. ``gpu``: the GPU on which the request's regions lie, whose workers are preferred; "": any.
-        """
+        """Chooses the worker for a new sequence, and counts the sequence there."""
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))
@@ -192,12 +178,7 @@ class SequenceRouting:
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns the requests at the end of ``run`` that another worker may run after the sequence's worker has died.
-
-    The list is empty if the worker had begun the sequence, if a client cancelled one of the requests, or if the request
-    that starts the sequence is not in ``run``, because another front had sent it. ``run``: the unanswered requests of
-    one sequence, in order. ``state``: the state of the sequence on the worker's page; None: the sequence is not there.
-    """
+    """Returns the requests at the end of ``run`` that another worker may run."""
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
     kept = run
@@ -215,10 +196,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run; below 0: so many sequences wait for the worker.
-
-    It is the number that the worker published under the key ``slots``, less the sequences that this front has sent since.
-    """
+    """Returns how many more sequences a worker can run; below 0, so many wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -231,7 +209,7 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 
 
 class SequencedModel:
-    """Holds what the routing of sequences needs: the model's state, the keys of sequences, and the longest idle time."""
+    """Holds what the routing needs to know of a model with sequences."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 
@@ -243,9 +221,9 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns those of a model's ``workers`` that are on ``gpu``. Returns all if the model is not meant for this GPU.
+    """Returns those of ``workers`` that are on ``gpu``, or all if the model is not meant for this GPU.
 
-    ``state``: the model's state. The result is empty if the model is meant for ``gpu`` and no worker is there now.
+    ``state``: the state of the model. The result is empty if the model is meant for ``gpu`` and no worker is there now.
     """
     if not is_meant_for(state, gpu):
         return workers
@@ -253,7 +231,7 @@ def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Seque
 
 
 def is_meant_for(state: ModelState, gpu: str) -> bool:
-    """Returns whether the model with ``state`` is to be loaded by workers on the GPU ``gpu``; False if ``gpu`` is ""."""
+    """Returns whether workers on ``gpu`` are to load the model of ``state``. Returns False if ``gpu`` is ""."""
     return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
 
 
@@ -261,7 +239,7 @@ def is_meant_for(state: ModelState, gpu: str) -> bool:
 
 
 class LostSequences:
-    """Remembers the latest sequences (at most ``most``) that were lost with their worker. Their later requests are refused."""
+    """Remembers the latest sequences, at most ``most``, that were lost with their worker."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -269,7 +247,7 @@ class LostSequences:
         self._since: dict[Key, float] = {}
 
     def add(self, key: Key, now: float) -> None:
-        """Remembers that the sequence ``key`` was lost at ``now``, in seconds. Beyond ``most``, the earliest is forgotten."""
+        """Remembers that the sequence ``key`` was lost at ``now``, in seconds."""
         self._since.pop(key, None)
         while len(self._since) >= self._most:
             del self._since[next(iter(self._since))]
@@ -284,7 +262,7 @@ class LostSequences:
         return since is not None
 
     def forget(self, key: Key) -> None:
-        """Forgets that the sequence ``key`` was lost. Call it when a client begins the sequence again."""
+        """Forgets that the sequence ``key`` was lost, because a client begins the sequence again."""
         self._since.pop(key, None)
 
     def __len__(self) -> int:

@@ -56,7 +56,7 @@ _TIMER_SECONDS = 0.1
 
 
 class Submitter:
-    """Sends all requests of one front to workers. Each request gets exactly one final answer. Owns the request arena."""
+    """Sends all requests of one front to workers, and owns the request arena. Each request gets exactly one final answer."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class Submitter:
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
     ) -> None:
-        """Creates the request arena of a front process; there are no workers yet.
+        """Creates the request arena of a front process, without workers.
 
         Args:
           incarnation: the number of the front process, which no other process ever has.
           table: the states of all models.
           row: the number of this front among the fronts of its protocol.
           counted: called for every request that is refused.
-          on_number: called for every prepared request that gets a number; None: nothing is called.
+          on_number: called for every prepared request that gets a number. If it is None, nothing is called.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -126,12 +126,11 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to a worker or, if none can run it now, when one can. Owns the request's leases from now on.
+        """Sends a request to a worker now, or when a worker can run it. The submitter then owns the leases of the request.
 
-        The request's inputs must lie in its record, in regions or in its leases. The request's method ``completed`` gets exactly
-        one final answer, never before ``send`` returns. ``state``: the state of the request's model; None: it is looked up.
-
-        Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
+        The inputs must lie in the record of the request, in regions or in its leases. ``completed`` of the request gets exactly
+        one final answer, never before ``send`` returns. ``state``: the state of the model. If it is None, it is looked up.
+        Raises Unavailable if too many requests are in flight. After any exception the request was not sent and gets no answer.
         """
         everything = self._in_flight
         try:
@@ -154,7 +153,7 @@ class Submitter:
             raise
 
     def _too_many(self, request: InFlight) -> Unavailable:
-        """Counts a request as refused and returns its error: the server is draining, or too many requests are in flight."""
+        """Counts a request as refused and returns its error."""
         if self._refuses:
             self.refusals.note(request.prepared.model, Refusal.DRAINING)
             return Unavailable("the server is draining: it takes no new requests")
@@ -162,17 +161,13 @@ class Submitter:
         return Unavailable(f"{len(self._in_flight)} requests are in flight, at most {self._max_in_flight} are allowed")
 
     def refuse(self, refuses: bool) -> None:
-        """Sets whether new requests are refused, because the server is draining. Requests in flight go on."""
+        """Sets whether new requests are refused. Requests in flight go on."""
         self._refuses = refuses
         # It is the limit that each request is compared with anyhow.
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to the worker that ``Routing`` chooses. If no worker can run it now, the request waits.
-
-        If the model does not exist or cannot be served, the request gets an error that says so, after this method returns.
-        ``state``: the state of the request's model; None: it is looked up.
-        """
+        """Sends a request to the worker that ``Routing`` chooses, or lets it wait."""
         try:
             worker = self._routing.find(request, state)
         except ServingError as error:
@@ -185,7 +180,7 @@ class Submitter:
             self._start_timer()
 
     def _send_again(self, request: InFlight) -> None:
-        """Chooses a worker for a request that waited or lost its worker, and sends it. Any error becomes the request's answer."""
+        """Sends a request that waited or lost its worker. An error becomes the answer."""
         request.recalled = False
         try:
             self._route(request)
@@ -198,7 +193,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the waiting requests for which there is a worker now. Requests that still wait keep their time limits."""
+        """Sends the waiting requests for which there is a worker now."""
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
@@ -207,7 +202,7 @@ class Submitter:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def cancel(self, request: InFlight) -> None:
-        """Cancels a request, which gets no answer. Its memory is released once its worker has ended it. Idempotent."""
+        """Cancels a request, which gets no answer. May be called again."""
         number = request.record.request_id
         if request.cancelled or (number and number not in self._in_flight):
             return
@@ -222,19 +217,19 @@ class Submitter:
         # sequence. If it were only left out, those behind it would run on another state.
 
     def _take_back(self, request: InFlight) -> None:
-        """Asks a request's worker to cancel the request, because nobody waits for the answer any more."""
+        """Asks the worker of a request to cancel it."""
         assert request.worker is not None
         request.worker.lane.cancel(request.record.request_id)
         self._flush_later(request.worker)
 
     def _fail(self, request: InFlight, error: ServingError) -> None:
-        """Ends a request: answers it with ``error``, unless it was cancelled, and gives back the leases of its inputs."""
+        """Answers a request with ``error``, unless it was cancelled, and ends it."""
         if not request.cancelled and request.record.request_id in self._in_flight:
             request.fail(error)
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Removes a request from those in flight, and gives back its inputs' leases. A second call changes nothing."""
+        """Removes a request from those in flight, and gives its leases back."""
         self._in_flight.pop(request.record.request_id, None)
         for lease in request.leases:
             self.give_back(lease)
@@ -242,11 +237,7 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Puts a request on a worker's lane. If an exception is raised, the request is on no lane.
-
-        A request is sent at once if it is untraced and its worker has no other request; else at the end of the event loop's
-        iteration.
-        """
+        """Puts a request on the lane of a worker. After an exception it is on no lane."""
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
         in_flight[record.request_id] = request
@@ -276,7 +267,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Sends a worker's queued records in one datagram at the loop iteration's end. Workers mostly run them as one batch."""
+        # In one datagram: workers mostly run its requests as one batch.
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -285,7 +276,6 @@ class Submitter:
                 self._loop.call_soon(self._end_iteration)
 
     def _flush_all_later(self) -> None:
-        """Sends the records queued for all workers at the end of the event loop's iteration."""
         for worker in self._routing.workers.values():
             if not worker.closed:
                 self._flush_later(worker)
@@ -311,7 +301,7 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Receives from ``worker``, where the only request is in flight. Returns True if an answer from it is still awaited."""
+        """Receives from ``worker``. Returns whether an answer from it is still awaited."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
@@ -333,10 +323,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Receives one datagram of answers from a worker, and passes the answers to their requests.
-
-        Returns whether more may come at once. Closes the lane if the worker has closed it, or if an answer cannot be parsed.
-        """
+        """Passes one datagram of answers to their requests. Returns whether more may come."""
         try:
             answers = worker.lane.receive()
         except ChannelClosed:
@@ -379,12 +366,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, record: AnswerRecord) -> None:
-        """Passes an answer of ``worker``, either an error or a response that is not the last one, to the request that it answers.
-
-        There are two errors that the request does not get. If the worker confirms that a withdrawn request had not begun, the
-        request waits again. If the worker does not have the model any more, the request is sent to another worker. ``prepared``:
-        the part of the answer that repeats. ``record``: the part that does not, with the request's id.
-        """
+        """Passes an error, or a response that is not the last, to its request."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(record.request_id, None), record.lease
         if lease is not None:
@@ -422,7 +404,7 @@ class Submitter:
             self._finish(request)
 
     def _route_anew(self, worker: WorkerLink, request: InFlight, answer: AnswerRecord) -> None:
-        """Sends a request that ``worker`` cannot run to another worker with the model; if there is none, replies ``answer``."""
+        """Sends a request to another worker that has its model, or else fails it."""
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
         state = self._routing.state_of(request.prepared)
@@ -432,16 +414,12 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _hold(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, record: AnswerRecord) -> None:
-        """Counts an answer's memory for its connection and client until ``release``, and withdraws requests that must now wait.
-
-        ``record``: the answer, from ``worker``, with the lease ``key``. ``request``: the answered request; None: it is not in
-        flight any more, and the lease counts for no client.
-        """
+        """Counts the memory of an answer, and withdraws requests that must now wait."""
         for concerned in self._throttle.hold(worker, key, request, record):
             self._recall(concerned)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Asks workers to withdraw the requests for which ``concerned`` returns True. Those that no model runs yet wait again."""
+        """Asks workers to withdraw the requests for which ``concerned`` returns True."""
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -450,12 +428,12 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a request may be withdrawn and run later: it may run twice, and its model has no state or stream."""
+        """Returns whether a request may be withdrawn and run later."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives the lease ``key`` of an answer back over ``lane`` once nobody reads the answer. A second call changes nothing."""
+        """Gives the lease ``key`` of an answer back over ``lane``. May be called again for the same lease."""
         left = self._throttle.leave(lane, key)
         if left is None:
             return
@@ -485,15 +463,14 @@ class Submitter:
     def wait_for_room(
         self, byte_size: int, on_lease: OnLease, model: str = "", account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a request for memory of the request arena. ``on_lease`` is called later, once.
-
-        It is called with a lease or, when ``arenas.wait`` seconds have passed, with Unavailable.
+        """Queues a request for memory of the request arena.
 
         Args:
           byte_size: the number of bytes that the request needs.
-          model: the model's name, under which a refusal is counted; "": it is not known.
-          account: counts the memory for a connection; None: the memory counts for nobody.
-          arriving: True if the content is still arriving from a client.
+          on_lease: called once, later, with a lease, or with Unavailable when ``arenas.wait`` seconds have passed.
+          model: the name of the model, under which a refusal is counted, or "" if it is not known.
+          account: counts the memory for a connection. If it is None, the memory is not counted.
+          arriving: whether the content is still arriving from a client.
         """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()
@@ -501,7 +478,10 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens a lane, which ``opened`` describes. Owns ``fds``: the lane's socket, the worker's status and sequence pages."""
+        """Opens a lane to a worker.
+
+        ``fds``: the socket of the lane and the worker's status and sequence pages, which the submitter then owns.
+        """
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -509,14 +489,14 @@ class Submitter:
         self._send_waiting()
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Updates the state of a model's version. Requests that wait for the version are then sent to a worker, or fail."""
+        """Updates the state of a model version. Requests that wait for the version are sent, or fail."""
         self._routing.model_changed(state)
         self._send_waiting()
         self._model_changed.set()
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until a model version's load has ended. Raises Unavailable: that takes too long (``requests.worker_wait``)."""
+        """Waits until the load of a model version has ended. Raises Unavailable after ``requests.worker_wait`` seconds."""
         try:
             async with asyncio.timeout(self._worker_wait):
                 while self.is_loading(model, version):
@@ -531,7 +511,7 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Runs the requests of ``fenced``, a dead worker that can write nothing any more, on other workers, or fails them."""
+        """Runs the requests of a dead worker, which can write nothing any more, on other workers, or fails them."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return
@@ -554,11 +534,7 @@ class Submitter:
         worker.shut()
 
     def _run_again(self, request: InFlight, is_lost: bool, was_executing: bool) -> None:
-        """Sends a dead worker's request to another worker, or answers it with an error if it must not run twice.
-
-        ``is_lost``: True if the request belongs to a sequence whose state was lost with the worker; the request then fails.
-        ``was_executing``: True if the worker was executing the request when it died.
-        """
+        """Sends a dead worker's request to another worker, unless it must not run twice."""
         if request.cancelled:
             self._finish(request)
             return
@@ -574,7 +550,7 @@ class Submitter:
             self._fail(request, error)
 
     def _close_lane(self, worker: WorkerLink) -> None:
-        """Stops sending requests to a worker and receiving answers from it. A second call changes nothing."""
+        """Stops sending requests to a worker and receiving answers from it."""
         if not worker.closed:
             self._routing.close(worker)
             self._loop.remove_reader(worker.lane.fileno())
@@ -583,7 +559,7 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Answers a worker's requests with ``error`` while its process runs. Their memory is kept until the process is gone."""
+        # Their memory is kept until the process is gone, because it might still write.
         for request in list(worker.in_flight.values()):
             if not request.cancelled:
                 request.cancelled = True
@@ -592,12 +568,10 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ timeouts
 
     def _start_timer(self) -> None:
-        """Starts the timer that ends requests which have waited too long, unless the timer runs already."""
         if self._timer is None:
             self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
 
     def _time_out(self) -> None:
-        """Ends the requests that waited too long: for a worker, memory, an answer, or their client to read earlier answers."""
         self._timer = None
         now = self._loop.time()
         for request in self._without_worker_since(now):
@@ -619,7 +593,7 @@ class Submitter:
             self._start_timer()
 
     def _without_worker_since(self, now: float) -> list[InFlight]:
-        """Removes and returns the requests that waited too long for a worker. ``now``: the event loop's time in seconds."""
+        """Removes and returns the requests that waited too long for a worker."""
         late: list[InFlight] = []
         for request, gives_up in list(self._waiting.items()):
             ended = request.record.request_id not in self._in_flight
@@ -631,7 +605,7 @@ class Submitter:
         return late
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
-        """Returns the error for a request that has waited too long for a worker. ``prepared``: the part of it that repeats."""
+        """Returns the error for a request that has waited too long for a worker."""
         gpu = self._routing.gpu_of(prepared)
         where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
         state = self._routing.state_of(prepared)

@@ -24,7 +24,7 @@ from tensord.shm.messages import AnswerRecord, Slice
 
 @dataclass(slots=True)
 class _Line:
-    """A connection's throttled requests, and the ids of those that were sent after a wait and are not answered yet."""
+    """A connection's throttled requests, and the ids of those sent after a wait."""
 
     #: The requests that wait, each with the time at which it gives up.
     waiting: deque[tuple[float, InFlight]] = field(default_factory=deque)
@@ -32,7 +32,10 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests wait, for ``seconds`` at most, because their client's unread answers fill its share of memory."""
+    """Decides which requests wait because their client's unread answers fill its share of memory.
+
+    ``seconds``: how long a request waits at most.
+    """
 
     def __init__(self, in_flight: Mapping[int, InFlight], seconds: float) -> None:
         self._in_flight = in_flight
@@ -53,11 +56,15 @@ class Throttle:
     def hold(
         self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, record: AnswerRecord
     ) -> Sequence[Callable[[InFlight], bool]]:
-        """Counts an answer's memory for its connection and its client until ``leave``. Returns which other requests must wait.
+        """Counts the memory of an answer for its connection and its client, until ``leave``.
 
-        If the client, or the connection, has just filled its share of response memory, the result has a function for it, which
-        takes a request and returns whether the request must be withdrawn. ``record``: the answer, from ``worker``, with the lease
-        ``key``. ``request``: the request that was answered; None: it is not in flight any more; the lease counts for no client.
+        If the connection or the client has just filled its share, the result has a function that takes a request and returns
+        whether that request must be withdrawn.
+        Args:
+          worker: the worker that sent the answer.
+          key: the lease of the answer.
+          request: the request that was answered, or None if it is not in flight any more. Then the lease counts for no client.
+          record: the answer.
         """
         size = 0
         for content in record.contents:
@@ -81,7 +88,10 @@ class Throttle:
         return full
 
     def leave(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, WorkerLink] | None:
-        """Ends the count of lease ``key`` of ``lane``, whose bytes were sent. Returns account and worker; None: not counted."""
+        """Ends the count of the lease ``key`` of ``lane``, whose bytes were sent.
+
+        Returns the account and the worker, or None if the lease was not counted.
+        """
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return None
@@ -94,15 +104,11 @@ class Throttle:
 
     @property
     def held(self) -> int:
-        """Returns the number of leases that are outstanding."""
+        """Returns how many leases are counted."""
         return len(self._outstanding)
 
     def _fills_client(self, account: Account, request: InFlight) -> bool:
-        """Returns whether the client of an answered request has just reached its share of response memory.
-
-        If the client holds its share and the answer is large, this also records that requests like ``request`` (with the same
-        model, version and input shapes) have large answers. ``account``: the account of the connection.
-        """
+        """Returns whether the client has just reached its share of response memory."""
         client = account.client
         if client.answers < client.limit:
             return False
@@ -115,17 +121,14 @@ class Throttle:
         return True
 
     def _fills_connection(self, account: Account) -> bool:
-        """Returns whether an answer that was just counted has filled the connection's share of response memory.
-
-        Only answers that the client has not read count. ``account``: counts the connection's answers.
-        """
+        """Returns whether the connection has just filled its share of response memory."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
         return True
 
     def _is_too_much(self, request: InFlight) -> bool:
-        """Returns whether ``request`` would get a large answer while its client's unread answers fill the client's share."""
+        """Returns whether ``request`` would get a large answer that its client has no room for."""
         account = request.account
         if account is None:
             return False
@@ -145,7 +148,7 @@ class Throttle:
         return account.client in self._barred and kind in account.client.bulky
 
     def add(self, request: InFlight, now: float) -> None:
-        """Queues a request behind its connection's requests that wait. ``now``: the event loop's time in seconds."""
+        """Queues a request behind the waiting requests of its connection. ``now``: the time of the event loop in seconds."""
         account = request.account
         assert account is not None
         self.lines.setdefault(account, _Line()).waiting.append((now + self._seconds, request))
@@ -166,8 +169,8 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        If a connection has answers that must follow the answer to a request which waits here, that request is returned even
-        without room for its answer: one such request at a time for each connection.
+        If other answers of a connection must follow the answer to a waiting request, that request is returned even without room
+        for its answer, one at a time for each connection.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):
@@ -180,7 +183,7 @@ class Throttle:
         return going
 
     def _take(self, account: Account) -> list[InFlight]:
-        """Removes and returns the waiting requests that may be sent now, of the connection whose account is ``account``."""
+        """Removes and returns the waiting requests of ``account`` that may be sent now."""
         line, client = self.lines.get(account), account.client
         going: list[InFlight] = []
         if line is None:
@@ -212,7 +215,7 @@ class Throttle:
                 del self._barred[account.client]
 
     def expired(self, now: float) -> Iterator[tuple[InFlight, Unavailable]]:
-        """Removes the requests that waited too long; yields each with its error. ``now``: the event loop's time in seconds."""
+        """Removes the requests that waited too long, and yields each with its error. ``now``: loop time in seconds."""
         for account, line in list(self.lines.items()):
             while line.waiting and (line.waiting[0][0] <= now or self._ended(line.waiting[0][1])):
                 _, request = line.waiting.popleft()
@@ -233,26 +236,18 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether a connection's share of response memory has room for the answer to one more of its waiting requests.
-
-    ``account``: the connection's account, which counts its unread answers. ``line``: its waiting requests, and those that were
-    sent after a wait, whose answers are expected.
-    """
+    """Returns whether the connection has room for the answer to one more waiting request."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
-    """Returns whether the client's share of response memory lets one more request of ``kind`` be sent.
-
-    If the kind's answers are small, it does. Otherwise the share must have room for all answers that are unread or expected,
-    and for one more, unless there are none so far.
-    """
+    """Returns whether the client has room for the answer to one more request of ``kind``."""
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 
 
 def kind_of(request: InFlight) -> Hashable:
-    """Returns a key that is equal for requests whose answers have the same size: the model, version and shapes of inputs."""
+    """Returns a key that is equal for requests with the same model, version and input shapes."""
     prepared = request.prepared
     return prepared.model, prepared.version, tuple([tensor.shape for tensor in prepared.inputs])
