@@ -25,7 +25,7 @@ MAX_TEXT = 300
 
 
 class AccessLog:
-    """Writes the access log of one process for one protocol. ``protocol``: "http", "grpc" or "lane"."""
+    """Writes the access log of one process. ``protocol`` is "http", "grpc" or "lane"."""
 
     def __init__(self, protocol: str) -> None:
         self._protocol = protocol
@@ -36,16 +36,16 @@ class AccessLog:
         self._errors = LineRate(_MAX_ERRORS)
 
     def log_every(self, every: int, count: int) -> None:
-        """Sets what is logged: errors, and every ``every``-th answer without an error; ``every`` 0: nothing at all.
+        """Logs all errors, and every ``every``-th answer without an error. If ``every`` is 0, nothing is logged.
 
-        ``count``: how many answers without an error there have been so far.
+        ``count`` is the number of answers without an error so far.
         """
         if every != self.every:
             self.every = every
             self.next = count + every if every else _NEVER
 
     def admits_error(self) -> bool:
-        """Counts an error. Returns whether the rate limit allows a log line; the next line says how many were left out."""
+        """Counts an error. Returns whether the rate limit allows a log line for the error."""
         return self.every > 0 and self._errors.admits()
 
     def write(
@@ -64,15 +64,14 @@ class AccessLog:
 
         Args:
           code: the answer's code in the protocol, such as "200" or "NOT_FOUND".
-          names: the request's model and the id that the client gave it; None: the request was not for inference, or not
-            understood.
-          record: the request as it was sent to a worker; None: it was sent to no worker.
+          names: the model and the request's id, or None if the request was malformed or not for inference.
+          record: the request as it was sent to a worker, or None if it was not sent.
           received_ns: when the request was complete, in ns of CLOCK_MONOTONIC.
-          client: the client's name; None: it is not known.
-          trace_id: the id of the request's trace; "": it is not traced.
-          version: the model version that answered; 0: none did.
-          size: the number of bytes of the answer; 0: it is not known.
-          error: the error's text; "": the answer is no error.
+          client: the client's name, or None if it is not known.
+          trace_id: the id of the request's trace, or "" if it is not traced.
+          version: the model version that answered, or 0 if none did.
+          size: the number of bytes of the answer, or 0 if it is not known.
+          error: the error's text, or "" if the answer is not an error.
         """
         line: dict[str, object] = {"protocol": self._protocol, "code": code}
         if trace_id:
@@ -97,5 +96,5 @@ class AccessLog:
 
 
 def _size(contents: Iterable[Content]) -> int:
-    """Returns the number of bytes of ``contents``, a request's inputs, without those in clients' shared-memory regions."""
+    """Returns the number of bytes of a request's inputs outside regions."""
     return sum(len(content) if isinstance(content, bytes) else content.byte_size for content in contents)

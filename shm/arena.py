@@ -43,7 +43,7 @@ OnSegment = Callable[[Segment], None]
 
 
 class Lease(msgspec.Struct, eq=False):
-    """The right to use one block of an arena, to write to it and to send it, until the holder releases the lease."""
+    """The right to use one block of an arena. The right ends with ``release``."""
 
     #: None: it was released.
     _arena: Arena | None
@@ -62,7 +62,7 @@ class Lease(msgspec.Struct, eq=False):
         return (self.place.segment, self.place.offset, self.generation)
 
     def release(self) -> None:
-        """Frees the block that is leased, so that the arena can use it again. Idempotent."""
+        """Frees the block, so that the arena can use it again. Idempotent."""
         if self._arena is not None:
             self._arena.take_back(self)
 
@@ -73,10 +73,9 @@ class Lease(msgspec.Struct, eq=False):
 
 @functools.lru_cache(1024)
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns how many bytes a block takes up in an arena if it is to hold ``byte_size`` bytes.
+    """Returns how many bytes of an arena a block for ``byte_size`` bytes takes up.
 
-    ``segment``: the number of the block's segment; in segment 0, sizes are rounded up to a power of two. Results are cached,
-    since clients send tensors of the same sizes again.
+    ``segment`` is the number of the block's segment. In segment 0, sizes are rounded up to a power of two.
     """
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
@@ -84,7 +83,7 @@ def taken_by(segment: int, byte_size: int) -> int:
 
 
 class Budget:
-    """Limits the number of bytes that several arenas have together. Only the thread that owns the arenas may use it."""
+    """Limits the bytes of several arenas together. Only the thread that owns the arenas may use it."""
 
     def __init__(self, max_byte_size: int) -> None:
         self.max_byte_size = max_byte_size
@@ -95,11 +94,11 @@ class Budget:
 
     @property
     def share(self) -> int:
-        """Returns how many bytes an arena may have even if the other arenas have used up the limit. In this base class: 0."""
+        """Returns how many bytes one arena may have even if the limit is used up. It is 0 in this base class."""
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Reserves bytes for a new segment of an arena that has ``held`` bytes already. Returns False if the limit forbids it."""
+        """Reserves bytes for a new segment of an arena that has ``held`` bytes. Returns False if the limit forbids it."""
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:
                 return False
@@ -108,27 +107,25 @@ class Budget:
         return True
 
     def give(self, byte_size: int) -> None:
-        """Ends the reservation of ``byte_size`` bytes, because their segment was closed or could not be created."""
+        """Ends the reservation of ``byte_size`` bytes."""
         self.used -= byte_size
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Returns False: a budget by itself has no segments to close. Subclasses close one that nobody uses, and return True."""
+        """Closes an unused segment and returns True, or returns False if there is none. This base class has no segments."""
         return False
 
 
 class Arena:
-    """Shared memory for tensors, made of segments. Only the process that owns the arena allocates in it; others only read it.
+    """Shared memory for tensors, made of segments. Only the process that owns the arena allocates in it.
 
     Args:
-      byte_size: the number of bytes of segment 0; rounded up to a power of two.
+      byte_size: the number of bytes of segment 0. It is rounded up to a power of two.
       max_byte_size: the most bytes that all segments may have together.
-      keep_byte_size: how many bytes of unused large segments (each was made for one tensor) are kept for later tensors, as
-        their pages exist already.
-      on_segment: called with every segment once it is made; None: nothing is called.
-      lazy: True: segment 0 is made when it is first needed, since there are many such arenas, most of them empty; False: at
-        once.
-      budget: limits this and other arenas together, and needs ``lazy``; None: there is no further limit.
+      keep_byte_size: how many bytes of unused large segments are kept for later tensors. A large segment has one tensor.
+      on_segment: called with every new segment, if not None.
+      lazy: True to make segment 0 when it is first needed, or False to make it at once.
+      budget: limits several arenas together, if not None. It needs ``lazy``.
     """
 
     def __init__(
@@ -168,10 +165,9 @@ class Arena:
         self.returned = 0
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Allocates a block of at least ``byte_size`` bytes and returns its lease; None: the arena has no room now.
+        """Allocates a block of at least ``byte_size`` bytes. Returns its lease, or None if the arena has no room now.
 
-        Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
-          memory left.
+        Raises InvalidArgument if the block would not even fit into an empty arena, or Unavailable if the host has no memory left.
         """
         block: _Block | None = None
         if byte_size <= self._buddies.largest:
@@ -215,13 +211,13 @@ class Arena:
             self._close_segment(self._free_large.pop(0))
 
     def release(self, key: LeaseKey) -> bool:
-        """Releases the lease that has this key. Returns False, and releases nothing, if no outstanding lease has the key."""
+        """Releases the lease that has this key. Returns False if there is no such lease."""
         return self.release_all((key,)) is None
 
     def release_all(self, keys: Sequence[LeaseKey]) -> LeaseKey | None:
-        """Releases the leases that have these keys: either all of them or none.
+        """Releases the leases that have these keys. Either all of them are released or none.
 
-        Returns None if all were released. Otherwise returns the first key that no outstanding lease has or that is given twice.
+        Returns None if all are released. Otherwise it returns the first key that has no lease or is repeated.
         """
         leases: dict[LeaseKey, Lease] = {}
         for key in keys:
@@ -234,7 +230,7 @@ class Arena:
         return None
 
     def segment(self, number: int) -> Segment:
-        """Returns the segment with that number. Raises KeyError: the segment was closed, or never existed."""
+        """Returns the segment with this number. Raises KeyError if there is no such segment."""
         return self._segments[number]
 
     @property
@@ -243,7 +239,7 @@ class Arena:
         return self._segments
 
     def statistics(self) -> dict[str, int]:
-        """Returns name -> value for operators: sizes in bytes, such as ``leased_byte_size``, and counts, such as ``leases``."""
+        """Returns sizes in bytes, such as ``leased_byte_size``, and counts, such as ``leases``, by name."""
         return {
             "byte_size": self._byte_size,
             "max_byte_size": self._max_byte_size,
@@ -254,12 +250,12 @@ class Arena:
         }
 
     def describe_full(self, byte_size: int) -> str:
-        """Returns the text of the error for a request that has waited in vain for ``byte_size`` bytes of this arena."""
+        """Returns the error text for a request that has waited in vain for ``byte_size`` bytes of this arena."""
         used = self._leased_byte_size()
         return f"no room for {byte_size} bytes in the request arena: {used} of {self._max_byte_size} are in use"
 
     def close(self) -> None:
-        """Closes every segment. Leases that are still outstanding cannot be used any more."""
+        """Closes every segment. No lease can be used any more."""
         for segment in self._segments.values():
             if self._budget is not None:
                 self._budget.give(segment.byte_size)
@@ -274,15 +270,10 @@ class Arena:
         return sum(segment.byte_size for segment in self._segments.values())
 
     def _leased_byte_size(self) -> int:
-        """Returns how many bytes the blocks of all outstanding leases take up together."""
         return sum(lease.block_size for lease in self._leases.values())
 
     def _take_large(self, byte_size: int) -> _Block | None:
-        """Returns a whole segment as the block for one large tensor: an unused segment or a new one.
-
-        Returns None if the arena has no room now. Raises: InvalidArgument: the arena could not hold so many bytes even if it were
-        empty. Unavailable: the host has no memory left.
-        """
+        """Returns a whole segment as a block, or None if the arena has no room now."""
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
             limit = max(self._max_byte_size - self._first, self._buddies.largest)
@@ -305,7 +296,7 @@ class Arena:
         return number, 0, size
 
     def _take_reserved(self, order: int) -> _Block | None:
-        """Allocates ``BLOCK`` x 2^order bytes in the segment for small tensors; None: the segment has no room now."""
+        """Allocates ``BLOCK`` x 2^order bytes in the segment for small tensors."""
         if self._reserve is None:
             number = self._next_segment
             if not self._make(number, self._reserve_byte_size):
@@ -317,7 +308,7 @@ class Arena:
         return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Creates segment ``number``; returns False if the budget has no room. Raises Unavailable: the host has no memory."""
+        """Creates segment ``number``. Returns False if the budget has no room."""
         if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
             return False
         try:
@@ -331,7 +322,7 @@ class Arena:
         return True
 
     def trim(self) -> bool:
-        """Closes the large segment that has been unused for longest; returns whether there was one."""
+        """Closes the unused large segment that has been unused for longest. Returns False if there is none."""
         if not self._free_large:
             return False
         self._close_segment(self._free_large.pop(0))
@@ -350,12 +341,7 @@ class Arena:
 
 
 class Buddies:
-    """A buddy allocator: it hands out blocks of ``BLOCK`` x 2^n bytes inside one range, whose size is a power of two.
-
-    The offset of a block's buddy is the block's offset with one bit flipped, the bit of the block's size. Released blocks are
-    joined with their buddies only when no other free block is large enough, because the next block is most often wanted in the
-    same size, and would have to be split off again.
-    """
+    """A buddy allocator. It hands out blocks of ``BLOCK`` x 2^n bytes from one range of memory."""
 
     def __init__(self, byte_size: int) -> None:
         self._orders = (byte_size // BLOCK).bit_length()
@@ -367,7 +353,7 @@ class Buddies:
         self.largest = byte_size // 4
 
     def take(self, order: int) -> int | None:
-        """Allocates a block of ``BLOCK`` x 2^order bytes and returns its offset in bytes; None: no free block is large enough."""
+        """Allocates ``BLOCK`` x 2^order bytes. Returns their offset in bytes, or None if no free block is large enough."""
         given = self._given[order]
         if given:
             # The block freed last is taken first: its pages are in the cache and in both page tables.
@@ -379,14 +365,12 @@ class Buddies:
         return offset
 
     def give(self, offset: int, block_size: int) -> None:
-        """Frees the block of ``block_size`` bytes at this offset."""
+        """Frees the block of ``block_size`` bytes at ``offset``."""
+        # It is joined with its buddy only when no other block is large enough: most often the next block has the same size.
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest free block that has ``BLOCK`` x 2^order bytes or more.
-
-        Returns the offset of the part with that number of bytes; None: no free block is large enough.
-        """
+        """Splits the smallest free block that is large enough, and returns the offset of its first part."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -397,7 +381,7 @@ class Buddies:
         return None
 
     def _join(self) -> None:
-        """Joins each released block with its buddy if the buddy is free too, then joins the larger block in the same way."""
+        """Joins each released block with its buddy, if the buddy is free too."""
         for least, given in enumerate(self._given):
             for offset in given:
                 order = least
@@ -413,15 +397,15 @@ class Buddies:
 
 
 class ArenaMap:
-    """Maps the segments of another process's arena in this process, one by one, for reading."""
+    """Maps the segments of another process's arena in this process."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
 
     def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
-        """Starts with no segment mapped. ``on_segment``: called with every segment once it is mapped; None: nothing is called.
+        """Starts with no segment mapped. ``on_segment`` is called with every mapped segment, if it is not None.
 
-        ``writable``: whether to map the pages writable, as page-locking for a GPU needs; views are read-only nevertheless.
+        ``writable`` maps the pages writable, as page-locking for a GPU needs. Views are read-only nevertheless.
         """
         self._segments: dict[int, Segment] = {}
         #: Announced segments that could not be mapped; they will be announced again.
@@ -430,10 +414,10 @@ class ArenaMap:
         self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment that the arena's owner has announced. Takes ownership of ``fd``, and closes it if this raises.
+        """Maps a segment that the arena's owner has announced. Takes ownership of ``fd``, also if it raises.
 
-        Raises: InvalidArgument: the segment is announced twice, is one of more than ``MAX_SEGMENTS``, is not sealed, or has
-          another size.  Unavailable: the segment cannot be mapped now.
+        Raises InvalidArgument if the segment is already mapped, is not sealed or has another size, or if there are more than
+        ``MAX_SEGMENTS`` segments. Raises Unavailable if the segment cannot be mapped now.
         """
         attached = Segment.attach(fd, byte_size, self._writable)
         if segment in self._segments or len(self._segments) >= self.MAX_SEGMENTS:
@@ -445,23 +429,23 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Makes ``view`` raise Unavailable for a segment that could not be mapped, until ``open`` succeeds for it."""
+        """Makes ``view`` raise Unavailable for a segment, until ``open`` succeeds for it."""
         self.refused.add(segment)
         if len(self.refused) > self.MAX_SEGMENTS:
             raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")
 
     def close_segment(self, segment: int) -> None:
-        """Unmaps the segment with this number; does nothing if no such segment is mapped."""
+        """Unmaps the segment with this number, if it is mapped."""
         self.refused.discard(segment)
         gone = self._segments.pop(segment, None)
         if gone is not None:
             gone.close()
 
     def view(self, place: Slice) -> memoryview:
-        """Returns ``place``, a range of a segment, as a read-only view, without a copy.
+        """Returns the range ``place`` of a segment as a read-only view.
 
-        Raises: InvalidArgument: the segment is not open, or the range is not wholly inside it.  Unavailable: the segment could
-          not be mapped (``refuse``).
+        Raises InvalidArgument if the segment is not open or the range is not inside it. Raises Unavailable if the segment
+        could not be mapped.
         """
         segment = self._segments.get(place.segment)
         if segment is None:
@@ -478,6 +462,5 @@ class ArenaMap:
         return segment.view[offset:end]
 
     def close(self) -> None:
-        """Unmaps all segments."""
         for number in list(self._segments):
             self.close_segment(number)

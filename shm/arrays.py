@@ -31,26 +31,25 @@ _LARGE = 1 << 16
 
 
 class IncompleteString(InvalidArgument):
-    """Raised when the content of a BYTES tensor ends before its last element does."""
+    """Raised when the content of a BYTES tensor ends within an element."""
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """Returns the protocol's datatype, such as "FP32", for a dtype (strings and objects: BYTES); None: no datatype fits."""
+    """Returns the datatype of a dtype, such as "FP32", or None if no datatype fits. Strings and objects are "BYTES"."""
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 
 def array(
     content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor", whose: str = ""
 ) -> Array:
-    """Makes an array of a tensor's bytes: a view of them if the datatype has a fixed size; for BYTES an array of bytes objects.
+    """Makes an array of a tensor's bytes. The array is a view of them, but for BYTES it has new bytes objects.
 
     Args:
-      content: exactly the tensor's bytes. For BYTES nobody else may be able to write to them, because lengths are read from
-        them.
-      what: the tensor's name in error messages, e.g. ``input 'x'``.
-      whose: words that some of Triton's messages add after the name, e.g. `` for model 'm'``.
+      content: exactly the tensor's bytes. Nobody else may be able to change them if the datatype is BYTES.
+      what: the tensor's name in error messages, such as ``input 'x'``.
+      whose: words that follow the name in some messages, such as `` for model 'm'``.
     Raises: InvalidArgument: the number of bytes does not match datatype and shape.  IncompleteString: the content ends within
-      its last element.
+      an element.
     """
     if datatype == "BYTES":
         return np.asarray(received_strings(bytes(content), shape, what, whose))
@@ -62,7 +61,7 @@ def array(
 
 
 def byte_content(values: Array) -> bytes:
-    """Encodes ``values``, an array of bytes or str (as UTF-8), as the content of a BYTES tensor, in row-major order."""
+    """Encodes an array of bytes or str as the content of a BYTES tensor, in row-major order. A str becomes UTF-8."""
     if isinstance(values, Strings):
         return values.content
     flat = values.ravel()
@@ -72,11 +71,9 @@ def byte_content(values: Array) -> bytes:
 
 
 class Strings:
-    """A BYTES tensor of many elements, held as its encoded content, which nobody may change.
+    """A BYTES tensor of many elements, kept as its encoded content.
 
-    It has an array's shape, dtype and size, and becomes an array when somebody asks for one. So the thread that uses the
-    elements decodes them, and the thread that made them encodes them. A thread that only passes the tensor on, such as a
-    worker's loop, spends no time on each element.
+    It has an array's shape, dtype and size. ``numpy.asarray`` decodes it.
     """
 
     __slots__ = ("content", "shape")
@@ -102,14 +99,11 @@ class Strings:
         return self.shape[0]
 
     def reshape(self, shape: Sequence[int] | int) -> Strings:
-        """Returns a tensor with the same elements in another shape; ``shape`` -1: in one dimension."""
+        """Returns a tensor with the same elements in another shape. If ``shape`` is -1, the tensor has one dimension."""
         return Strings(self.content, (self.size,) if isinstance(shape, int) else shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns these strings as a new array of ``dtype``, or of bytes objects if ``dtype`` is None. Ignores ``copy``.
-
-        The strings are decoded in slices, between which other threads may run.
-        """
+        """Returns a new array of ``dtype``, or of bytes objects if ``dtype`` is None. ``copy`` is ignored."""
         values, at = np.empty(self.size, np.object_), 0
         for start in range(0, self.size, SLICE):
             elements, at = strings.decode(self.content, at, SLICE)
@@ -122,7 +116,7 @@ class Strings:
 
 
 def in_slices(array: Array) -> Array:
-    """Converts an array of bytes or str, of any dtype, to an object array, in slices, so that other threads run in between."""
+    """Converts an array of bytes or str to an object array. Other threads can run meanwhile."""
     if array.dtype == np.object_:
         return array
     flat, made = array.ravel(), np.empty(array.size, np.object_)
@@ -132,9 +126,9 @@ def in_slices(array: Array) -> Array:
 
 
 def encoded_strings(array: Array) -> Array:
-    """Returns an array of over 4096 strings as ``Strings``, which holds them encoded; other arrays unchanged.
+    """Returns an array of over 4096 strings as ``Strings``, and any other array unchanged.
 
-    Slow: call it in the thread that made ``array``.
+    Call it in the thread that made ``array``, because encoding is slow.
     """
     if array.dtype.kind not in "SUO" or array.size <= SLICE:
         return array
@@ -142,7 +136,7 @@ def encoded_strings(array: Array) -> Array:
 
 
 def encoded(values: list[Any]) -> bytes:
-    """Encodes ``values``, bytes or str (as UTF-8), as the content of a BYTES tensor."""
+    """Encodes bytes or str values as the content of a BYTES tensor. A str becomes UTF-8."""
     try:
         return strings.encode(values)
     except TypeError:
@@ -150,10 +144,7 @@ def encoded(values: list[Any]) -> bytes:
 
 
 def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", whose: str = "") -> None:
-    """Raises InvalidArgument unless a BYTES tensor's content is exactly as many whole elements as ``shape`` has.
-
-    ``what``: the tensor's name in the message. ``whose``: words after it in some messages, such as `` for model 'm'``, or "".
-    """
+    """Raises InvalidArgument unless ``content`` has exactly the elements of ``shape``."""
     wanted, end = element_count(shape, what), len(content)
     found, at = strings.count(content, wanted + 1)
     if at < end and found <= wanted:
@@ -178,12 +169,11 @@ def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", w
 
 
 def received_strings(content: bytes, shape: Sequence[int], what: str, whose: str) -> Array:
-    """Returns the content of a BYTES tensor as an array of bytes objects or, if it has over 64 KiB, as ``Strings``.
+    """Returns the content of a BYTES tensor as an array of bytes objects, or as ``Strings`` if it has over 64 KiB.
 
-    ``what``: the tensor's name in errors. ``whose``: words after it in some errors, such as `` for model 'm'``, or "".
-
-    Raises: InvalidArgument: the content has more or fewer elements than the shape.  IncompleteString: the content ends within
-      its last element.
+    ``what`` is the tensor's name in errors. ``whose`` follows the name in some errors, such as `` for model 'm'``. Raises
+    InvalidArgument if the content has more or fewer elements than the shape, or IncompleteString if it ends within an
+    element.
     """
     _check_strings(content, shape, what, whose)
     made = Strings(content, shape)
@@ -198,12 +188,12 @@ def address_of(memory: Array | memoryview) -> int:
 
 
 def as_strings(array: Array) -> Array:
-    """Copies an array of str or bytes to a new object array, whose elements are bytes objects (str as UTF-8)."""
+    """Copies an array of str or bytes to a new array of bytes objects. A str becomes UTF-8."""
     return np.asarray(Strings(byte_content(array), array.shape))
 
 
 def drawn(dtype: np.dtype[Any], shape: Sequence[int], random: np.random.Generator) -> Array:
-    """Returns values for a generated input: normal numbers, integers from 0 to 3, as indices may be, or such digits."""
+    """Returns random values: normal numbers for floats, integers from 0 to 3, booleans, or digits for strings."""
     if dtype.kind not in "biuO":
         return random.normal(size=shape).astype(dtype)
     return (

@@ -55,7 +55,7 @@ _encode = encoder.encode
 
 
 class ChannelClosed(Exception):
-    """Raised when the process at the other end has closed its end of the channel, or has exited."""
+    """Raised when the process at the other end has closed its end of the channel or has exited."""
 
 
 class DescriptorsLost(Exception):
@@ -72,15 +72,12 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def new_buffer() -> bytearray:
-    """Makes a buffer that a channel can receive datagrams in."""
+    """Makes a buffer in which channels receive datagrams."""
     return bytearray(MAX_DATAGRAM + 1)
 
 
 class Channel:
-    """One end of a connection between two processes, which sends and receives records and file descriptors.
-
-    ``incoming``: decodes a datagram, which is a list of records. What it cannot decode is refused as malformed.
-    """
+    """One end of a connection between two processes. It sends and receives records and file descriptors."""
 
     def __init__(
         self,
@@ -94,7 +91,7 @@ class Channel:
         Args:
           incoming: decodes a received datagram, which is a list of records.
           max_record: the most bytes that a received record may have.
-          buffer: a buffer from ``new_buffer`` that several channels of one thread share; None: this channel makes its own.
+          buffer: a buffer from ``new_buffer`` that several channels of one thread share, or None for a new one.
         """
         sock.setblocking(False)
         self._sock = sock
@@ -117,12 +114,12 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many records are queued and not sent yet; records that are packed into one datagram count as one."""
+        """Returns how many records are not sent yet. Records that share a datagram count as one."""
         return len(self._queue) + (self._unsent is not None)
 
     @property
     def waiting_byte_size(self) -> int:
-        """Returns the number of bytes of all records that are queued and not sent yet."""
+        """Returns the number of bytes of all records that are not sent yet."""
         queued = sum([len(each[0]) if isinstance(each, tuple) else len(each) for each in self._queue])
         return queued + (0 if self._unsent is None else len(self._unsent[0]))
 
@@ -132,10 +129,10 @@ class Channel:
         return len(self._parts)
 
     def put(self, record: Record, *fds: int) -> None:
-        """Encodes a record and queues it, with duplicates of the file descriptors ``fds``; the caller still has to close ``fds``.
+        """Encodes and queues a record, with duplicates of the file descriptors ``fds``. The caller still has to close ``fds``.
 
-        Raises: InvalidArgument: the record is larger than the other end accepts.  OSError: this process has no descriptor left.
-          If this raises, the record is not queued.
+        Raises InvalidArgument if the record is too large, or OSError if this process has no descriptor left. The record is
+        then not queued.
         """
         encoded = _encode(record)
         if fds or len(encoded) > _ROOM:
@@ -146,7 +143,7 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records as one datagram that has no other record; if they do not fit into one, each is queued by itself."""
+        """Queues records as one datagram without other records. If they do not fit into one, each is queued by itself."""
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:
             for record in records:
@@ -156,7 +153,7 @@ class Channel:
         self._alone += 1
 
     def put_encoded(self, records: list[bytes]) -> None:
-        """Queues records that the caller has encoded, without descriptors. Each must fit into one datagram."""
+        """Queues records that are already encoded and have no descriptors. Each must fit into one datagram."""
         self._queue.extend(records)
 
     def _put_alone(self, encoded: bytes, fds: tuple[int, ...]) -> None:
@@ -172,17 +169,16 @@ class Channel:
         self._alone += len(datagrams)
 
     def send(self, record: Record) -> bool:
-        """Queues a record without descriptors, then sends all queued records. Returns True if all are sent.
+        """Queues a record, then sends all queued records. Returns True if all are sent.
 
-        If it returns False, call ``flush`` when the socket is writable. Raises InvalidArgument: the record is larger than the
-        other end accepts.
+        If it returns False, call ``flush`` when the socket is writable. Raises InvalidArgument if the record is too large.
         """
         return self.send_alone(record) or self.flush()
 
     def send_alone(self, record: Record) -> bool:
-        """Sends a record that has no file descriptors at once if the queue is empty, else queues the record.
+        """Sends a record at once if the queue is empty, else queues it. Returns False if the record is queued.
 
-        Returns True if the record was sent, or dropped because the other end is gone; False if it is queued.
+        If the other end is gone, the record is dropped and True is returned.
         """
         if not self._queue and self._unsent is None:
             encoded = _encode(record)
@@ -201,10 +197,10 @@ class Channel:
         return False
 
     def flush(self) -> bool:
-        """Sends as many queued records as the socket accepts.
+        """Sends queued records until the socket has no room. Returns True if all are sent.
 
-        Returns True if none is left. False: call it again when the socket is writable. If the other end is gone, the records
-        are dropped and True is returned; ``receive`` then raises ChannelClosed.
+        If it returns False, call it again when the socket is writable. If the other end is gone, the records are dropped and
+        True is returned. ``receive`` then raises ChannelClosed.
         """
         while True:
             if self._unsent is None:
@@ -232,13 +228,12 @@ class Channel:
         self._unsent = (datagram, ())
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the next datagram. Returns its records, and its file descriptors, which the caller must close.
+        """Receives a datagram. Returns its records and its file descriptors, which the caller must close.
 
-        Returns None if no datagram is waiting. The list of records is empty if the datagram is one part of a large record that
-        is not complete yet.
+        Returns None if no datagram is waiting. The list of records is empty if a large record is not complete yet.
 
         Raises: ChannelClosed: the other end is gone.  InvalidArgument: the datagram is malformed; its descriptors are closed.
-          DescriptorsLost: the datagram came without its descriptors, as this process may open no more.
+          DescriptorsLost: the datagram came without its descriptors, because this process may open no more.
         """
         try:
             try:
@@ -260,16 +255,16 @@ class Channel:
         return self.read(bytes(received[:size]), descriptors_in(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """Decodes ``content``, a datagram that the caller has received. Returns its records and its file descriptors.
+        """Decodes a datagram that the caller has received. Returns its records and its file descriptors.
 
-        The list of records is empty if the datagram is one part of a large record that is not complete yet.
+        The list of records is empty if a large record is not complete yet.
 
         Args:
-          fds: the descriptors that came with the datagram; they are closed if this raises.
+          fds: the descriptors that came with the datagram. They are closed if this raises.
           flags: the flags that ``recvmsg`` returned.
 
         Raises: ChannelClosed: the other end is gone.  InvalidArgument: the datagram is malformed.  DescriptorsLost: the
-          datagram came without its descriptors, as this process may open no more.
+          datagram came without its descriptors, because this process may open no more.
         """
         if not content:
             descriptors.close(fds)
@@ -304,7 +299,7 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Adds ``content``, a part of a large record, to the parts before. Raises InvalidArgument: the record is too large."""
+        """Adds ``content`` to the parts of a large record."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(
@@ -312,7 +307,7 @@ class Channel:
             )
 
     def close(self) -> None:
-        """Closes the socket; records that are not yet sent are dropped. Idempotent."""
+        """Closes the socket. Records that are not sent yet are dropped. Idempotent."""
         self._discard()
         self._sock.close()
 
@@ -355,17 +350,17 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether ``error``, of a send, means that the socket or the host has no room; False: the other end is gone."""
+    """Returns whether a send failed for want of room. Otherwise the other end is gone."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 
 def _array_head(count: int) -> bytes:
-    """Encodes the header of a msgpack array, so that ``count`` encoded records behind it are decoded as one list."""
+    """Encodes the header of a msgpack array of ``count`` items."""
     return bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
 
 
 def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
-    """Duplicates the descriptors ``fds``. If this process may open no more, raises OSError and closes the duplicates."""
+    """Duplicates all of ``fds``, or raises OSError and keeps no duplicate."""
     made: list[int] = []
     try:
         for fd in fds:

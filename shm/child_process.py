@@ -30,10 +30,9 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, s
 
 
 def end_if_other_version() -> None:
-    """Exits this process if its version of tensord is not that of the daemon that started it. Call it before anything else.
+    """Exits this process if its version of tensord differs from its daemon's. Call it before anything else.
 
-    The exit status is ``OTHER_VERSION``, by which the daemon recognizes the case. A message on standard error names both
-    versions.
+    The exit status is ``OTHER_VERSION``. A message on standard error names both versions.
     """
     wanted = os.environ.get(VERSION_VARIABLE, __version__)
     if wanted != __version__:
@@ -43,10 +42,9 @@ def end_if_other_version() -> None:
 
 @contextlib.contextmanager
 def group_signals_held() -> Iterator[None]:
-    """Blocks ``GROUP_SIGNALS``, such as a terminal's SIGINT, in this thread within the ``with`` block.
+    """Blocks ``GROUP_SIGNALS`` in this thread within the ``with`` block. Children that start there inherit this.
 
-    A child process that is started in the block inherits the blocked signals, so that none kills it while it imports its
-    modules. The child then calls ``ignore_group_signals``, which unblocks the signals.
+    A child unblocks the signals by ``ignore_group_signals``.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -66,13 +64,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies. Call it first of all, from the main thread.
+    """Asks the kernel to kill this process when its parent dies. Call it early, from the main thread.
 
-    The kernel's signal comes within milliseconds, but also if the parent lives on and only its thread that started this process
-    ends (measured). The other safeguard, end-of-file on the control channel, comes with every death, but is noticed only while
-    this process's loop runs.
-
-    Raises: SystemExit: the parent was gone already.  OSError: the kernel refused.
+    The process is also killed if only the parent's thread that started it ends. Raises SystemExit if the parent is already
+    gone, or OSError if the kernel refuses.
     """
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -83,7 +78,7 @@ def die_with_parent() -> None:
 
 
 def print_by_lines() -> None:
-    """Makes standard output line-buffered, wherever it goes, so that what a model prints is not lost when its process dies."""
+    """Makes standard output line-buffered, so that a model's output is not lost when its process dies."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
 
@@ -96,14 +91,13 @@ _LARGEST_HEAP_BLOCK = 32 << 20
 
 
 def keep_freed_memory(byte_size: int) -> None:
-    """Lets the allocator keep ``byte_size`` free bytes at the end of its heap instead of returning them to the kernel.
+    """Lets glibc keep ``byte_size`` free bytes of its heap instead of returning them to the kernel.
 
-    Otherwise it depends on what else is on the heap whether glibc keeps them. If not, the pages of every large block are
-    allocated anew: this takes 1 to 3 ms of a request with a 16 MiB output, and 5 ms of a request with a MiB of tensors as
-    JSON in both directions (measured). With any other C library this function does nothing.
+    Large blocks then need no new pages. With any other C library it does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        # New pages for every large block take 1 to 3 ms of a request with a 16 MiB output (measured).
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
         mallopt(_M_TRIM_THRESHOLD, byte_size)
 
@@ -114,17 +108,17 @@ _MAX_STACK_BYTE_SIZE = 32 << 10
 
 
 def create_stack_report() -> int:
-    """Creates a memfd into which a process writes its threads' stacks when it dies. Returns the descriptor."""
+    """Creates a memfd for the stacks that a dying process writes. Returns the file descriptor."""
     return os.memfd_create("tensord-stack", os.MFD_CLOEXEC)
 
 
 def enable_stack_report(fd: int) -> None:
-    """Makes this process write the stacks of its threads to ``fd`` on a fatal signal or STACK_SIGNAL. ``fd`` must stay open."""
+    """Makes this process write its threads' stacks to ``fd`` on a fatal signal or STACK_SIGNAL. ``fd`` must stay open."""
     faulthandler.enable(fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
 
 
 def read_stack_report(fd: int) -> list[str]:
-    """Returns at most 32 KiB of the stacks that a process wrote to ``fd`` before it died, as lines; empty: it wrote none."""
+    """Returns the lines of the stacks that a process wrote to ``fd``, at most 32 KiB. The list is empty if it wrote none."""
     text = os.pread(fd, _MAX_STACK_BYTE_SIZE, 0).decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]

@@ -33,13 +33,12 @@ _SONAME = "libcuda.so.1"
 
 
 class LastingCalls:
-    """Driver functions that may take long. They are called by ctypes, so that other Python threads run meanwhile."""
+    """Driver functions that may take long. Other Python threads can run meanwhile."""
 
     def __init__(self, code: Callable[[int], Any]) -> None:
         """Loads the driver's functions.
 
-        ``code``: converts a number to a result code of the Python bindings, and raises ValueError if they do not know the
-        number.
+        ``code`` converts a number to a result code of the Python bindings. It raises ValueError if the number is unknown.
         """
         self._code = code
         library = ctypes.CDLL(_SONAME)
@@ -55,7 +54,7 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Allocates device memory in the current context. Returns the driver's result code, and the address or, on failure, 0."""
+        """Allocates device memory in the current context. Returns the driver's result code, and the address or 0."""
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value
@@ -74,11 +73,11 @@ class LastingCalls:
 
 
 class NoCuda(Exception):
-    """Raised when the CUDA driver, its Python bindings or the device is missing; the text is for the log."""
+    """Raised when the CUDA driver, its Python bindings or the device is missing."""
 
 
 class CudaError(Exception):
-    """Raised when a call of the driver fails. ``name`` is the driver's name for the error, e.g. CUDA_ERROR_INVALID_VALUE."""
+    """Raised when a call of the driver fails. ``name`` is the driver's name for the error, such as CUDA_ERROR_INVALID_VALUE."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -86,11 +85,11 @@ class CudaError(Exception):
 
 
 class DeviceLost(Unavailable):
-    """Raised when the device has failed for good: every later call of this process on the device fails, too."""
+    """Raised when the device has failed for good. Every later call of this process on the device fails, too."""
 
 
 class Driver:
-    """The CUDA driver as this process uses it. A device's context opens when first needed, and stays until ``close``."""
+    """The CUDA driver in this process. A device's context stays open from its first use until ``close``."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, Context] = {}
@@ -98,7 +97,7 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """Returns the context of this process's device ``ordinal``. Raises NoCuda: no such device, or one that cannot be used."""
+        """Returns the context of device ``ordinal``. Raises NoCuda if the device does not exist or cannot be used."""
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
@@ -115,7 +114,7 @@ class Driver:
 
 
 def _bindings() -> Any:
-    """Returns the module ``cuda.bindings.driver``, initialised. Raises NoCuda: the module, the driver or a device is missing."""
+    """Returns the module ``cuda.bindings.driver``, or raises NoCuda."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -130,7 +129,7 @@ def _bindings() -> Any:
 
 
 def driver_version() -> int:
-    """Returns the newest CUDA version that the driver supports, 12080 for CUDA 12.8; 0: there is no driver."""
+    """Returns the newest CUDA version that the driver supports, such as 12080 for CUDA 12.8. It is 0 without a driver."""
     try:
         driver = _bindings()
     except NoCuda:
@@ -140,22 +139,21 @@ def driver_version() -> int:
 
 
 def _name(driver: Any, code: Any) -> str:
-    """Returns the driver's name for a result code, e.g. CUDA_ERROR_ILLEGAL_ADDRESS; the number if the bindings do not know it."""
+    """Returns the driver's name for a result code, such as CUDA_ERROR_ILLEGAL_ADDRESS."""
     return getattr(code, "name", f"CUDA error {code}")
 
 
 class Context:
-    """The primary context of one device. Every thread may use it, and each thread has a stream of its own in it.
+    """The primary context of one device. Every thread may use it, and each thread has its own stream.
 
-    Work that one thread queues does not delay another thread's copies, and its errors are not raised in another thread.
-    The methods raise CudaError if the driver refuses a call; ``synchronize`` also raises it if queued work has failed.
-    They raise DeviceLost if the device has failed for good.
+    A thread's work neither delays another thread's copies nor raises errors in another thread. The methods raise CudaError
+    if the driver refuses a call or queued work has failed. They raise DeviceLost if the device has failed for good.
     """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
-        """Retains the primary context of device ``ordinal`` by the bindings ``driver``. Raises NoCuda: that is impossible.
+        """Retains the primary context of device ``ordinal``. Raises NoCuda if that is impossible.
 
-        ``owner``: the object that makes this context, and remembers if a device has failed.
+        ``driver`` is the module of the CUDA bindings. ``owner`` remembers whether a device has failed.
         """
         self._owner = owner
         self.driver = driver
@@ -177,7 +175,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function. Returns the function's result; if it has several results or none, a tuple."""
+        """Calls a driver function. Returns its result, or a tuple if it has several results or none."""
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
@@ -188,11 +186,11 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Makes this context current in the calling thread; copies, ``clear``, ``synchronize`` and ``stream`` need that."""
+        """Makes this context current in the calling thread. Copies, ``clear``, ``synchronize`` and ``stream`` need that."""
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
-        """Returns the handle of the calling thread's stream, as DLPack takes it; the first call creates the stream."""
+        """Returns the handle of the calling thread's stream for DLPack. The first call creates the stream."""
         found: _Stream | None = getattr(self._own, "stream", None)
         if found is None:
             found = self._own.stream = _Stream(self)
@@ -206,11 +204,11 @@ class Context:
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` to host memory at ``address``. ``synchronize`` waits for the copy."""
+        """Queues a copy from device ``pointer`` to host ``address``. ``synchronize`` waits for the copy."""
         self.call(self._lasting.device_to_host, address, pointer, byte_size, self.stream())
 
     def within_device(self, to: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy of device memory from the address ``pointer`` to the address ``to`` on the same device."""
+        """Queues a copy of device memory from ``pointer`` to ``to``, both addresses on this device."""
         self.call(self._lasting.within_device, to, pointer, byte_size, self.stream())
 
     def clear(self, pointer: int, byte_size: int) -> None:
@@ -222,7 +220,7 @@ class Context:
         self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:
-        """Waits for all queued work. Raises DeviceLost if the device has failed, in this thread's work or in another thread's."""
+        """Waits for all threads' queued work. Raises DeviceLost if the device has failed."""
         self.enter()
         self.call(self._lasting.synchronize_context)
 
@@ -237,28 +235,27 @@ class Context:
             raise Unavailable(f"the GPU has no {byte_size} bytes left for inputs ({error.name})") from error
 
     def free(self, pointer: int) -> None:
-        """Frees the device memory at ``pointer``. Call it only when no queued work uses the memory."""
+        """Frees the device memory at ``pointer``. No queued work may use the memory."""
         self.enter()
         self.call(self._lasting.free, pointer)
 
     def pin(self, address: int, byte_size: int) -> None:
-        """Page-locks host memory at ``address``, so that the driver copies to it and from it without a staging buffer.
+        """Page-locks host memory at ``address``. The driver then copies it without a staging buffer.
 
-        This process must be allowed to write to the memory: many drivers refuse read-only memory, even with the flag for such
-        memory.
+        This process must be allowed to write to the memory, because many drivers refuse read-only memory.
         """
         self.enter()
         self.call(self._lasting.register_host, address, byte_size, int(self.driver.CU_MEMHOSTREGISTER_PORTABLE))
 
     def unpin(self, address: int) -> None:
-        """Ends the page-lock that ``pin`` began at ``address``. Call it before the memory is unmapped."""
+        """Ends the page-lock of ``pin``. Call it before the memory is unmapped."""
         self.enter()
         self.call(self._lasting.unregister_host, address)
 
     # ----------------------------------------------------------------------------------------- memory of other processes
 
     def open(self, raw_handle: bytes) -> tuple[int, int]:
-        """Opens another process's allocation by its IPC handle ``raw_handle``. Returns the device address and number of bytes."""
+        """Opens another process's allocation by its IPC handle. Returns the device address and the number of bytes."""
         self.enter()
         driver = self.driver
         handle = driver.CUipcMemHandle()
@@ -274,7 +271,7 @@ class Context:
         return pointer, int(start) + int(byte_size) - pointer
 
     def close_opened(self, pointer: int) -> None:
-        """Closes the allocation at ``pointer``, which ``open`` has opened. Ignores errors, as another process owns the memory."""
+        """Closes an allocation that ``open`` has opened. Errors are ignored."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             self.call(self.driver.cuIpcCloseMemHandle, pointer)
@@ -301,7 +298,7 @@ class _Stream:
         self.handle = int(made)
 
     def close(self) -> None:
-        """Destroys the stream after the work that is still queued in it is done. Idempotent."""
+        """Destroys the stream after its queued work. Idempotent."""
         made, self._made = self._made, None
         if made is not None:
             with contextlib.suppress(CudaError, DeviceLost):
@@ -312,12 +309,10 @@ class _Stream:
         self.close()
 
 
+# No generator function: an error raised inside one keeps alive the frames that it passed through, and all that they hold, until
+# the next garbage collection (Python 3.12 and newer).
 class _Guarded:
-    """A context manager that converts a CudaError in its block to an InvalidArgument that names a client's region.
-
-    It is a class and no generator function, because an error that is raised inside a generator keeps alive the frames that it
-    passed through, and all that these frames hold, until the next garbage collection (Python 3.12 and newer).
-    """
+    """Converts a CudaError in its ``with`` block to an InvalidArgument that names a region."""
 
     __slots__ = ("_name",)
 
@@ -336,10 +331,10 @@ class _Guarded:
 
 
 class CudaRegion(Leased):
-    """A registered allocation of a client's GPU memory, opened in this worker. Its bytes can only be reached by copies.
+    """A client's registered GPU memory, opened in this worker. Its bytes can only be copied.
 
-    Offsets count from the region's start. Methods that copy raise InvalidArgument if the range is not inside the region, or if
-    the memory cannot be used any more because its owner has freed it. They raise DeviceLost if the device has failed.
+    Offsets count from the region's start. Methods that copy raise InvalidArgument if the range is not inside the region or
+    the client has freed the memory. They raise DeviceLost if the device has failed.
     """
 
     #: Always 0: no page of GPU memory can be missing here.
@@ -348,16 +343,15 @@ class CudaRegion(Leased):
     def __init__(
         self, name: str, context: Context, raw_handle: bytes, byte_size: int, elsewhere: tuple[int, int] | None = None
     ) -> None:
-        """Opens a client's allocation, the region ``name``, by its IPC handle.
+        """Opens a client's allocation by its IPC handle. ``name`` is the region's name.
 
         Args:
           context: the context of the GPU that the worker uses.
           raw_handle: the cudaIpcMemHandle_t, 64 bytes.
           byte_size: how many bytes of the allocation, from its start, are registered.
-          elsewhere: (the daemon's number of the GPU that has the memory, the daemon's number of the context's GPU), if these
-            are different GPUs. The driver can open the memory only if the two have access to each other. The memory is then
-            copied from, and never used in place. None: the memory is on the context's GPU.
-        Raises: InvalidArgument: the handle opens no allocation, or one with fewer than ``byte_size`` bytes.
+          elsewhere: the daemon's numbers of the memory's GPU and of the context's GPU, or None if they are the same GPU. Two
+            different GPUs must have access to each other.
+        Raises: InvalidArgument: the handle opens no allocation, or the allocation has fewer than ``byte_size`` bytes.
         """
         try:
             pointer, available = context.open(raw_handle)
@@ -380,14 +374,14 @@ class CudaRegion(Leased):
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
-        """Returns the device address of ``offset``. Raises InvalidArgument: the range is outside, or the region is closed."""
+        """Returns the device address of ``offset``. Raises InvalidArgument if the range is outside or the region is closed."""
         check_range(offset, byte_size, self.byte_size, self.name)
         if self._start is None:
             raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
         return self._start + offset
 
     def read(self, address: int, offset: int, byte_size: int) -> None:
-        """Copies a range of the region, from ``offset``, to host memory at ``address``, and waits until it is copied."""
+        """Copies a range of the region to host memory at ``address``, and waits for the copy."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
@@ -409,17 +403,17 @@ class CudaRegion(Leased):
             self.context.within_device(target, pointer, byte_size)
 
     def settle(self) -> None:
-        """Waits until the copies that this thread has queued by ``write`` and ``copy`` are done."""
+        """Waits until this thread's copies by ``write`` and ``copy`` are done."""
         with self.guarded():
             self.context.enter()
             self.context.synchronize()
 
     def guarded(self) -> _Guarded:
-        """Returns a context manager for copies to or from the region: it converts a CudaError to InvalidArgument."""
+        """Returns a context manager that converts a CudaError to an InvalidArgument. Use it around copies."""
         return _Guarded(self.name)
 
     def close(self) -> None:
-        """Closes the client's allocation in this process; the client's memory stays. Idempotent."""
+        """Closes the client's allocation in this process. The client's memory stays. Idempotent."""
         pointer, self._start = self._start, None
         if pointer is not None:
             self.context.close_opened(pointer)

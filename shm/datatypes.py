@@ -27,12 +27,12 @@ OPEN = -1
 
 
 def wire_name(datatype: str) -> str:
-    """Returns the name of a datatype in records: "BYTES" for "STRING", and any other text unchanged."""
+    """Returns a datatype's name in records: "BYTES" for "STRING", and any other text unchanged."""
     return "BYTES" if datatype == _BYTES_ALIAS else datatype
 
 
 def from_model_config(data_type: str) -> str:
-    """Converts ``TYPE_FP32`` to ``FP32``, and ``TYPE_STRING`` to ``BYTES``. Raises InvalidArgument: there is no such datatype."""
+    """Converts ``TYPE_FP32`` to ``FP32``, and ``TYPE_STRING`` to ``BYTES``. Raises InvalidArgument if the datatype is unknown."""
     name = "BYTES" if data_type == "TYPE_STRING" else data_type.removeprefix("TYPE_")
     if not data_type.startswith("TYPE_") or name not in ELEMENT_SIZES:
         raise InvalidArgument(f"unknown data type '{data_type}'")
@@ -40,16 +40,15 @@ def from_model_config(data_type: str) -> str:
 
 
 def to_model_config(datatype: str) -> str:
-    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``. Does not check whether there is such a datatype."""
+    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``. Unknown datatypes are not refused."""
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
 def element_count(shape: Sequence[int], what: str = "shape") -> int:
-    """Returns the number of elements of a shape. ``what`` names the shape in error messages.
+    """Returns the number of elements of a shape. ``what`` names the shape in errors.
 
-    Raises: InvalidArgument: a dimension is negative, there are more than ``MAX_RANK`` dimensions, or their product exceeds
-      ``MAX_ELEMENTS``. Dimensions of 0 are left out of that product, because neither a record nor numpy can hold a shape such
-      as [0, 2**63], though it has no elements.
+    Raises InvalidArgument if a dimension is negative, if there are more than ``MAX_RANK`` dimensions, or if the product of
+    all dimensions above 0 exceeds ``MAX_ELEMENTS``.
     """
     if len(shape) > MAX_RANK:
         raise InvalidArgument(f"{what}: {len(shape)} dimensions given, at most {MAX_RANK} are allowed")
@@ -67,11 +66,9 @@ def element_count(shape: Sequence[int], what: str = "shape") -> int:
 
 
 def byte_size(datatype: str, shape: Sequence[int], what: str = "shape") -> int | None:
-    """Returns a tensor's size in bytes; None for BYTES, whose size depends on the content.
+    """Returns a tensor's size in bytes, or None for BYTES. ``what`` names the tensor in errors.
 
-    ``what`` names the tensor in error messages.
-
-    Raises: InvalidArgument: there is no such datatype, or the shape is not valid.
+    Raises InvalidArgument if the datatype is unknown or the shape is not valid.
     """
     try:
         size = ELEMENT_SIZES[datatype]
@@ -87,7 +84,10 @@ def is_open(shape: Sequence[int]) -> bool:
 
 
 def check_shape(shape: Sequence[int], what: str) -> None:
-    """Raises InvalidArgument, which names ``what``, if the shape is invalid or has more than one variable dimension (-1)."""
+    """Raises InvalidArgument if the shape is invalid or has more than one variable dimension (-1).
+
+    ``what`` names the shape in the error.
+    """
     if shape.count(OPEN) > 1:
         raise InvalidArgument(
             f"{what} {_shown(shape)} has {shape.count(OPEN)} dimensions of -1, at most 1 can be found from the data"
@@ -96,9 +96,9 @@ def check_shape(shape: Sequence[int], what: str) -> None:
 
 
 def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Returns the shape with its variable dimension (-1) replaced by the size that gives the shape ``count`` elements.
+    """Returns the shape with a size in place of its variable dimension (-1), so that it has ``count`` elements.
 
-    ``what`` names the shape in errors. Raises InvalidArgument: no size of that dimension gives ``count`` elements.
+    ``what`` names the shape in errors. Raises InvalidArgument if no size gives ``count`` elements.
     """
     check_shape(shape, what)
     given = element_count([dim for dim in shape if dim != OPEN], what)
@@ -108,10 +108,10 @@ def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
 
 
 def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
-    """Returns how many elements of ``datatype`` there are in a tensor's content as it came over the protocol.
+    """Returns how many elements of ``datatype`` a tensor's content has. ``what`` names the tensor in errors.
 
-    An incomplete element of BYTES at the end counts as one. ``what`` names the tensor in errors. Raises InvalidArgument: the
-    content ends within an element of fixed size.
+    An incomplete element at the end of a BYTES tensor counts as one. Raises InvalidArgument if the content ends within an
+    element of fixed size.
     """
     size = ELEMENT_SIZES[datatype]
     if size is not None:

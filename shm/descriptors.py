@@ -19,27 +19,27 @@ _RESERVE = 256
 
 
 def limit() -> int:
-    """Returns how many file descriptors this process may have open at a time."""
+    """Returns how many file descriptors this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def close(fds: Iterable[int]) -> None:
-    """Closes the given file descriptors."""
+    """Closes file descriptors."""
     for fd in fds:
         os.close(fd)
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files, which children inherit, to the system's maximum. Returns the maximum."""
+    """Raises this process's limit of open files to the system's maximum. Returns the maximum."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Raises Unavailable if ``fd`` is one of the last descriptors that this process may open, which are reserved for requests.
+    """Raises Unavailable if ``fd`` is one of the last descriptors of this process, which are reserved for requests.
 
-    ``what``: how the message begins. The caller still has to close ``fd``.
+    ``what`` is how the message begins. The caller still has to close ``fd``.
     """
     # The system always gives out the lowest free number, so all descriptors below are in use.
     most = limit()
@@ -53,9 +53,9 @@ def check_reserve(fd: int, what: str) -> None:
 
 @contextlib.contextmanager
 def needed(what: str) -> Iterator[None]:
-    """Converts an OSError in the ``with`` block to Unavailable if it says that no more files may be opened.
+    """Converts an OSError in the ``with`` block to Unavailable if no more files can be opened.
 
-    Any other OSError is raised unchanged. ``what``: what a descriptor was needed for, such as "sending an arena segment".
+    ``what`` is what the file was needed for, such as "sending an arena segment".
     """
     try:
         yield

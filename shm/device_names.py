@@ -15,7 +15,7 @@ _ALONE = "#"
 
 
 def gpu_of(device: str) -> str:
-    """Returns the GPU in a worker's device name: "cuda:1" for "cuda:1/2" or "cuda:1#m"; "" for a worker on the CPU."""
+    """Returns the GPU in a worker's device name: "cuda:1" for "cuda:1/2" or "cuda:1#m". It is "" for a CPU worker."""
     return device.partition(_ALONE)[0].partition("/")[0] if device.startswith("cuda:") else ""
 
 
@@ -25,7 +25,7 @@ def number_of(gpu: str) -> int:
 
 
 def name(gpu: int, share: int = 0) -> str:
-    """Returns the device name of one of a GPU's workers: "cuda:1" for the first one (``share`` 0), "cuda:1/2" for ``share`` 2."""
+    """Returns a worker's device name: "cuda:1" for the GPU's first worker (``share`` 0), "cuda:1/2" for ``share`` 2."""
     return f"cuda:{gpu}/{share}" if share else f"cuda:{gpu}"
 
 
@@ -35,13 +35,10 @@ def alone(device: str, model: str) -> str:
 
 
 def model_of(device: str) -> str:
-    """Returns the model in the device name of a worker that serves only one model: "m" for "cuda:1#m"; "" for other workers."""
+    """Returns the model in the name of a worker that serves only one model: "m" for "cuda:1#m". Otherwise it is ""."""
     return device.partition(_ALONE)[2]
 
 
 def shared(device: str) -> str:
-    """Returns the device name of the worker that serves the models that are not isolated: "cpu:0" for "cpu:0#m".
-
-    ``device``: the name of a worker on the same device, which may serve one isolated model alone.
-    """
+    """Returns the name of the worker on the same device that serves the models that are not isolated: "cpu:0" for "cpu:0#m"."""
     return device.partition(_ALONE)[0]

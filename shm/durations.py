@@ -23,9 +23,9 @@ Counted = Mapping[str, tuple[int, ...]]
 
 
 class Durations:
-    """Histograms of how long requests to a model version took on a worker, for each protocol ("http") and kind ("queue").
+    """Histograms of how long requests to a model version took. There is one for each protocol and kind of duration.
 
-    Only the worker's main loop may use them. ``buckets``: the upper bounds of the buckets in seconds, ascending.
+    ``buckets`` are the upper bounds of the buckets in seconds, ascending. Only the worker's main loop may use the object.
     """
 
     __slots__ = ("_row", "bounds", "counts")
@@ -37,14 +37,14 @@ class Durations:
         self.counts = array("Q", bytes(8 * len(PROTOCOLS) * len(KINDS) * self._row))
 
     def add(self, protocol: int, kind: int, ns: int) -> None:
-        """Counts one duration of ``ns`` nanoseconds. ``protocol``, ``kind``: positions in PROTOCOLS and KINDS."""
+        """Counts one duration in ns. ``protocol`` and ``kind`` are indices in PROTOCOLS and KINDS."""
         ns = max(0, ns)
         counts, at = self.counts, (protocol * len(KINDS) + kind) * self._row
         counts[at + bisect_left(self.bounds, ns)] += 1
         counts[at + self._row - 1] += ns
 
     def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
-        """Counts one request in the histograms of request, queue and compute time. ``protocol``: its index in PROTOCOLS."""
+        """Counts a request's total time, queue time and compute time. ``protocol`` is its index in PROTOCOLS."""
         counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
         counts[at + bisect_left(bounds, request_ns)] += 1
         counts[at + row - 1] += request_ns
@@ -56,7 +56,7 @@ class Durations:
         counts[at + row - 1] += compute_ns
 
     def counted(self) -> Counted:
-        """Returns the counts of the histograms by protocol, without protocols that had no requests."""
+        """Returns the histograms' counts by protocol, without protocols that had no requests."""
         size = len(KINDS) * self._row
         found: dict[str, tuple[int, ...]] = {}
         for number, protocol in enumerate(PROTOCOLS):
@@ -70,7 +70,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Returns the sum of two counts of histograms with equal bounds, such as those of two workers."""
+    """Returns the sum of two counts of histograms with equal bounds."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

@@ -24,7 +24,7 @@ DEFECT = "internal error; the server's log has the details"
 
 
 class FileTooLarge(InvalidArgument):
-    """Raised when a file of a model is larger than the limit for files of its kind."""
+    """Raised when a model's file is larger than the limit for files of its kind."""
 
     def __init__(self, name: str, byte_size: int, limit: int) -> None:
         super().__init__(f"{name} has {byte_size} bytes, at most {limit} are read")

@@ -21,17 +21,16 @@ STALE = "it was built from other sources than those that lie beside it"
 
 
 def sources(folder: Path, names: Sequence[str]) -> str:
-    """Returns a text with the names of source files and a hash of their contents.
+    """Returns the names of an extension's source files and a hash of their contents, which become its SOURCES.
 
-    The text is compiled into an extension as SOURCES. ``names``: the files' paths, relative to ``folder``, the extension's
-    folder.
+    ``names`` are paths in ``folder``.
     """
     found = hashlib.sha256(b"\0".join((folder / name).read_bytes() for name in names))
     return " ".join([*names, found.hexdigest()])
 
 
 def check(module: ModuleType) -> None:
-    """Raises ImportError if the C extension ``module`` was not built from the sources beside it, where there are any."""
+    """Raises ImportError if a C extension was not built from the sources beside it. Missing sources are not an error."""
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
     names = built.split()[:-1]
@@ -41,10 +40,9 @@ def check(module: ModuleType) -> None:
 
 
 def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns a sentence for each C extension that cannot be used, and then a sentence with advice.
+    """Returns a sentence for each C extension that cannot be used, followed by advice.
 
-    The result is empty if all can be used. ``parts``: the extension's module name -> what the process does without the
-    extension.
+    The result is empty if all can be used. ``parts`` says by module name what the process lacks without the extension.
     """
     found = [f"{what} ({name}: {reason})" for name, what in parts.items() if (reason := _reason(name))]
     if not found:
@@ -54,7 +52,7 @@ def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _reason(name: str) -> str:
-    """Returns why the C extension with this module name cannot be used; "" if it can be used."""
+    """Returns why a C extension cannot be used, or ""."""
     try:
         check(importlib.import_module(name))
     except ModuleNotFoundError:

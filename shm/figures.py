@@ -16,10 +16,7 @@ FIRST_RESPONSE_MS = (100, 500, 2000, 5000)
 
 
 class SlowReason(enum.Enum):
-    """The reason why a worker answered a request in Python instead of C. The value is a sentence for operators of the daemon.
-
-    If C answers the next equal request, there is no reason: Python answered the first of its kind, or one queued behind others.
-    """
+    """The reason why a worker answered a request in Python instead of C. The value is a sentence for operators."""
 
     # Of a model version: they hold for each request to it.
     NOT_COMPILED = "the C extension was not built when tensord was installed"
@@ -48,7 +45,7 @@ class SlowReason(enum.Enum):
 
 
 class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Counters of one model version on one worker, which only grow. They count requests unless the name says otherwise."""
+    """Counters of one model version on one worker. They count requests unless the name says otherwise."""
 
     success: int = 0
     #: Failed requests: waited too long; cancelled; refused by the model or its executable; anything else. Sums as in statistics.
@@ -104,7 +101,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One parameter set of a model version on one worker: its number, its size, and whether it is on the device now."""
+    """The number and size of one parameter set on one worker, and whether the set is on the device."""
 
     name: str
     #: 0: what the repository has.
@@ -114,7 +111,7 @@ class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class ParameterFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The parameter sets of one model version on one worker, and counters of their use, which only grow."""
+    """The parameter sets of one model version on one worker, and counters of their use."""
 
     sets: tuple[SetFigures, ...]
     #: Pushes that were committed.
@@ -125,7 +122,7 @@ class ParameterFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unkn
 
 
 class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The counters of one model version on one worker, from when the worker loads the version until it unloads it."""
+    """The counters of one model version on one worker since the version was loaded."""
 
     name: str
     version: int
@@ -146,7 +143,7 @@ class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The value of one metric that a model's code has defined, for one combination of labels."""
+    """The value of a metric that a model's code has defined, for one combination of labels."""
 
     labels: tuple[tuple[str, str], ...]
     #: The value; for a histogram the sum of what it has observed.
@@ -157,7 +154,7 @@ class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A metric that models' code has defined, with its values, one for each combination of labels."""
+    """A metric that models' code has defined, with a value for each combination of labels."""
 
     name: str
     description: str
@@ -169,7 +166,7 @@ class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Counts the programs that a worker has compiled since it started, and the programs that it found in the cache instead."""
+    """Counts the programs that a worker has compiled, and the programs that it found in the cache instead."""
 
     #: Compilations, those that failed included, and the time of all of them in ns.
     count: int = 0
@@ -179,7 +176,7 @@ class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
 
 class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """All counters of one worker. The supervisor asks each worker for them, and makes metrics of them."""
+    """All counters of one worker, for metrics."""
 
     #: The versions that take requests.
     versions: tuple[VersionFigures, ...]

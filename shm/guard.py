@@ -25,23 +25,26 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether any guarded mapping of this process lacked a page; faster than each mapping's ``faults``."""
+    """Returns whether a page of any guarded mapping was missing."""
     return available and _guard.any()
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether ``address`` is in a ``Guarded`` mapping whose pages may vanish: no GPU's driver has locked them."""
+    """Returns whether ``address`` is in a ``Guarded`` mapping and its page may vanish. Page-locked memory cannot vanish."""
     return available and _guard.may_be_missing(address)
 
 
 def install() -> None:
-    """Installs this process's handler of SIGBUS, the signal for a missing page, if the C extension was built. Idempotent."""
+    """Installs this process's handler of SIGBUS, the signal for a missing page. Idempotent.
+
+    Without the C extension, it does nothing.
+    """
     if available:
         _guard.install()
 
 
 class Guarded:
-    """Keeps this process alive, until ``release``, if a page of a client's mapping is missing. Call ``install`` before.
+    """Keeps this process alive if a page of a client's mapping is missing, until ``release``. Call ``install`` before.
 
     A read of a missing page gives zeros, and a write to one is lost. ``faults`` counts both.
     """
@@ -53,13 +56,13 @@ class Guarded:
 
     @property
     def faults(self) -> int:
-        """Returns how often so far a page of the mapping was missing when it was read or written; 0 after ``release``."""
+        """Returns how often a missing page of the mapping was read or written. It is 0 after ``release``."""
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Stores whether a GPU's driver has locked the pages. May be called in any thread.
+        """Stores whether a GPU's driver has page-locked the memory. Call it with False before the driver unlocks the memory.
 
-        ``held``: True: the driver has locked them; False: the driver is about to unlock them.
+        Any thread may call it.
         """
         if self._slot is not None:
             _guard.hold(self._slot, held)

@@ -72,9 +72,7 @@ Instruction = ForDispatcher | SegmentClosed
 
 
 class LaneEnd:
-    """One end of a lane; base class of the submitter's end and the worker's end. It has a channel, and an arena of its own.
-
-    It also knows which segments of that arena the other end has mapped, and maps the segments of the other end's arena.
+    """One end of a lane, with its own arena and the mapped arena of the other end. Base class of both ends.
 
     The life of a segment of this end ("here") that the other end ("there") maps:
 
@@ -118,11 +116,7 @@ class LaneEnd:
         self.view = theirs.view
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the first datagram and checks the WireVersion in it. Returns the datagram's other records and its descriptors.
-
-        If the datagram has no other records, the next datagram is received and returned instead. Returns None if no datagram is
-        waiting. Raises InvalidArgument: the other end uses another version of the records.
-        """
+        """Receives the first datagram without its WireVersion, or the next datagram if nothing is left."""
         received = self.channel.receive()
         if received is None:
             return None
@@ -138,10 +132,7 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record that opens, closes or refuses a segment. ``fds``: the descriptors that came with the record.
-
-        Raises InvalidArgument if the record is malformed or says anything else.
-        """
+        """Carries out a record that opens, closes or refuses a segment."""
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:
@@ -162,14 +153,14 @@ class LaneEnd:
         self.unsaid = True
 
     def flush(self) -> bool:
-        """Sends all queued records. Returns True if none is left; False: call again when the socket is writable."""
+        """Sends all queued records. Returns True if all are sent. If not, call it again when the socket is writable."""
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
         return self.channel.flush()
 
     def _withdraw_closed(self) -> None:
-        """Queues a SegmentClosed for each closed segment that the other end knows, so that the other end unmaps the segment."""
+        """Queues a SegmentClosed for each closed segment that the other end knows."""
         self._closures = self.arena.closures
         for gone in self.announced - self.arena.segments.keys():
             self.channel.put(SegmentClosed(gone))
@@ -182,7 +173,7 @@ class LaneEnd:
 
 
 class SubmitterLane(LaneEnd):
-    """A submitter's end of a lane: a front or client sends requests on it and receives the answers.
+    """A submitter's end of a lane. It sends requests and receives the answers.
 
     ``arena`` holds the tensors of requests. All lanes of the submitter share it, and closing a lane does not close it.
     """
@@ -190,7 +181,7 @@ class SubmitterLane(LaneEnd):
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
         """Takes ownership of the socket and sends the version of the records to the worker.
 
-        ``writable``: True: the worker maps the arena writable, because it has a GPU and page-locks the memory.
+        ``writable`` lets the worker map the arena writable, as page-locking for a GPU needs.
         """
         super().__init__(Channel(sock, _FROM_WORKER), sock, arena, ArenaMap(), writable)
         self._releases: list[LeaseKey] = []
@@ -201,10 +192,10 @@ class SubmitterLane(LaneEnd):
         self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
-        """Queues a request for the worker. Call it once the request's inputs are written and their segments announced.
+        """Queues a request for the worker. Its inputs must be written and their segments announced.
 
-        ``numbered``: the prepared request that ``record`` names by number; if the worker does not know it yet, it is sent
-        first. None: ``record`` contains its prepared request.
+        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains it. It is sent
+        first if the worker does not know it.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -213,11 +204,10 @@ class SubmitterLane(LaneEnd):
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues a request for the worker, and before it ``context``, which names the trace that the request belongs to.
+        """Queues a request for the worker, and before it the trace ``context`` of the request.
 
-        Call it once the request's inputs are written and their segments announced. ``numbered``: the prepared request that
-        ``record`` names by number; if the worker does not know it yet, it is sent first. None: ``record`` contains its prepared
-        request.
+        The request's inputs must be written and their segments announced. ``numbered`` is the prepared request that
+        ``record`` names by number, or None if ``record`` contains it.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -229,29 +219,31 @@ class SubmitterLane(LaneEnd):
         self.channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request at once if no record is queued, else queues it. Returns False if ``flush`` must be called, else True.
+        """Sends a request at once if no record is queued, else queues it. Returns False if ``flush`` must be called.
 
-        Call it once the request's inputs are written and their segments announced. ``numbered``: the prepared request that
-        ``record`` names by number; if the worker does not know it yet, it is sent first. None: ``record`` contains its prepared
-        request.
+        The request's inputs must be written and their segments announced. ``numbered`` is the prepared request that
+        ``record`` names by number, or None if ``record`` contains it.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         return self.channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
-        """Queues a message that tells the worker that nobody waits for the answer to a request. A final answer still comes."""
+        """Queues a message to the worker that nobody waits for a request's answer. A final answer still comes."""
         self.channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:
-        """Queues a message that tells the worker that the client has taken more of a request's responses.
+        """Queues a message to the worker that the client has taken ``byte_size`` more bytes of a request's responses.
 
-        The worker may then send more. ``byte_size``: how many bytes of responses the client has taken since the last message.
+        The worker may then send more responses.
         """
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends queued records and unneeded leases. Returns True if all are sent; False: call again when the socket has room."""
+        """Sends queued records and unneeded leases. Returns True if all are sent.
+
+        If it returns False, call it again when the socket is writable.
+        """
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
@@ -265,13 +257,13 @@ class SubmitterLane(LaneEnd):
         return self.channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
-        """Receives a datagram and returns the answers in it, possibly none; None: no datagram is waiting.
+        """Receives a datagram and returns its answers, possibly none. Returns None if no datagram is waiting.
 
-        Each answer is a pair: the prepared answer, and the rest of the answer.
+        Each answer is a pair of the prepared answer and the rest of the answer.
 
         Raises: ChannelClosed: the worker has closed its end or exited. Run its requests again only once its process has
-          certainly ended.  InvalidArgument: the datagram is malformed or of another version, an answer names a number that was
-          never prepared, or an answer has more or fewer tensors than were prepared for it.
+          certainly ended.  InvalidArgument: the datagram is malformed or of another version, an answer names an unknown number,
+          or an answer has another number of tensors than its prepared answer.
         """
         try:
             received = self.channel.receive() if self._agreed else self._first()
@@ -311,7 +303,7 @@ class SubmitterLane(LaneEnd):
         return answers
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Returns an error for ``request_id``, whose answer's segment could not be mapped. Queues a Release of ``lease``."""
+        """Returns an error for an answer whose segment could not be mapped, and gives its lease back."""
         self.channel.put(Release((lease,)))
         self.unsaid = True
         try:
@@ -322,9 +314,9 @@ class SubmitterLane(LaneEnd):
 
 
 class WorkerLane(LaneEnd):
-    """The worker's end of a lane: it receives requests from one submitter, a front or a client, and sends the answers.
+    """The worker's end of a lane. It receives requests from one front or client, and sends the answers.
 
-    It owns the response arena, whose first segment is made at once for a front, and when it is first needed for a client.
+    It owns the response arena of the lane.
     """
 
     def __init__(
@@ -345,11 +337,11 @@ class WorkerLane(LaneEnd):
           byte_size: the number of bytes of the response arena's first segment.
           max_byte_size: the most bytes that all segments of the response arena may have together.
           keep_byte_size: how many bytes of the arena's unused large segments are kept for later answers.
-          on_segment: called with every segment of both arenas; None: nothing is called.
-          writable: True: maps the submitter's segments writable, so that they can be page-locked.
-          segments: for a client's lane, the map of the segments that the client announces; None: this is a front's lane.
-          buffer: a buffer for received datagrams that several lanes of one thread share; None: this lane makes its own.
-          budget: limits the response arenas of several lanes together; None: there is no such limit.
+          on_segment: called with every segment of both arenas, if not None.
+          writable: whether to map the submitter's segments writable, as page-locking for a GPU needs.
+          segments: the map of the segments that a client announces, or None if the submitter is a front.
+          buffer: a buffer for received datagrams that several lanes of one thread share, or None for a new one.
+          budget: limits the response arenas of several lanes together, if not None.
         """
         client = self._client = segments is not None
         channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
@@ -367,13 +359,13 @@ class WorkerLane(LaneEnd):
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self.channel, PrepareAnswer)
 
     def receive(self) -> list[Instruction] | None:
-        """Receives a datagram and returns, in their order, the requests and other records in it that the dispatcher handles.
+        """Receives a datagram and returns its records for the dispatcher, such as requests, in their order.
 
-        Returns None if no datagram is waiting. The list is empty if the datagram had only records that this method handles
-        itself: leases that are given back, and messages about segments.
+        Returns None if no datagram is waiting. Returned leases and messages about segments are handled here, so the list may
+        be empty.
 
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
-          another version, or gives back a lease that is not outstanding.
+          another version, or gives back a lease that does not exist.
         """
         try:
             received = self.channel.receive() if self._agreed else self._first()
@@ -383,9 +375,9 @@ class WorkerLane(LaneEnd):
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received. Returns the records for the dispatcher.
+        """Decodes a datagram that was received elsewhere. Returns its records for the dispatcher, in their order.
 
-        The list is empty if the datagram had only leases that are given back, and messages about segments.
+        Returned leases and messages about segments are handled here, so the list may be empty.
 
         Args:
           content: the datagram's bytes.
@@ -393,7 +385,7 @@ class WorkerLane(LaneEnd):
           flags: the flags that ``recvmsg`` returned.
 
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
-          another version, or gives back a lease that is not outstanding.
+          another version, or gives back a lease that does not exist.
         """
         try:
             records, fds = self.channel.read(content, fds, flags)
@@ -428,15 +420,14 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter was told of this lease's segment, and also of every segment that was closed."""
+        """Returns whether the submitter knows this lease's segment, and all segments that were closed."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer for the submitter. Call it once the answer's outputs are written.
+        """Queues an answer for the submitter. The answer's outputs must be written.
 
-        If the submitter does not know the answer's segment yet, the segment is announced first. If this process has no file
-        descriptor left for that, an error is queued in place of the answer. ``numbered``: the prepared answer that ``record``
-        names by number; if the submitter does not know it yet, it is sent first. None: ``record`` contains its prepared answer.
+        The answer's segment is announced first if needed. If no file descriptor is left for that, an error replaces the
+        answer. ``numbered`` is the prepared answer that ``record`` names by number, or None if ``record`` contains it.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)
@@ -445,16 +436,13 @@ class WorkerLane(LaneEnd):
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues ``records``, encoded answers that contain their outputs and all have the same prepared answer.
-
-        ``numbered``: the prepared answer with its number. If the submitter does not know it yet, it is sent first.
-        """
+        """Queues encoded answers that contain their outputs and all have the prepared answer ``numbered``."""
         if numbered not in self.published:
             self.published.publish(numbered)
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of ``lease``; returns None. If no descriptor is left, frees the lease and returns an error."""
+        """Announces the segment of ``lease``. If that fails, it frees the lease and returns an error."""
         try:
             self.announce(lease[0])
         except Unavailable as error:
@@ -469,11 +457,7 @@ class WorkerLane(LaneEnd):
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Checks the WireVersion with which the first records of a lane begin, and removes it from ``records``.
-
-    ``fds``: the descriptors that came with the records; they are closed if this raises. Returns True, for the caller to store
-    that the check is done. Raises InvalidArgument: another record came first, or the other end uses another version.
-    """
+    """Removes the WireVersion from the first records of a lane, and checks it."""
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
         if fds and not records:
@@ -486,7 +470,7 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """Returns the number of the announced segment whose descriptor was lost. Raises InvalidArgument: no segment was announced."""
+    """Returns the number of the announced segment whose descriptor was lost."""
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment
@@ -498,10 +482,7 @@ def _refuse_descriptors(fds: list[int]) -> None:
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns how many bytes a response counts against the limit on responses that were sent but not yet taken by the client.
-
-    Submitter and worker both compute the number from the same contents, so they agree.
-    """
+    """Returns how many bytes a response counts against the limit on responses that the client has not taken yet."""
     size = _RESPONSE_BYTE_SIZE
     for content in contents:
         size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ _INTERVAL = 0.02
 
 
 class Found(NamedTuple):
-    """Identifies a running process by its pid and its start time, since pids are used again."""
+    """A running process, identified by its pid and its start time."""
 
     pid: int
     parent: int
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 def look(pid: int) -> Found | None:
-    """Returns the running process with that pid. Returns None if there is none, or if it has exited and is a zombie."""
+    """Returns the running process with this pid, or None if there is none. A zombie is not running."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The process's name, which may hold anything, stands in parentheses.
@@ -48,7 +48,10 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether ``mark`` is in the environment that process ``found`` started with; False if that cannot be read."""
+    """Returns whether a process started with the value ``mark`` of ``MARK`` in its environment.
+
+    It is False if the environment cannot be read.
+    """
     entry = f"{MARK}={mark}".encode()
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:
@@ -58,7 +61,7 @@ def has(found: Found, mark: str) -> bool:
 
 
 def send(found: Found, number: int) -> bool:
-    """Sends the signal ``number`` to the process ``found``. Returns False if the process has ended, or is another user's."""
+    """Sends signal ``number`` to a process. Returns False if the process has ended or belongs to another user."""
     try:
         # The pidfd is opened before the second look: by now the pid may be another process's.
         held = os.pidfd_open(found.pid)
@@ -78,9 +81,9 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(mark: str) -> int:
-    """Kills the processes in whose environment the variable ``MARK`` has the value ``mark``, and returns how many were killed.
+    """Kills all processes with the value ``mark`` of ``MARK`` in their environment. Returns how many were killed.
 
-    The processes were started by one worker, or by one model in it. They are looked for in up to 20 rounds, until none is left.
+    A worker or a model has started these processes. The search is repeated up to 20 times, until it finds none.
     """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):

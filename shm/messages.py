@@ -64,9 +64,9 @@ Buffer = bytes | memoryview
 
 
 class PreparedTensor(Record, frozen=True, tag="t"):
-    """Describes a tensor without its content: name, datatype, shape, and the region that it lies in, if it lies in one.
+    """Describes a tensor without its content.
 
-    The content of a BYTES tensor is each element after its length, a u32, little-endian.
+    The content of a BYTES tensor is each element after its length, a little-endian u32.
     """
 
     name: str
@@ -77,7 +77,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """Names an output that a client asked for. ``region``: where to write the output; None: the answer contains the output."""
+    """Names an output that a client asks for. It is written to ``region``, or is part of the answer if that is None."""
 
     name: str
     region: RegionSlice | None = None
@@ -89,7 +89,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """The sender's version of these records, sent first on a lane each way. All versions can read this record."""
+    """The sender's version of these records. It is the first record on a lane in each direction."""
 
     number: int
 
@@ -102,19 +102,22 @@ class SegmentOpened(Record, frozen=True, tag="S+"):
 
 
 class SegmentClosed(Record, frozen=True, tag="S-"):
-    """Tells the other end of the lane to unmap a segment of the sender's arena. No later record refers to the segment."""
+    """Tells the other end of the lane to unmap a segment of the sender's arena. No later record names the segment."""
 
     segment: int
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """Tells an arena's owner that a segment could not be mapped; the owner announces it again before its next use."""
+    """Tells an arena's owner that a segment could not be mapped. The owner announces it again before its next use."""
 
     segment: int
 
 
 class TracedTensor(Record, frozen=True, tag="tt"):
-    """A traced request's tensor as text: elements in row-major order, joined by commas; if ``truncated``, the first ones only."""
+    """A traced request's tensor as text. ``content`` has its elements in row-major order, joined by commas.
+
+    If ``truncated`` is true, ``content`` has only the first elements.
+    """
 
     activity: str
     name: str
@@ -125,7 +128,7 @@ class TracedTensor(Record, frozen=True, tag="tt"):
 
 
 class OwnSpan(Record, frozen=True, tag="os"):
-    """A part of a traced request's run to which the model's code has given a name with ``tensord.models.span``."""
+    """A part of a traced request's run that the model's code has named with ``tensord.models.span``."""
 
     name: str
     #: CLOCK_MONOTONIC ns.
@@ -141,7 +144,7 @@ class OwnSpan(Record, frozen=True, tag="os"):
 
 
 class Timeline(Record, frozen=True, tag="tl"):
-    """Lists what happened to a traced request in the worker: events with their CLOCK_MONOTONIC time in ns, and tensors."""
+    """What happened to a traced request in the worker: tensors, and events with their CLOCK_MONOTONIC time in ns."""
 
     moments: tuple[tuple[str, int], ...]
     tensors: tuple[TracedTensor, ...] = ()
@@ -178,10 +181,9 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Names the trace of the next request on this lane. The record is ignored if that request has another ``request_id``.
+    """Names the trace of the next request on this lane. It is ignored if that request has another ``request_id``.
 
-    A front sends the trace id and the span id of the request's own span. A client sends the ids in a ``traceparent`` whose
-    sender samples the trace; the request joins that trace if spans are sent to a collector.
+    A front sends the ids of the request's own span. A client sends the ids in a ``traceparent`` header that asks for a trace.
     """
 
     request_id: int
@@ -192,7 +194,7 @@ class TraceContext(Record, frozen=True, tag="tc"):
 
 
 class RequestRecord(Record, frozen=True, tag="q"):
-    """One inference request. The submitter chooses ``request_id``, and never uses it again for any worker."""
+    """An inference request. The submitter never uses ``request_id`` again."""
 
     request_id: _Natural
     #: The prepared request's number, or the prepared request itself where it has none.
@@ -233,35 +235,36 @@ class RequestRecord(Record, frozen=True, tag="q"):
         received_ns: int = 0,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes the record of a request from its scheduling and other fields. The other arguments are fields of the record.
+        """Makes the record of a request from its scheduling and other fields.
 
-        ``deadline_ns`` 0: no deadline. ``received_ns`` 0: when the worker gets it. ``trace`` 0: no trace data in the answer.
+        ``deadline_ns`` 0 means no deadline. ``received_ns`` 0 means the time when the worker gets the record. ``trace`` 0
+        means that the request is not traced.
         """
         first, last = scheduling[:5], scheduling[5:]
         return cls(request_id, prepared, contents, client_id, deadline_ns, received_ns, *first, trace, 0, *last)
 
 
 class Release(Record, frozen=True, tag="L"):
-    """Gives leases of the worker's response arena back to the worker. Each lease is named by (segment, offset, generation)."""
+    """Gives leases of the worker's response arena back to the worker. Each lease is (segment, offset, generation)."""
 
     leases: tuple[tuple[int, int, int], ...]
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker how many more bytes of responses the client has taken, counted by ``lane.response_byte_size``."""
+    """Tells the worker how many more bytes of responses the client has taken."""
 
     request_id: int
     byte_size: _Natural
 
 
 class Cancel(Record, frozen=True, tag="X"):
-    """Tells the worker that nobody waits for a request: if it is queued, it is not run. In any case it gets a final answer."""
+    """Tells the worker that nobody waits for a request. It is not run if it is still queued, but gets a final answer."""
 
     request_id: int
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no further request of a sequence. Only clients send this record; it has no answer.
+    """Tells the worker that a client sends no further request of a sequence. It has no answer.
 
     The sequence ends once its waiting requests have run. It does not end if its last request came on another lane.
     """
@@ -288,7 +291,7 @@ class PrepareAnswer(Record, frozen=True, tag="C+"):
 
 
 class AnswerRecord(Record, frozen=True, tag="c"):
-    """One answer to a request: outputs, or an error (``code`` and ``message``)."""
+    """One answer to a request: outputs, or an error with ``code`` and ``message``."""
 
     request_id: int
     #: The prepared answer's number, or the prepared answer itself where it has none.
@@ -311,12 +314,12 @@ LAST = PreparedAnswer()
 
 
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
-    """Returns whether an answer, whose constant part is ``prepared``, only says that no further response comes."""
+    """Returns whether an answer only says that no further response comes."""
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns the parameters that a client gave with a request: those in ``prepared``, and ``own``'s parameter set."""
+    """Returns the parameters that a client gave with a request: those in ``prepared``, and the parameter set in ``own``."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 
@@ -328,9 +331,9 @@ ToSubmitter = _ToBoth | PrepareAnswer | AnswerRecord
 
 
 def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:
-    """Returns each tensor with the place of its bytes: the tensor's region or, if it lies in none, the next of ``contents``.
+    """Returns each tensor with the place of its bytes. The place is the tensor's region, else the next of ``contents``.
 
-    Raises InvalidArgument: there are more or fewer contents than tensors that lie in no region.
+    Raises InvalidArgument unless there is one of ``contents`` for each tensor without a region.
     """
     rest = iter(contents)
     found: list[tuple[PreparedTensor, Place]] = []

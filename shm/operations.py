@@ -19,10 +19,10 @@ NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enable
 
 
 class LoadModel(Record, frozen=True, tag="c.load"):
-    """Asks the supervisor to load a model by name, or to load it again. Reply: empty, once the model is loaded.
+    """Asks the supervisor to load a model by name, or to load it again. The reply is empty, and comes once it is loaded.
 
-    ``config``: JSON that replaces the model's config.pbtxt; "": nothing replaces it. ``files``: path -> content; they replace
-    the files of the model's versions.
+    ``config`` is JSON that replaces the model's config.pbtxt, or "" to replace nothing. ``files`` maps paths to contents
+    that replace the files of the model's versions.
     """
 
     name: str
@@ -33,9 +33,10 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 
 
 class UnloadModel(Record, frozen=True, tag="c.unload"):
-    """Asks the supervisor to begin to unload a model. Reply: empty.
+    """Asks the supervisor to begin to unload a model. The reply is empty.
 
-    ``unload_dependents``: True: if the model is an ensemble, the models of its steps that nothing else uses are unloaded, too.
+    If ``unload_dependents`` is true and the model is an ensemble, the models of its steps are unloaded too, unless another
+    ensemble uses them.
     """
 
     name: str
@@ -43,16 +44,19 @@ class UnloadModel(Record, frozen=True, tag="c.unload"):
 
 
 class ModelReady(Record, frozen=True, tag="c.isready"):
-    """Asks the supervisor whether any worker serves a model version. Reply: JSON, true or false. ``version`` 0: any version."""
+    """Asks the supervisor whether any worker serves a model version. The reply is JSON, true or false.
+
+    ``version`` 0 means any version.
+    """
 
     name: str
     version: int = 0
 
 
 class RepositoryIndex(Record, frozen=True, tag="c.index"):
-    """Asks the supervisor for the index of all models. Reply: JSON array of {name, version?, state?, reason?}.
+    """Asks the supervisor for the index of all models. The reply is a JSON array of {name, version?, state?, reason?}.
 
-    ``ready``: True: only versions that are ready. ``detailed``: True: also the time and memory that loading each version took.
+    ``ready`` means only versions that are ready. ``detailed`` adds the time and memory that loading each version took.
     """
 
     ready: bool = False
@@ -60,10 +64,10 @@ class RepositoryIndex(Record, frozen=True, tag="c.index"):
 
 
 class ModelStatistics(Record, frozen=True, tag="c.stats"):
-    """Asks the supervisor or a worker for statistics of model versions. Reply: JSON {"model_stats": [...]}.
+    """Asks the supervisor or a worker for statistics of model versions. The reply is JSON {"model_stats": [...]}.
 
-    Each worker replies with its own statistics; the supervisor adds them up. ``name`` "": all models. ``version`` 0: all
-    versions.
+    A worker replies with its own statistics, the supervisor with the sums over all workers. ``name`` "" means all models,
+    and ``version`` 0 all versions.
     """
 
     name: str = ""
@@ -71,7 +75,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Identifies the client that asks, from what the kernel knows of its socket. ``tensord.daemon.front.peer`` makes it."""
+    """The client that asks, as the kernel knows it from the client's socket."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"
@@ -85,7 +89,7 @@ class Peer(Record, frozen=True, tag="peer"):
 
     @property
     def owner(self) -> str:
-        """Returns the name under which quotas count this client: its user's or, for a TCP client, its host's."""
+        """Returns the name that quotas use for this client: its user or, for a TCP client, its host."""
         return f"uid {self.uid}" if self.kind == "unix" else f"{self.kind} {self.address.rpartition(':')[0]}".strip()
 
 
@@ -94,10 +98,9 @@ ANONYMOUS = Peer()
 
 
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Registers part of a POSIX shared-memory object as a region under a name.
+    """Registers part of a POSIX shared-memory object as a region.
 
-    The first worker opens the object and replies with the object's descriptor and JSON {"access": how it uses the region}. Both
-    are sent on to the other workers.
+    The first worker opens the object. It replies with the object's descriptor and JSON {"access"}, which the other workers get.
     """
 
     name: str
@@ -113,7 +116,7 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
 
 
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
-    """Registers an allocation of GPU memory as a region. The record is never logged: its handle gives anyone access."""
+    """Registers an allocation of GPU memory as a region. The record must not be logged, because its handle gives access."""
 
     name: str
     #: A cudaIpcMemHandle_t: 64 bytes.
@@ -129,10 +132,10 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Unregisters the region ``name`` of a kind, "system", "cuda" or "" (any), so that no later request finds it.
+    """Unregisters the region ``name`` of a kind, "system", "cuda" or "" (any).
 
-    ``name`` "", to the supervisor only: every region of the kind that this client may unregister. A worker replies with JSON:
-    how many tensors of requests lie in the region now.
+    ``name`` "" means every region of the kind that this client may unregister. Only the supervisor takes it. A worker
+    replies with JSON, the number of tensors of requests in the region.
     """
 
     kind: str
@@ -140,34 +143,34 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Asks a worker to reply once no request uses an earlier, unregistered region of this name. Reply: empty."""
+    """Asks a worker to reply once no request uses an earlier, unregistered region of this name. The reply is empty."""
 
     name: str
 
 
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Asks for what is known of the region ``name``; "": of all regions. The supervisor's reply is a JSON array.
+    """Asks what is known of the region ``name``, or of all regions if it is "". The supervisor replies with a JSON array.
 
-    A worker replies with a JSON object: name -> [how many tensors of requests lie in the region of that name, how many lie in
-    earlier regions of the same name].
+    A worker replies with a JSON object: name -> [number of tensors of requests in this region, number of them in earlier
+    regions of this name].
     """
 
     name: str = ""
 
 
 class WorkerFigures(Record, frozen=True, tag="c.figures"):
-    """Asks a worker for its counters, from which metrics are made. Reply: ``tensord.shm.figures.Figures`` as JSON."""
+    """Asks a worker for its counters. The reply is ``tensord.shm.figures.Figures`` as JSON."""
 
 
 class FileSource(Record, frozen=True, tag="s.file"):
-    """The parameters to push are in a file or an Orbax checkpoint in the model's folder (see ``tensord.models.load``)."""
+    """The pushed parameters are in a file or an Orbax checkpoint in the model's folder."""
 
     #: Relative to the version's folder or, where that has none of the name, to the model's; never leads out of the latter.
     path: str
 
 
 class RegionSource(Record, frozen=True, tag="s.region"):
-    """The parameters to push are in a registered region, of system or GPU memory, in safetensors format."""
+    """The pushed parameters are in a registered region, in safetensors format."""
 
     region: str
     offset: int = 0
@@ -176,13 +179,13 @@ class RegionSource(Record, frozen=True, tag="s.region"):
 
 
 class MemorySource(Record, frozen=True, tag="s.memory"):
-    """The parameters to push are in a memfd in safetensors format, whose descriptor comes with the call."""
+    """The pushed parameters are in a memfd in safetensors format. The descriptor of the memfd comes with the call."""
 
     byte_size: int
 
 
 class LeafPlace(Record, frozen=True, tag="s.leaf"):
-    """The place of one parameter's bytes in a registered region, with the parameter's datatype and shape."""
+    """A range of a registered region that contains one parameter, with the parameter's datatype and shape."""
 
     region: str
     offset: int
@@ -193,7 +196,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
 
 
 class LeavesSource(Record, frozen=True, tag="s.leaves"):
-    """The parameters to push are in registered regions. ``leaves`` has, by a parameter's name, the place of its bytes."""
+    """The pushed parameters are in registered regions. ``leaves`` has each parameter's range by the parameter's name."""
 
     #: The leaf's name, keys joined by dots -> where it is.
     leaves: dict[str, LeafPlace]
@@ -205,9 +208,9 @@ MAIN_SET = "main"
 
 
 class MakeParameters(Record, frozen=True, tag="c.makeparams"):
-    """Tells a worker to write all parameters of a parameter set, from ``source``, into one memfd in safetensors format.
+    """Tells a worker to write all parameters of a parameter set from ``source`` into one memfd in safetensors format.
 
-    Reply: JSON {"byte_size"}, with the descriptor of the memfd, which has the seals SHRINK, GROW, WRITE and SEAL.
+    The reply is JSON {"byte_size"} with the memfd's descriptor. The memfd has the seals SHRINK, GROW, WRITE and SEAL.
     """
 
     model: str
@@ -221,11 +224,11 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 
 
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
-    """Tells a worker to validate new parameters of a set and copy them to the device, next to those in use.
+    """Tells a worker to check new parameters of a set and copy them to the device, next to those in use.
 
     The memfd whose descriptor comes with the call has all parameters in safetensors format. Without a descriptor, the worker
-    takes the parameters that it has kept of this set under ``number``. Number 0 of the set "main" stands for the parameters in
-    the repository. Reply: JSON {"byte_size"}, or an error that says why the parameters are refused; nothing has changed then.
+    takes the parameters of ``number`` that it has kept of this set. Number 0 of the set "main" is the parameters in the
+    repository. The reply is JSON {"byte_size"}, or an error that says why the parameters are refused.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -240,7 +243,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Tells a worker to use, from now on, the parameters of a push that StageParameters has staged. Reply: JSON {}."""
+    """Tells a worker to use the staged parameters of a push from now on. The reply is JSON {}."""
 
     push: int
     #: True if sequences and stepped requests that have begun go on with it, too.
@@ -248,16 +251,15 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Tells a worker to drop the parameters of a push that StageParameters has staged, if there are any. Reply: JSON {}."""
+    """Tells a worker to drop the staged parameters of a push, if there are any. The reply is JSON {}."""
 
     push: int
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to let requests find a version that requests could not find until now: its ``Load`` had ``held`` set.
+    """Tells a worker to serve a version that it was told to load with ``held`` set. The reply is JSON {}.
 
-    If there is no such version, the worker does nothing. Reply: JSON {}, once requests find the version. Only after the reply
-    do fronts learn of the version.
+    The reply comes once requests find the version. If there is no such version, the worker does nothing.
     """
 
     model: str
@@ -265,10 +267,9 @@ class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
 
 
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
-    """Drops a parameter set, so that no later request finds it.
+    """Drops a parameter set, so that no later request finds it. The set main cannot be dropped.
 
-    A worker drops the set on itself; the supervisor has all workers drop it. The set main cannot be dropped. Reply: JSON {}
-    from a worker, empty from the supervisor.
+    A worker drops its own copy and replies with JSON {}. The supervisor has all workers drop the set, and its reply is empty.
     """
 
     model: str
@@ -280,7 +281,7 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 class PushParameters(Record, frozen=True, tag="c.push"):
     """Asks the supervisor to push new parameters of a set to every worker that has the model version.
 
-    If one worker refuses them, no worker uses them. Reply: JSON {"model", "version", "set", "number", "byte_size"}.
+    If one worker refuses them, no worker uses them. The reply is JSON {"model", "version", "set", "number", "byte_size"}.
     """
 
     model: str
@@ -299,9 +300,9 @@ class PushParameters(Record, frozen=True, tag="c.push"):
 
 
 class ListParameters(Record, frozen=True, tag="c.listparams"):
-    """Asks the supervisor for parameter sets. Reply: JSON array with an object for each set: {"model", "version", "set", ...}.
+    """Asks the supervisor for parameter sets. The reply is a JSON array with an object for each set.
 
-    ``model`` "": of all models. ``version`` 0: of all versions. ``set`` "": sets of all names.
+    ``model`` "" means all models, ``version`` 0 all versions, and ``set`` "" all names.
     """
 
     model: str = ""
@@ -310,9 +311,9 @@ class ListParameters(Record, frozen=True, tag="c.listparams"):
 
 
 class RevertParameters(Record, frozen=True, tag="c.revertparams"):
-    """Asks the supervisor to undo the newest push into a parameter set, on all workers.
+    """Asks the supervisor to undo the newest push into a parameter set on all workers.
 
-    Reply: JSON {"model", "version", "set", "number", "byte_size"}.
+    The reply is JSON {"model", "version", "set", "number", "byte_size"}.
     """
 
     model: str
@@ -322,9 +323,9 @@ class RevertParameters(Record, frozen=True, tag="c.revertparams"):
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
-    """Asks the supervisor which regions of a kind, "system" or "cuda", are registered. ``name`` "": all regions of the kind.
+    """Asks the supervisor which regions of a kind, "system" or "cuda", are registered. ``name`` "" means all of the kind.
 
-    Reply: JSON array with an object for each region, in the form in which clients get it.
+    The reply is a JSON array with an object for each region, as clients get it.
     """
 
     kind: str
@@ -332,52 +333,52 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """A front asks the supervisor to reply once every front uses all changes of state that the asking front knows. Reply: empty.
+    """Asks the supervisor to reply once every front uses all changes of state that the asking front knows. The reply is empty.
 
-    The supervisor asks workers, too. A worker replies at once, because it acts upon records in the order in which it gets them.
+    The supervisor asks workers, too. A worker replies at once, because it acts on records in their order.
     """
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
-    """Asks a front to reply once none of its clients waits for an answer or for the rest of an answer. Reply: empty."""
+    """Asks a front to reply once none of its clients waits for an answer or the rest of an answer. The reply is empty."""
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Tells a worker to close each client's lane on which no request is in flight. Reply: JSON, how many lanes stay open."""
+    """Tells a worker to close each client's lane without requests in flight. The reply is JSON, the number of lanes left."""
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Tells a worker to record ``seconds`` seconds with JAX's profiler below ``folder``. Reply: empty, after the recording."""
+    """Tells a worker to record ``seconds`` seconds with JAX's profiler in ``folder``. The reply comes afterwards, and is empty."""
 
     seconds: float
     folder: str
 
 
 class SequenceRecords(Record, frozen=True, tag="c.seqrec"):
-    """Asks a worker for its live sequences, at most 1,000 a model version. Reply: JSON array with an object for each."""
+    """Asks a worker for its live sequences, at most 1,000 of a model version. The reply is a JSON array."""
 
 
 class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
-    """Asks a front for its clients' connections. Reply: JSON array with an object for each connection, at most 1,000."""
+    """Asks a front for its clients' connections, at most 1,000. The reply is a JSON array."""
 
 
 class RecentErrors(Record, frozen=True, tag="c.errors"):
-    """Asks a front, or a worker that has clients' lanes, for the last errors that clients got, at most 100. Reply: JSON array."""
+    """Asks a front or worker for the last errors that clients got, at most 100. The reply is a JSON array."""
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front for the exemplars of its histograms. Reply: JSON, in the form of ``tensord.shm.tracer.Exemplars.told``."""
+    """Asks a front for the exemplars of its histograms. The reply is the result of ``Exemplars.told`` as JSON."""
 
 
 class _ChangeSettings(Record, frozen=True):
     def changes(self) -> dict[str, Any]:
-        """Returns the settings that are to change: field -> new value. Returns {} if the settings are only to be read."""
+        """Returns the settings that are to change with their new values, by name."""
         given = msgspec.structs.asdict(self).items()
         return {field: value for field, value in given if value is not None and value != () and field != "model"}
 
 
 class ChangeLog(_ChangeSettings, frozen=True, tag="c.log"):
-    """Asks the supervisor to change the log settings that are not None, for all processes. Reply: JSON, all settings."""
+    """Asks the supervisor to change the log settings that are not None. The reply is JSON, all settings."""
 
     info: bool | None = None
     warning: bool | None = None
@@ -387,11 +388,10 @@ class ChangeLog(_ChangeSettings, frozen=True, tag="c.log"):
 
 
 class ChangeTrace(_ChangeSettings, frozen=True, tag="c.trace"):
-    """Asks the supervisor to change trace settings of a model, or of all models (``model`` "").
+    """Asks the supervisor to change trace settings of a model, or of all models if ``model`` is "".
 
-    Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is dropped, so that the value
-    for all models holds. The fields mean what they mean in TraceChanged; ``count`` -1: the number of traces is not limited.
-    Reply: JSON, the settings of the model that are now in force.
+    Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is dropped, so that the
+    value for all models counts. ``count`` -1 means any number of traces. The reply is JSON, the model's settings now.
     """
 
     model: str = ""

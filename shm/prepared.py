@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 def memory_of(prepared: PreparedRequest) -> int:
-    """Returns about how many bytes of memory a received prepared request takes: often many times what was sent."""
+    """Returns about how many bytes of memory a received prepared request takes."""
     tensors: list[PreparedTensor | RequestedOutput] = [*prepared.inputs, *prepared.outputs]
     parameters, size = prepared.parameters, sys.getsizeof
     texts = sum([size(tensor.name) for tensor in tensors]) + size(prepared.model)
@@ -45,10 +45,7 @@ def memory_of(prepared: PreparedRequest) -> int:
 
 
 class Numbered(Generic[T]):
-    """A prepared request or answer with the number that it is sent as.
-
-    Numbers are used again, so two objects may have the same number at different times: compare objects, not numbers.
-    """
+    """A prepared request or answer with its number. Compare objects, not numbers, because numbers are used again."""
 
     __slots__ = ("number", "prepared")
 
@@ -65,15 +62,15 @@ OnNumber = Callable[[int, int], object]
 
 
 class Numbers(Generic[T]):
-    """Assigns numbers to one sender's prepared requests or answers. Two that are equal get the same number."""
+    """Assigns numbers to one sender's prepared requests or answers. Equal ones get the same number."""
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
         """Starts without numbers assigned.
 
         Args:
-          on_number: called after each assignment with two counts: how many requests or answers have a number now, and how many
-            have lost theirs by this assignment; None: nothing is called.
-          count: how many may have a number at a time; 0: ``number_again`` never assigns a number.
+          on_number: called after each assignment, if not None, with two counts: how many requests or answers have a number, and
+            how many have lost theirs by this assignment.
+          count: how many may have a number at a time. If it is 0, ``number_again`` assigns none.
         """
         self._on_number = on_number
         self._count = count
@@ -91,10 +88,7 @@ class Numbers(Generic[T]):
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a prepared request or answer with its number; None: it has no number yet.
-
-        The number is assigned at the second call with an equal object, because many are used only once.
-        """
+        """Returns a prepared request or answer with its number, or None at the first call with an equal object."""
         key = encoder.encode(prepared)
         known = self._known.get(key)
         if known is not None:
@@ -126,10 +120,10 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers that the other end knows by number, until their numbers are assigned anew."""
+    """The prepared requests or answers that the other end knows by number."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Starts with no number sent on this channel. ``record``: makes the Prepare or PrepareAnswer for a number."""
+        """Starts empty. ``record`` makes the Prepare or PrepareAnswer for a number."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}
@@ -137,7 +131,7 @@ class PublishedNumbers(set[Numbered[T]]):
         self.renumbered = 0
 
     def publish(self, numbered: Numbered[T]) -> None:
-        """Queues a record that tells the other end what a number stands for. Call it only if ``numbered`` is not in this set."""
+        """Queues a record that tells the other end what a number means. ``numbered`` must not be in this set."""
         self._channel.put(self._record(numbered.number, numbered.prepared))
         former = self._numbers.get(numbered.number)
         if former is not None:
@@ -148,12 +142,12 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps numbers received on a lane to what they stand for at this end. Looking up an unknown one raises InvalidArgument."""
+    """Maps numbers that were received on a lane to their meanings. An unknown number raises InvalidArgument."""
 
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Stores that a number stands for ``meaning`` from now on. Raises InvalidArgument: the number is out of range."""
+        """Stores what a number means from now on. Raises InvalidArgument if the number is out of range."""
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

@@ -13,7 +13,7 @@ import msgspec
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """Base class of every record. Its fields are sent by position, without names, as both ends have the same source code."""
+    """Base class of every record. Its fields are sent by position, without names."""
 
 
 #: Encoders are cheap and stateless; one is enough for a process.
@@ -21,5 +21,5 @@ encoder = msgspec.msgpack.Encoder()
 
 
 def decoder(union: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Makes a decoder for datagrams, each of which is a list of records. ``union``: the types of record that may be in a list."""
+    """Makes a decoder for datagrams, which are lists of records of the types in ``union``."""
     return msgspec.msgpack.Decoder(list[union])

@@ -46,13 +46,13 @@ class Refusal(enum.Enum):
 
 
 class RefusalLog:
-    """Counts the requests that one process has refused, and writes the counts to the log, at most one line a minute.
+    """Counts the requests that one process has refused, and logs the counts at most once a minute.
 
     Only the process's main loop may use it. The loop must call ``settle`` at the time ``due_ns``.
     """
 
     def __init__(self, what: str = "refused with 503") -> None:
-        """Starts with no request counted. ``what``: the words that each log line begins with; the counts follow."""
+        """Starts with no request counted. Each log line begins with ``what``."""
         self._what = what
         self._counts: Counter[tuple[str, str]] = Counter()
         #: The text that the first of them was answered with.
@@ -65,11 +65,10 @@ class RefusalLog:
         """Counts one refused request.
 
         Args:
-          model: the model's name; "": it was not known yet.
+          model: the model's name, or "" if it was not known yet.
           why: a value of ``Refusal``, or an error's code.
           now_ns: the time, in ns of CLOCK_MONOTONIC.
-          example: the message that the request was answered with. A log line shows the message of the first request that it
-            counts.
+          example: the message of the answer. A log line quotes the message of the first request that it counts.
         """
         if not self._counts:
             self._began_ns = now_ns
@@ -81,11 +80,11 @@ class RefusalLog:
 
     @property
     def due_ns(self) -> int | None:
-        """Returns when (CLOCK_MONOTONIC ns) the next log line is due; None: nothing was refused since the last line."""
+        """Returns when the next log line is due (CLOCK_MONOTONIC ns), or None if nothing was refused since the last line."""
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:
-        """Writes a log line and starts counting from zero, if ``now_ns`` is not before ``due_ns``. Otherwise does nothing."""
+        """Writes a log line and counts from zero again, if a line is due at ``now_ns``."""
         due_ns = self.due_ns
         if due_ns is None or now_ns < due_ns:
             return

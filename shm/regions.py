@@ -49,10 +49,9 @@ _SEALS = {"F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK, "F_SEAL_GROW": fcntl.F_SEAL_GROW
 
 
 def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
-    """Raises InvalidArgument unless ``[offset, offset + byte_size)`` lies inside a region of ``limit`` bytes.
+    """Raises InvalidArgument unless ``[offset, offset + byte_size)`` is inside a region of ``limit`` bytes.
 
-    ``region``: the region's name, for the error. Every access to a region passes through here. Python integers are compared, so
-    nothing can overflow.
+    ``region`` is the region's name, for the error.
     """
     if 0 <= offset < limit and 0 <= byte_size <= limit - offset:
         return
@@ -64,17 +63,17 @@ def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
 
 
 def refused(name: str, why: object, error: type[ServingError] = InvalidArgument) -> ServingError:
-    """Makes the ``error`` for a region that cannot be registered. ``name``: the region's name; ``why``: the reason."""
+    """Makes the error for a region ``name`` that cannot be registered. ``why`` is the reason."""
     return error(f"failed to register shared memory region '{name}': {why}")
 
 
 def open_object(name: str, key: str) -> int:
-    """Opens a client's shared-memory object for reading and writing. Returns its descriptor; the caller must close it.
+    """Opens a client's shared-memory object to read and write. Returns its descriptor, which the caller must close.
 
     Args:
-      name: the region's name, for error messages.
-      key: the object's name as ``shm_open`` takes it, with or without the leading slash. Errors quote the key, and so may
-        go only to the client that gave it.
+      name: the region's name, for errors.
+      key: the object's name for ``shm_open``, with or without a leading slash. Errors quote the key, so they may go only to
+        the client that gave it.
     Raises: InvalidArgument: clients may register no object of that name or kind.  Internal: the object does not exist, or
       may not be opened (Triton's classification).  Unavailable: this process has reached its limit of open files.
     """
@@ -100,11 +99,8 @@ def open_object(name: str, key: str) -> int:
 
 
 def _shm_open(bare: str) -> int:
-    """Opens the POSIX shared-memory object ``bare``, a name without slash, with ``O_RDWR``. Returns its descriptor.
-
-    With ``O_RDWR`` opening a FIFO does not block, and a directory is refused. Raises OSError or ValueError if the object
-    cannot be opened. ``errno`` can be relied on only where it says that too many files are open.
-    """
+    """Opens the shared-memory object ``bare``, a name without slash, and returns its descriptor."""
+    # With O_RDWR, opening a FIFO does not block, and a directory is refused.
     if posix_ipc is None:
         # This is what shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is refused.
         return os.open(f"{_DIRECTORY}/{bare}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -121,7 +117,7 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Raises InvalidArgument, naming region ``name``, unless ``fd`` is a memfd of ordinary pages whose size is sealed."""
+    """Raises InvalidArgument unless ``fd`` is a memfd of ordinary pages with a sealed size. ``name`` is the region's name."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(fd).f_bsize
@@ -136,29 +132,25 @@ def check_sealed(name: str, fd: int) -> None:
 
 
 class Leased:
-    """Base class of a client's regions, which counts how often requests use the region. Close it only when ``leases`` is 0."""
+    """Base class of clients' regions. It counts the uses of a region, which may be closed when ``leases`` is 0."""
 
     #: The number of tensors of requests that are in the region now; each counts until its request has ended.
     leases = 0
 
     def lease(self) -> None:
-        """Counts one more use of the region, such as by a tensor of a request. The region stays open until ``unlease``."""
+        """Counts one more use of the region. The region stays open until ``unlease``."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one use of the region less. A region that is unregistered and not used any more can be closed."""
+        """Counts one use of the region less."""
         self.leases -= 1
 
 
 class _ObjectRegion(Leased):
-    """Base class of regions in a shared-memory object. It owns the object's descriptor. Offsets count from the region's start."""
+    """Base class of regions in a shared-memory object. Offsets count from the region's start."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes ownership of ``fd``, a shared-memory object; the region is its ``byte_size`` bytes from ``offset`` on.
-
-        ``name``: the region's name, for the error. Raises InvalidArgument, after closing ``fd``: the range is empty or not inside
-        the object.
-        """
+        """Takes ownership of ``fd``, also if it raises."""
         found = os.fstat(fd)
         if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
             os.close(fd)
@@ -175,16 +167,16 @@ class _ObjectRegion(Leased):
 
 
 class Region(_ObjectRegion):
-    """A client's registered range that this process maps to read and write (access modes "guarded" and "sealed")."""
+    """A client's registered range of a shared-memory object. This process maps the range."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
-        """Maps a range of a shared-memory object. Takes ownership of the object's descriptor ``fd``; closes it if this raises.
+        """Maps ``byte_size`` bytes from ``offset`` of a shared-memory object. Takes ownership of its descriptor ``fd``.
 
-        ``offset``, ``byte_size``: the range. ``populate``: if the region has at most this number of bytes, its existing pages are
-        mapped at once; otherwise they are mapped when a request first uses the region.
+        If the region has at most ``populate`` bytes, its existing pages are mapped at once. Otherwise they are mapped at
+        their first use. If it raises, ``fd`` is closed.
 
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
-          Unavailable: the most mappings that one process can guard (``tensord.shm.guard``) are guarded already.
+          Unavailable: this process has as many guarded mappings as it can have (``tensord.shm.guard``).
         """
         guard.install()
         super().__init__(name, fd, offset, byte_size)
@@ -220,47 +212,46 @@ class Region(_ObjectRegion):
         return mapping
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """Returns the range at ``offset`` as a writable view, without a copy. Raises InvalidArgument if it is outside."""
+        """Returns a range of the region as a writable view. Raises InvalidArgument if the range is outside."""
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]
 
     @property
     def backed(self) -> bool:
-        """Returns whether all pages of the region's shared-memory object exist. If so, reads and writes allocate no memory."""
+        """Returns whether all pages of the shared-memory object exist. Reads and writes then allocate no memory."""
         found = os.fstat(self.fd)
         return found.st_blocks * 512 >= found.st_size
 
     @property
     def faults(self) -> int:
-        """Returns how often a page of the region was missing when it was read or written.
+        """Returns how often a missing page of the region was read or written.
 
-        A page is missing if the owner truncated the object, or if the host had no memory for a page that did not exist yet. If
-        this number grew during a request, the request's answer is not valid. Where ``tensord.shm.guard.available`` is False,
-        the number stays 0: such an access kills the process.
+        A page is missing if the owner has truncated the object, or if the host has no memory for a new page. If the number
+        grew during a request, the request's answer is not valid. If ``tensord.shm.guard.available`` is False, such an access
+        kills the process.
         """
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Stores whether a GPU's driver has locked the region's pages. May be called in any thread.
+        """Stores whether a GPU's driver has page-locked the region. Call it with False before the driver unlocks the pages.
 
-        ``held``: True: the driver has locked the pages, which ``tensord.shm.guard.may_be_missing`` then takes for present; False:
-        the driver is about to unlock them.
+        Any thread may call it.
         """
         if self._guard is not None:
             self._guard.hold(held)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes ``content`` at an offset. Raises InvalidArgument: the range is not wholly inside the region."""
+        """Writes ``content`` at ``offset``. Raises InvalidArgument if the range is outside the region."""
         byte_size = len(content)
         check_range(offset, byte_size, self.byte_size, self.name)
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of the range at ``offset``, safe from its owner's changes. Raises InvalidArgument if it is outside."""
+        """Returns a copy of a range of the region. Raises InvalidArgument if the range is outside."""
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:
-        """Unmaps the region and closes its descriptor. Idempotent. A view that still exists keeps the memory mapped."""
+        """Unmaps the region and closes its descriptor. A view that still exists keeps the memory mapped. Idempotent."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -278,19 +269,18 @@ class Region(_ObjectRegion):
 
 
 class SnapshotRegion(_ObjectRegion):
-    """A registered range of a client's shared-memory object that is never mapped, but read and written by system calls.
+    """A client's registered range of a shared-memory object. It is read and written by system calls, and never mapped.
 
-    So the owner cannot make mapped pages vanish. The access mode "snapshot" uses it. Bytes that were read are a copy, which the
-    owner cannot change. If the owner writes during a read, the copy is a mixture of the bytes before and after.
+    If the owner writes during a read, the copy is a mixture of the bytes before and after.
     """
 
     #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.
     faults = 0
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Copies bytes of the region, from ``offset`` on, into ``buffer``, until the buffer is full.
+        """Fills ``buffer`` with the region's bytes from ``offset`` on.
 
-        Raises InvalidArgument: the range is outside the region, or the object was truncated.
+        Raises InvalidArgument if the range is outside the region or the object was truncated.
         """
         size = buffer.nbytes
         check_range(offset, size, self.byte_size, self.name)
@@ -304,16 +294,16 @@ class SnapshotRegion(_ObjectRegion):
             done += count
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of the range at ``offset``. Raises InvalidArgument: it is outside, or the object was truncated."""
+        """Returns a copy of a range. Raises InvalidArgument if the range is outside or the object was truncated."""
         check_range(offset, byte_size, self.byte_size, self.name)
         made = bytearray(byte_size)
         self.read_into(offset, memoryview(made))
         return bytes(made)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes ``content`` at an offset.
+        """Writes ``content`` at ``offset``.
 
-        Raises InvalidArgument: the range is outside the region, the object was truncated, or the host has no memory left for it.
+        Raises InvalidArgument if the range is outside the region, the object was truncated, or the host has no memory left.
         """
         content = memoryview(content)
         size = content.nbytes

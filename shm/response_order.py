@@ -15,7 +15,7 @@ A = TypeVar("A")
 
 
 class ResponseOrder(Generic[K, A]):
-    """Holds back answers (``A``) until the answers to all earlier requests (``K``) may be sent."""
+    """Keeps answers (``A``) until the answers to all earlier requests (``K``) may be sent."""
 
     def __init__(self) -> None:
         #: Requests that were taken and whose answers have not left, in their order.
@@ -26,13 +26,13 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests were given to ``taken`` and have not had their answers sent."""
+        """Returns how many requests given to ``taken`` have not had their answers sent."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """If a request's answer may be sent now and no other answer is stored, forgets the request and returns True.
+        """Forgets a request and returns True, if its answer may be sent now and no other answer is stored.
 
-        Otherwise returns False; then give the answer to ``done``.
+        Otherwise it returns False. Then give the answer to ``done``.
         """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:
@@ -41,16 +41,16 @@ class ResponseOrder(Generic[K, A]):
         return True
 
     def holds_up(self, request: K) -> bool:
-        """Returns whether answers are stored that wait only for the answer to ``request``."""
+        """Returns whether stored answers wait only for the answer to ``request``."""
         return bool(self._ready) and self._turns[0] is request
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:
-        """Stores a request's answer. Returns (request, answer) for the answers that may be sent now, in order of requests."""
+        """Stores a request's answer. Returns the answers that may be sent now as (request, answer), in order of requests."""
         self._ready[request] = answer
         return self._leaving()
 
     def withdrawn(self, request: K) -> list[tuple[K, A]]:
-        """Forgets a request that gets no answer. Returns (request, answer) for answers that may be sent now, in request order."""
+        """Forgets a request that gets no answer. Returns the answers that may be sent now as (request, answer), in order."""
         self._turns.remove(request)
         return self._leaving()
 
@@ -62,7 +62,7 @@ class ResponseOrder(Generic[K, A]):
         return leaving
 
     def drop(self) -> list[A]:
-        """Forgets all requests. Returns the answers that were stored; they are not to be sent."""
+        """Forgets all requests. Returns the stored answers, which must not be sent."""
         dropped = list(self._ready.values())
         self._turns.clear()
         self._ready.clear()

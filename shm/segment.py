@@ -30,7 +30,7 @@ _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """A sealed memfd that is mapped in this process. Its view is writable for the process that created it, else read-only."""
+    """A sealed memfd that is mapped in this process. Its view is writable only in the process that created it."""
 
     #: The view of the whole mapping.
     view: memoryview
@@ -47,7 +47,7 @@ class Segment:
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
-        """Creates and maps a segment. Raises Unavailable: the host has no memory left, or this process may open no more files."""
+        """Creates and maps a segment. Raises Unavailable if the host has no memory left or no more files may be opened."""
         with descriptors.needed("another arena segment"):
             fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -64,8 +64,7 @@ class Segment:
     def share(self, writable: bool) -> int:
         """Returns the file descriptor to send to another process. The first call seals the segment.
 
-        ``writable``: whether other processes may map the segment writable, as page-locking for a GPU needs. Only the value of
-        the first call counts.
+        If ``writable`` is true at the first call, other processes may map the segment writable, as page-locking for a GPU needs.
         """
         if not self._shared:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if writable else F_SEAL_FUTURE_WRITE))
@@ -74,9 +73,9 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, byte_size: int, writable: bool = False) -> Segment:
-        """Maps a segment that another process has created. Takes ownership of ``fd``, and closes it if this raises.
+        """Maps a segment that another process has created. Takes ownership of ``fd``, also if it raises.
 
-        ``writable``: True: maps the pages writable, as page-locking them for a GPU needs; the view is read-only nevertheless.
+        ``writable`` maps the pages writable, as page-locking for a GPU needs. The view is read-only nevertheless.
 
         Raises: InvalidArgument: the segment is not sealed against resizing, does not have ``byte_size`` bytes, or may not be
           mapped writable.  Unavailable: the segment cannot be mapped now.
@@ -122,7 +121,7 @@ class Segment:
 
 
 class Page:
-    """Base class of pages on which a worker shows something to other processes: a segment of words of 64 bits."""
+    """Base class of shared pages of 64-bit words, on which a worker shows something to other processes."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -133,6 +132,5 @@ class Page:
         return self._segment.fd
 
     def close(self) -> None:
-        """Unmaps the page. Idempotent."""
         self._words.release()
         self._segment.close()

@@ -11,7 +11,7 @@ _SELDOM_SECONDS = 60.0
 
 
 class Seldom:
-    """Limits log lines about a failure, which may come with every request, to one a minute. Thread-safe."""
+    """Limits the log lines about a failure to one a minute. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -19,7 +19,7 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether to log the failure ``what`` now: True at most once a minute for the same text."""
+        """Returns whether to log the failure ``what`` now. It is True at most once a minute for the same text."""
         now = self._clock()
         if now < self._next.get(what, now):
             return False
@@ -29,17 +29,17 @@ class Seldom:
 
 
 class LineRate:
-    """Limits the log lines that clients can cause at will to ``lines`` a second, and counts those left out. Thread-safe."""
+    """Limits the log lines that clients can cause to ``lines`` a second. Thread-safe."""
 
     def __init__(self, lines: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Starts with no line counted. ``lines``: the most log lines a second. ``clock``: returns a time in nanoseconds."""
+        """Starts with no line counted. ``lines`` is the limit of log lines a second. ``clock`` returns a time in ns."""
         self._most = lines
         self._clock = clock
         self._lock = threading.Lock()
         self._window_ns = self._lines = self._left_out = 0
 
     def admits(self) -> bool:
-        """Counts a line. Returns whether it may be logged; False: it must be left out."""
+        """Counts a line. Returns whether the line may be logged."""
         with self._lock:
             now_ns = self._clock()
             if now_ns - self._window_ns >= 10**9:
@@ -49,7 +49,7 @@ class LineRate:
             return self._lines <= self._most
 
     def take_left_out(self) -> int:
-        """Returns how many lines were left out since the last call. Takes no lock if none was."""
+        """Returns how many lines were not logged since the last call."""
         if not self._left_out:
             return 0  # one that is left out at this moment is counted by the next call
         with self._lock:
@@ -57,6 +57,6 @@ class LineRate:
         return left_out
 
     def say_left_out(self) -> str:
-        """Returns the text to append to a log line, which says how many lines before it were left out; "": none was."""
+        """Returns text to append to a log line, which says how many lines before it were not logged. It is "" if none."""
         left_out = self.take_left_out()
         return f" ({left_out} such lines before it were left out)" if left_out else ""

@@ -48,11 +48,9 @@ _MOST_MODELS = 1024
 
 
 class SequenceKeys:
-    """Makes the 128-bit keys by which sequence pages list a model version's sequences. Every process makes the same keys.
+    """Makes the 128-bit keys of a model version's sequences on sequence pages. Every process makes the same keys.
 
-    If the version is loaded again, the keys stay the same, so that requests still find sequences that began before. If two
-    sequences have the same key by chance, a request may be sent to the wrong worker. As the worker compares whole ids, the
-    request then fails, and never uses another sequence's state.
+    Two sequences may have the same key by chance. A request may then be sent to the wrong worker, where it fails.
     """
 
     __slots__ = ("_digest", "_known", "slots")
@@ -64,7 +62,7 @@ class SequenceKeys:
         self._known: dict[SequenceId, Key] = {}
 
     def key(self, sequence: SequenceId) -> Key:
-        """Returns the key that stands for a sequence on sequence pages. ``sequence``: its id; 5 and "5" are two sequences."""
+        """Returns the key of a sequence. ``sequence`` is the sequence's id, and 5 and "5" are two different ids."""
         key = self._known.get(sequence)
         if key is None:
             if len(self._known) >= _MOST_KNOWN:
@@ -93,7 +91,7 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """Says how many more sequences of a model version a worker can admit now, as the worker's ``SequencePage`` shows it."""
+    """How many more sequences of a model version a worker can admit."""
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -121,9 +119,9 @@ class SequencePage(Page):
 
     @classmethod
     def create(cls, sequences: int) -> SequencePage:
-        """Creates a sequence page for ``sequences`` live sequences, and for about as many ended sequences.
+        """Creates a sequence page for ``sequences`` live sequences and about as many ended ones.
 
-        Raises Unavailable: the host has no memory left, or this process has reached its limit of open files.
+        Raises Unavailable if the host has no memory left or no more files may be opened.
         """
         # About as many again may have ended.
         bits = ((2 * sequences + _MOST_MODELS) * 3 // 2).bit_length()
@@ -135,7 +133,10 @@ class SequencePage(Page):
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a sequence page; owns ``fd``. Raises InvalidArgument: ``fd`` is of something else; Unavailable: mapping failed."""
+        """Maps a sequence page and takes ownership of ``fd``.
+
+        Raises InvalidArgument if ``fd`` is no sequence page, or Unavailable if it cannot be mapped.
+        """
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
         whole = (
@@ -155,17 +156,20 @@ class SequencePage(Page):
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> tuple[SequenceState, int] | None:
-        """Returns the state of sequence ``key``, and when it was admitted (CLOCK_MONOTONIC ns); None: it is not on the page."""
+        """Returns a sequence's state and when it was admitted (CLOCK_MONOTONIC ns), or None if it is not on the page."""
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> FreeSlots | None:
-        """Returns how many more sequences the worker can admit of the version with this key; None: the page lacks the version."""
+        """Returns how many more sequences of a version the worker can admit, or None if the version is not on the page.
+
+        ``key`` is the version's key.
+        """
         value = self.value(key)
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
     def sequences(self) -> Iterator[tuple[Key, SequenceState, int]]:
-        """Yields the key of each sequence, its state, and when it was admitted (CLOCK_MONOTONIC ns)."""
+        """Yields each sequence's key, its state, and when it was admitted (CLOCK_MONOTONIC ns)."""
         words = self._words
         for number, low in enumerate(words[_HEADER::_ENTRY].tolist()):
             at = _HEADER + _ENTRY * number
@@ -175,10 +179,10 @@ class SequencePage(Page):
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the value that the page has for a key; 0: the page has no entry for the key.
+        """Returns the value of a key, or 0 if the key is not on the page.
 
-        For a sequence the value is its admission (CLOCK_MONOTONIC, ns) << 2 | ``SequenceState``, so a later one has a larger
-        value; for a model version it is edition << 42 | free slots << 22 | backlog << 2.
+        A sequence's value is its admission in ns << 2 | ``SequenceState``. A version's value is edition << 42 | free slots
+        << 22 | backlog << 2.
         """
         low, high = key
         words = self._words
@@ -203,9 +207,9 @@ class SequencePage(Page):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def admit(self, key: Key, now_ns: int) -> int:
-        """Adds the sequence ``key`` to the page in the state WAITING. Returns the time of its admission, CLOCK_MONOTONIC ns.
+        """Adds a sequence in the state WAITING. Returns when it was admitted (CLOCK_MONOTONIC ns).
 
-        The returned time may be later than ``now_ns``, so that no earlier sequence has the same time.
+        This time may be later than ``now_ns``, because no two sequences have the same time.
         """
         self._last_ns = since_ns = max(self._last_ns + 1, now_ns)
         self._sequences += self._store(key, since_ns << 2 | SequenceState.WAITING)
@@ -217,10 +221,9 @@ class SequencePage(Page):
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Changes the state of a sequence to ENDED.
+        """Sets a sequence's state to ENDED, unless a sequence that was admitted after ``since_ns`` has the same key.
 
-        The sequence stays on the page until ``settle``, or until too many sequences have ended. ``since_ns``: the time that
-        ``admit`` returned. If a later sequence has the same key, nothing changes.
+        The sequence stays on the page until ``settle``, or until too many sequences have ended.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
@@ -240,14 +243,17 @@ class SequencePage(Page):
             self._sequences -= 1
 
     def publish_slots(self, key: Key, free: int, backlog: int) -> None:
-        """Publishes how many more sequences of a version (``key``) may begin (``free``), and how many wait (``backlog``)."""
+        """Publishes how many more sequences of a version may begin (``free``), and how many wait (``backlog``).
+
+        ``key`` is the version's key.
+        """
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Removes the number of free slots of version ``key``, so that fronts send no new sequence of it to this worker."""
+        """Removes the free slots of the version with this key, so that fronts send none of its new sequences to this worker."""
         self._models -= self._remove(key)
 
     def __len__(self) -> int:
@@ -261,14 +267,14 @@ class SequencePage(Page):
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the index of the first word of a key's entry or, if it has none, of the free entry for a new one."""
+        """Returns the index of a key's first word, or of the free words for it."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Writes a value into the entry of a key. If the key has no entry, makes one. Returns whether an entry was made."""
+        """Writes the value of a key, and returns whether the key is new on the page."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value
@@ -279,7 +285,7 @@ class SequencePage(Page):
         return True
 
     def _remove(self, key: Key) -> bool:
-        """Removes the entry of a key, and moves later entries into the gap. Returns whether the key was on the page."""
+        """Removes a key from the page, and returns whether it was there."""
         words, hole = self._words, self._place(key)
         if not words[hole]:
             return False

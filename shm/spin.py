@@ -14,9 +14,9 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides whether a loop polls before it sleeps: it does if its last wait was shorter than ``limit_ns``.
+    """Decides whether a loop polls before it sleeps. It polls if its last wait was shorter than ``limit_ns``.
 
-    ``limit_ns``: also the longest time to poll, in nanoseconds; 0: the loop never polls.
+    ``limit_ns`` is also the longest time to poll, in ns. If it is 0, the loop never polls.
     """
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
@@ -27,10 +27,9 @@ class Spin:
         self._worth = False
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
-        """Begins a wait for the next record at ``now_ns``. Returns when to stop polling (CLOCK_MONOTONIC ns); 0: do not poll.
+        """Begins a wait at ``now_ns``. Returns when to stop polling (CLOCK_MONOTONIC ns), or 0 for not polling at all.
 
-        ``worked_ns``: how long the loop has worked since the last record. After much work polling is not worth while, since
-        the time that waking up takes is small beside it.
+        ``worked_ns`` is how long the loop has worked since the last record. After much work, it does not poll.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0
@@ -42,7 +41,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Ends the wait at ``now_ns``, whether or not a record came. Its length decides if the next ``begin`` polls."""
+        """Ends the wait at ``now_ns``, whether or not a record came."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ _BYTE_SIZE = (SLOTS + 1) * _WORDS * 8
 
 
 class WorkerState(enum.IntEnum):
-    """Says what a worker's main loop is doing. The supervisor has a time limit for each state."""
+    """What a worker's main loop is doing. The supervisor has a time limit for each state."""
 
     #: The worker imports and opens the device.
     STARTING = 0
@@ -46,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """Says if XLA writes a worker's large outputs directly where clients or fronts read them, or if they are copied there."""
+    """Whether XLA writes a worker's large outputs directly where clients or fronts read them."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0
@@ -57,7 +57,7 @@ class Outputs(enum.IntEnum):
 
 
 class Running(NamedTuple):
-    """An execution that a worker has not finished: when it began, and which model is executed."""
+    """An execution that a worker has not finished."""
 
     #: When it began (CLOCK_MONOTONIC).
     since_ns: int
@@ -66,12 +66,12 @@ class Running(NamedTuple):
 
 
 def model_key(name: str, version: int) -> int:
-    """Returns a 64-bit hash of a model version. A process that knows all model versions can find which one has the hash."""
+    """Returns a 64-bit hash of a model version."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
 class StatusPage(Page):
-    """Shared memory in which a worker shows what it is doing. It is writable in the worker, read-only elsewhere."""
+    """Shared memory in which a worker shows what it is doing. It is writable only in the worker."""
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment)
@@ -84,22 +84,22 @@ class StatusPage(Page):
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:
-        """Maps a worker's status page, and owns its descriptor. Raises InvalidArgument: ``fd`` is not a status page."""
+        """Maps a worker's status page and takes ownership of ``fd``. Raises InvalidArgument if it is no status page."""
         return cls(Segment.attach(fd, _BYTE_SIZE))
 
     @property
     def memory(self) -> memoryview:
-        """Returns the page's memory, for C code that writes to the page (``tensord.workers.dispatch.fast_path``)."""
+        """Returns the page's memory, for C code that writes to the page."""
         return self._segment.view
 
     def set_state(self, state: WorkerState, now_ns: int) -> None:
-        """Sets the state of the worker's main loop from ``now_ns`` on. Also shows, as ``beat`` does, that the loop runs."""
+        """Sets the state of the worker's main loop from ``now_ns`` on."""
         self._words[0] = state
         self._words[1] = now_ns
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """Writes ``now_ns`` as the time of the main loop's last iteration; the supervisor checks how long ago it was."""
+        """Writes ``now_ns`` as the time of the main loop's last iteration."""
         self._words[2] = now_ns
 
     @property
@@ -109,7 +109,7 @@ class StatusPage(Page):
 
     @property
     def outputs(self) -> Outputs:
-        """Returns whether the worker's large outputs are written in place or copied; UNKNOWN while the worker has not decided."""
+        """Returns whether the worker's large outputs are written in place or copied, or UNKNOWN before that is decided."""
         return Outputs(self._words[3])
 
     @outputs.setter
@@ -122,16 +122,16 @@ class StatusPage(Page):
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of the first word of execution thread ``slot``'s part of the page; 0 is the main loop's slot."""
+        """Returns the index of the first word of thread ``slot``. The main loop's slot is 0."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Writes to the page that an execution thread starts to run requests at ``now_ns``.
+        """Writes to the page that a thread starts to run requests at ``now_ns``.
 
         Args:
-          slot: the number of the thread's part of the page; LOOP_SLOT, the main loop's, also sets the state EXECUTING. A thread
-            without a part (from SLOTS on) is not recorded.
-          requests: (number of the submitter, request id) of each request.
+          slot: the number of the thread. LOOP_SLOT is the main loop, whose state becomes EXECUTING. Threads from SLOTS on are
+            not written to the page.
+          requests: the submitter's number and the request id of each request.
           model: the ``model_key`` of the requests' model.
         """
         if slot >= SLOTS:
@@ -153,7 +153,7 @@ class StatusPage(Page):
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Writes that thread ``slot`` ended its run at ``now_ns``. LOOP_SLOT: the main loop's state becomes ``resting``."""
+        """Writes that thread ``slot`` ended its run at ``now_ns``. The main loop's state becomes ``resting``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0
@@ -161,7 +161,7 @@ class StatusPage(Page):
                 words[0], words[1], words[2] = self.resting, now_ns, now_ns
 
     def executing(self) -> set[tuple[int, int]]:
-        """Returns (submitter's number, request id) of the requests that the worker is running, or was running when it died."""
+        """Returns the submitter's number and the request id of each request that runs, or ran when the worker died."""
         found: set[tuple[int, int]] = set()
         for slot in range(SLOTS):
             at = self.word(slot)
@@ -170,7 +170,7 @@ class StatusPage(Page):
         return found
 
     def oldest(self) -> Running | None:
-        """Returns the unfinished execution that began first; None if the worker executes nothing."""
+        """Returns the unfinished execution that began first, or None if there is none."""
         words, state = self._words, self.state
         busy = [at for at in map(self.word, range(1, SLOTS)) if words[at]]
         running = [Running(words[at + _SINCE], words[at + _MODEL]) for at in busy]

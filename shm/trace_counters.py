@@ -15,7 +15,7 @@ _ENDLESS = 1 << 62
 
 
 class TraceBudget:
-    """Counts how many more traces may be taken, by all fronts together. It is an eventfd, whose descriptor this object owns."""
+    """An eventfd that counts how many more traces all fronts together may take."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -26,7 +26,7 @@ class TraceBudget:
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """Takes one off the number of traces that may still be taken. Returns False if no trace may be taken."""
+        """Counts one trace. Returns False if no more traces may be taken."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -34,7 +34,7 @@ class TraceBudget:
         return True
 
     def remaining(self) -> int:
-        """Returns how many traces may still be taken, and changes nothing; reads the eventfd's fdinfo, see proc(5)."""
+        """Returns how many traces may still be taken."""
         with open(f"/proc/self/fdinfo/{self.fd}") as lines:
             for line in lines:
                 name, _, value = line.partition(":")
@@ -43,12 +43,12 @@ class TraceBudget:
         return 0
 
     def close(self) -> None:
-        """Closes the file descriptor of the shared counter; must be called only once."""
+        """Closes the counter's file descriptor. Call it only once."""
         os.close(self.fd)
 
 
 class Passes:
-    """Says how many of the next requests are not traced: while ``left`` is above 0, a front need not look up trace settings."""
+    """The number of next requests (``left``) that are certainly not traced."""
 
     __slots__ = ("left",)
 
@@ -57,14 +57,7 @@ class Passes:
 
 
 class SampleCounter(Passes):
-    """Samples one request in every ``rate``, counted over all fronts together. It owns the descriptor of the shared counter.
-
-    The requests between two traced ones are divided into blocks, and the shared counter says how many blocks are left. A
-    front takes one block off the counter, and leaves as many requests untraced as a block has before it looks at the counter
-    again. If no block is left, the front traces the next request, and adds all blocks to the counter again. If two fronts do
-    so at the same moment, both trace a request, and the counter has twice the blocks. So over time one request in ``rate``
-    is traced.
-    """
+    """Samples one request in every ``rate``, counted over all fronts together."""
 
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
@@ -73,12 +66,13 @@ class SampleCounter(Passes):
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.
+        # Two fronts that find no block left at once both trace a request and add all blocks, so that the rate is kept over time.
         self._blocks, self._rest = divmod(rate - 1, self._block)
         super().__init__(self._rest)
 
     @classmethod
     def create(cls, rate: int) -> SampleCounter:
-        """Makes a shared counter that samples one request in ``rate`` (1 to 2^32 - 1); the first is the ``rate``-th request."""
+        """Makes a shared counter that samples one request in ``rate`` (1 to 2^32 - 1). The first is the ``rate``-th request."""
         blocks = (rate - 1) // _block(rate)
         return cls(os.eventfd(blocks, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 
@@ -99,10 +93,10 @@ class SampleCounter(Passes):
         return False
 
     def close(self) -> None:
-        """Closes the file descriptor of the shared counter; must be called only once."""
+        """Closes the counter's file descriptor. Call it only once."""
         os.close(self.fd)
 
 
 def _block(rate: int) -> int:
-    """Returns how many requests a front counts for each read of the shared counter: an eighth of ``rate``, from 1 to 64."""
+    """Returns how many requests a front counts for each read of the shared counter."""
     return min(_MAX_BLOCK, max(1, rate // 8))

@@ -42,15 +42,14 @@ class TraceFiles:
         self._seldom = Seldom()
 
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
-        """Queues traces to be written to a file by a thread. Returns at once.
+        """Queues traces to be written to a file by a thread.
 
-        If too many traces are queued, or more bytes were written than the limit allows, drops the traces instead and logs a
-        warning.
+        If too many traces are queued or the limit of bytes is reached, the traces are dropped and a warning is logged.
 
         Args:
           path: the path of the file, or what its name begins with.
           traces: the JSON objects of one or more traces, separated by commas.
-          indexed: True: the traces are written to a new file ``path``.N; False: they are appended to the file ``path``.
+          indexed: True to write a new file ``path``.N, or False to append to the file ``path``.
         """
         self._left -= len(traces)
         if self._left < 0:
@@ -82,7 +81,7 @@ class TraceFiles:
                     _log.error("traces cannot be written to %s: %s", path, reason)
 
     def _create(self, path: str, traces: bytes) -> None:
-        """Writes traces to a new file, the first of ``path``.0, ``path``.1, ... that does not exist. Drops them if all exist."""
+        """Writes traces to the first of ``path``.0, ``path``.1, ... that does not exist."""
         for index in range(self._next_index.get(path, 0), self._max_files):
             self._next_index[path] = index + 1
             try:
@@ -99,14 +98,17 @@ class TraceFiles:
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:
-        """Waits until the queued traces are written, for two seconds at most, and ends the thread that writes them."""
+        """Waits at most two seconds until the queued traces are written, and ends the thread."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_CLOSE_SECONDS)
 
 
 def append(path: str, traces: bytes) -> None:
-    """Appends traces to the JSON array in file ``path``. Raises OSError: writing failed. ValueError: it ends with no array."""
+    """Appends traces to the JSON array in the file ``path``.
+
+    Raises OSError if writing fails, or ValueError if the file does not end with an array.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -122,7 +124,7 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, offset: int) -> None:
-    """Writes ``content`` to the file ``fd`` from ``offset`` on. If the disk is full, undoes the write and raises OSError."""
+    """Writes ``content`` to a file at ``offset``, or undoes the write and raises OSError."""
     written = 0
     try:
         written = os.pwrite(fd, content, offset)
@@ -136,5 +138,5 @@ def _put(fd: int, content: bytes, offset: int) -> None:
 
 
 def begin(path: str) -> None:
-    """Makes or empties the trace file ``path``, when the server starts. Raises OSError: the file cannot be written."""
+    """Makes or empties the trace file ``path``. Raises OSError if the file cannot be written."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE))

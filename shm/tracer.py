@@ -56,11 +56,11 @@ _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 
 
 class Exemplars:
-    """Stores a front's exemplars: the last traced request that fell into each bucket of the duration histograms.
+    """Stores a front's exemplars: the last traced request in each bucket of the duration histograms.
 
         Trace.end ─▶ Exemplars ─▶ TraceExemplars, when somebody scrapes OpenMetrics ─▶ supervisor ─▶ ``# {trace_id="..."} 0.01``
 
-    ``buckets``: upper bounds of the histograms' buckets, in seconds.
+    ``buckets`` are the upper bounds of the histograms' buckets, in seconds.
     """
 
     def __init__(self, buckets: Sequence[float]) -> None:
@@ -69,7 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Makes trace ``trace_id`` the exemplar of the buckets that its durations fall into. ``moments``: name -> ns."""
+        """Makes a trace the exemplar of its durations' buckets. ``moments`` has the trace's timestamps in ns by name."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -81,10 +81,10 @@ class Exemplars:
                 found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
 
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
-        """Returns (model, version, exemplars) of each model version, as the reply to the supervisor's ``TraceExemplars``.
+        """Returns each model version with its exemplars, as the reply to ``TraceExemplars``.
 
-        An exemplar has: the kind of duration (``tensord.shm.durations``), the number of the bucket, the trace's id, the
-        duration in seconds, and when the exemplar was stored, in seconds since 1970.
+        An exemplar has the kind of duration, the number of the bucket, the trace's id, the duration in seconds, and when it
+        was stored, in seconds since 1970.
         """
         return [
             (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])
@@ -93,14 +93,14 @@ class Exemplars:
 
 
 class SpanIds(NamedTuple):
-    """Identifies a span by its trace id and span id, in hexadecimal digits, in the form of W3C Trace Context."""
+    """A trace id and a span id, in hexadecimal digits as in W3C Trace Context."""
 
     trace_id: str
     span_id: str
 
     @classmethod
     def within(cls, parent: SpanIds | None) -> SpanIds:
-        """Makes the ids of a new span inside ``parent``; None: the span begins a new trace."""
+        """Makes the ids of a new span inside ``parent``. The span begins a new trace if ``parent`` is None."""
         trace_id = f"{random.getrandbits(128) or 1:032x}" if parent is None else parent.trace_id
         return cls(trace_id, f"{random.getrandbits(64) or 1:016x}")
 
@@ -109,9 +109,9 @@ class Spans:
     """Collects ended traces and sends several at a time to the supervisor. Only the process's event loop may use it."""
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
-        """Starts without traces. ``hand_over``: sends traces to the supervisor; returns False if it drops the traces.
+        """Starts without traces. ``hand_over`` sends traces to the supervisor, and returns False if it drops them.
 
-        ``later``: calls a function after a number of seconds; None: the running event loop is used for that.
+        ``later`` calls a function after a number of seconds. If it is None, the running event loop does so.
         """
         self._hand_over = hand_over
         self._later = later or _in_loop
@@ -123,7 +123,7 @@ class Spans:
         self._seldom = Seldom()
 
     def ended(self, trace: EndedTrace) -> None:
-        """Adds an ended trace. The trace is sent to the supervisor within half a second, together with others."""
+        """Adds an ended trace, which is sent to the supervisor within half a second."""
         self._waiting.append(trace)
         if len(self._waiting) >= _TOGETHER:
             self.flush()
@@ -136,7 +136,7 @@ class Spans:
         self.flush()
 
     def flush(self) -> None:
-        """Sends all collected traces now; if the supervisor does not take them, drops them and logs a warning."""
+        """Sends all collected traces now. If they cannot be sent, they are dropped and a warning is logged."""
         if not self._waiting:
             return
         traces, self._waiting = tuple(self._waiting), []
@@ -151,7 +151,7 @@ def _in_loop(seconds: float, call: Callable[[], None]) -> None:
 
 
 def without_tensors(timeline: Timeline) -> Timeline:
-    """Returns a copy of a timeline, and of its children, without the tensors, because spans do not show tensors."""
+    """Returns a copy of a timeline and its children without tensors."""
     if timeline.tensors or timeline.children:
         children = tuple(map(without_tensors, timeline.children))
         return msgspec.structs.replace(timeline, tensors=(), children=children)
@@ -159,7 +159,7 @@ def without_tensors(timeline: Timeline) -> Timeline:
 
 
 class Tracer:
-    """Decides which requests of a process's clients are traced, by the trace settings of models, and makes the traces."""
+    """Decides which requests of a process's clients are traced, and makes their traces."""
 
     def __init__(
         self,
@@ -170,16 +170,15 @@ class Tracer:
         protocol: str = "http",
         later: Later | None = None,
     ) -> None:
-        """Makes a tracer without settings, so that it samples nothing until ``changed`` is called.
+        """Makes a tracer that samples nothing until ``changed`` is called.
 
         Args:
-          incarnation: the number of the process's start, which is the upper bits of trace ids.
-          files: writes traces to files; ``close`` closes it.
-          buckets: upper bounds, in seconds, of the buckets of the histograms that traced requests are exemplars of.
-          hand_over: sends traces to the supervisor, for the collector; returns False if it drops them. None: there is no
-            collector.
+          incarnation: the number of the process's start. It is the upper bits of trace ids.
+          files: writes traces to files. ``close`` closes it.
+          buckets: the upper bounds of the exemplars' buckets, in seconds.
+          hand_over: sends traces to the supervisor, and returns False if it drops them. None means that there is no collector.
           protocol: "http", "grpc" or "lane".
-          later: calls a function after a number of seconds; None: the running event loop does.
+          later: calls a function after a number of seconds. If it is None, the running event loop does so.
         """
         #: Traced requests that stand for buckets.
         self.exemplars = Exemplars(buckets)
@@ -202,7 +201,7 @@ class Tracer:
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Drops the settings of the model that ``record`` names, so that the settings for all models hold for that model."""
+        """Drops the settings of one model. The settings for all models then hold for that model."""
         self._forget(record.model)
         self._look()
 
@@ -212,11 +211,7 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
-        """Updates two attributes after the settings have changed: ``on`` and ``passes``.
-
-        ``on`` says whether any request may be traced. ``passes`` says how many of the next requests are certainly not traced,
-        whichever models they are for.
-        """
+        """Updates ``on`` and ``passes`` after the settings have changed."""
         turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
         if not turns:
@@ -228,13 +223,13 @@ class Tracer:
             self.passes = Passes(0)
 
     def sample(self, model: str, traceparent: str = "", began_ns: int = 0) -> Trace | None:
-        """Decides whether to trace a request. Returns a trace, which the caller must fill and end; None: it is not traced.
+        """Decides whether to trace a request. Returns a trace that the caller must fill and end, or None.
 
         Args:
           model: the model that the request is for.
-          traceparent: the W3C header that the client sent; "": none. If the header says that the client samples its trace, and
-            spans are sent to a collector, the request is traced in any case.
-          began_ns: when the request began to arrive, in ns of CLOCK_MONOTONIC; 0: now.
+          traceparent: the W3C header that the client sent, or "". If the header asks for a trace and there is a collector, the
+            request is always traced.
+          began_ns: when the request began to arrive, in ns of CLOCK_MONOTONIC, or 0 for now.
         """
         sampler = self._samplers.get(model) or self._samplers.get("")
         if sampler is None:
@@ -260,7 +255,7 @@ class Tracer:
         return self._last_id
 
     def close(self) -> None:
-        """Writes the collected traces to files and sends them to the collector. Samples no more requests."""
+        """Writes the collected traces and sends them to the collector. No more requests are sampled."""
         for model in list(self._samplers):
             self._forget(model)
         self.on = self.joins = False
@@ -271,10 +266,10 @@ class Tracer:
 
 
 class Sampler:
-    """Decides by the trace settings of one model, or of all models, which requests are traced, and writes their traces."""
+    """Applies the trace settings of one model, or of all models, and writes their traces."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Takes ownership of ``fds``, the shared counters that came with ``settings``. ``files``: where traces are written."""
+        """Takes ownership of ``fds``, the shared counters that came with ``settings``."""
         self.level = settings.level
         #: None: nothing is traced.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None
@@ -287,7 +282,7 @@ class Sampler:
         self._closed = False
 
     def hit(self) -> bool:
-        """Counts one request in the counters that all fronts share. Returns whether to trace the request."""
+        """Counts one request in the counters of all fronts. Returns whether to trace the request."""
         if self.turn is None:
             return False
         return self.turn.take() and (self._budget is None or self._budget.take())
@@ -298,7 +293,7 @@ class Sampler:
         return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Collects a trace, and writes all once ``log_frequency`` traces are collected. Call it only if ``writes`` is True."""
+        """Collects a trace, and writes all collected ones if there are ``log_frequency``. Call it only if ``writes`` is True."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -312,7 +307,7 @@ class Sampler:
             self._collected = []
 
     def close(self) -> None:
-        """Writes the collected traces and closes the shared counters. Traces of requests in flight can still be written."""
+        """Writes the collected traces and closes the counters. Traces of requests in flight can still be written."""
         self._closed = True
         self._flush()
         for counter in (self.turn, self._budget):
@@ -351,40 +346,40 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes a span of the request; the span is given to ``spans`` when the request has ended.
+        """Makes a span of the request, which is given to ``spans`` when the request has ended.
 
-        ``parent``: the client's span; None: the request begins a new trace. ``began_ns``: when the request began to arrive, in
-        ns of CLOCK_MONOTONIC.
+        ``parent`` is the client's span, or None if the request begins a new trace. ``began_ns`` is when the request began to
+        arrive, in ns of CLOCK_MONOTONIC.
         """
         self._spans, self._parent, self._began_ns = spans, parent, began_ns
         self.context = SpanIds.within(parent)
 
     @property
     def level(self) -> int:
-        """Returns what is traced of the request, the sum of 1 (timestamps) and 2 (tensors), for ``RequestRecord.trace``."""
+        """Returns what is traced of the request: the sum of 1 (timestamps) and 2 (tensors)."""
         return self._sampler.level or _TIMESTAMPS
 
     def stamp(self, name: str, ns: int = 0) -> None:
-        """Adds a timestamp under the name ``name``. ``ns``: the time in ns of CLOCK_MONOTONIC; 0: now."""
+        """Adds a timestamp. ``ns`` is its time in ns of CLOCK_MONOTONIC, or 0 for now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, record: RequestRecord, ns: int = 0) -> None:
-        """Stores a request's record, and when a front sent it or a worker received it (``ns`` of CLOCK_MONOTONIC; 0: now)."""
+        """Stores the request's record, and when it was sent to a worker. ``ns`` is in ns of CLOCK_MONOTONIC, or 0 for now."""
         self.client_id, self._record = record.client_id, record
         self.stamp(trace_stamps.REQUEST_START, ns)
 
     def failed(self, code: str, error: str) -> None:
-        """Stores the error that the request is answered with. ``code``: the protocol's code, such as "400" or "NOT_FOUND"."""
+        """Stores the error that the request is answered with. ``code`` is the protocol's code, such as "400" or "NOT_FOUND"."""
         self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
-        """Stores which model version sent a response that is not the last. ``version`` 0 (of an error) changes nothing."""
+        """Stores which model version sent a response that is not the last. ``version`` 0 changes nothing."""
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:
-        """Adds the timestamps that the worker has reported, and a timestamp for the end of the request.
+        """Adds the worker's timestamps, and a timestamp for the end of the request.
 
-        ``version``: the model version that answered; 0: none did. ``timeline``: what the worker reported; None: nothing.
+        ``version`` is the model version that answered, or 0 if none did. ``timeline`` is what the worker reported, or None.
         """
         self._version = version or self._version
         if timeline is not None:
@@ -393,7 +388,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Ends the trace; writes it, with traces of requests that the model made, to its file and to any collector."""
+        """Ends the trace and writes it to its file, and sends it to the collector."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)
@@ -446,7 +441,7 @@ class Trace:
 
 
 def _ends(timeline: Timeline) -> list[tuple[int, str]]:
-    """Returns the timestamps of each span in ``timeline``, named by a model's code: (ns, NAME_START) and (ns, NAME_END)."""
+    """Returns the start and end of each span that the model's code has named."""
     return [
         end
         for span in timeline.spans
