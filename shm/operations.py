@@ -348,7 +348,7 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Tells a worker to record ``seconds`` seconds with JAX's profiler in ``folder``. The reply comes afterwards, and is empty."""
+    """Tells a worker to record with JAX's profiler into ``folder`` for a number of seconds. The empty reply comes afterwards."""
 
     seconds: float
     folder: str
