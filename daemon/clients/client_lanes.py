@@ -42,7 +42,7 @@ _MAX_NEW_LANES = 253
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """A client's connection to the clients' socket, and the lanes that were opened for it. The lanes end with the connection."""
+    """The connection of a client to the clients' socket, with the lanes that were opened for it."""
 
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
@@ -51,7 +51,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _OpenLane:
-    """A lane of a client to a worker. It counts as open until the worker has reported that the lane is closed."""
+    """A client's lane, until its worker has reported that the lane is closed."""
 
     worker: WorkerProcess
     owner: str
@@ -60,7 +60,7 @@ class _OpenLane:
 
 
 class ClientLanes:
-    """Counts and limits the clients' connections, and opens and ends their lanes. Used on the supervisor's event loop only."""
+    """Counts and limits the connections of clients, and opens and ends their lanes."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         clients = options.clients
@@ -92,7 +92,7 @@ class ClientLanes:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def admit(self, peer: Peer) -> ClientConnection:
-        """Adds a client's new connection. Raises Unavailable: there are too many connections, in total or of this user."""
+        """Adds a new connection of a client. Raises Unavailable if there are too many, in total or of this user."""
         options = self._options
         if len(self._connections) >= options.max_count:
             raise Unavailable(
@@ -109,7 +109,7 @@ class ClientLanes:
         return connection
 
     def leave(self, connection: ClientConnection) -> None:
-        """Removes a client's connection that has ended, and ends its lanes."""
+        """Removes a connection that has ended, and ends its lanes."""
         self._connections.discard(connection)
         for number in list(connection.lanes.values()):
             self._end(number)
@@ -122,16 +122,13 @@ class ClientLanes:
         return self._options.lanes and not self._restricted
 
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
-        """Waits until a worker serves the version that a client asks for (``wanted``), and returns the version's state.
+        """Waits until a worker serves the model version that a client asks for, and returns the state of the version.
 
-        Before that it waits until the lanes of ``connection`` that the client reports as ended are closed. A client may know
-        earlier than the supervisor that a worker has died, and would otherwise be given another lane to that worker.
-
-        Raises:
-          Unsupported: clients get no lanes from this server.
-          NotFound: the model or version is unknown, or is not to be served.
-          Unavailable: the server is draining, no worker serves the version within ``wanted.wait`` seconds, or a worker is too
-            busy to close an ended lane.
+        Before that, the lanes that the client reports as ended are closed.
+        Raises Unsupported if clients get no lanes from this server.
+        Raises NotFound if the model or the version is unknown, or is not to be served.
+        Raises Unavailable if the server is draining, if no worker serves the version within ``wanted.wait`` seconds, or if a
+        worker is too busy to close an ended lane.
         """
         if not self._options.lanes:
             raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")
@@ -163,7 +160,7 @@ class ClientLanes:
         return state
 
     async def _change(self, seconds: float) -> None:
-        """Waits until a model's state changes, a worker leaves or a lane ends, but for at most ``seconds``."""
+        """Waits until a model, a worker or a lane changes, for at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -171,13 +168,11 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens a lane to each worker that serves a version, unless the client of ``connection`` has a lane to it already.
+        """Opens a lane to each worker that serves a version, unless the client already has a lane to it.
 
-        ``wanted``: the client's question. ``state``: the state of the version. Returns the answer for the client, and the
-        client's ends of the new lanes, which the caller must close.
-
-        Raises, without opening any lane: Unavailable: too many lanes or no free descriptor; Unsupported: the description is too
-        large.
+        ``wanted``: the question of the client. ``state``: the state of the version. Returns the answer for the client, and the
+        client's ends of the new lanes, which the caller must close. After an error no lane is open.
+        Raises Unavailable if there are too many lanes or no free descriptor. Raises Unsupported if the description is too large.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
             raise Unsupported(
@@ -193,10 +188,7 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane to each worker. Returns the client's ends of the lanes. ``model``: its name, for the error.
-
-        Raises Unavailable: too many lanes or no free descriptor. No lane stays open in this case.
-        """
+        """Opens a lane to each worker, or none after an error. Returns the client's ends."""
         owner, options = connection.peer.owner, self._options
         if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
             raise Unavailable(
@@ -229,7 +221,7 @@ class ClientLanes:
         return made
 
     def withdraw(self, connection: ClientConnection, answer: OpenAnswer) -> None:
-        """Ends the lanes of ``connection`` that were opened for ``answer``. Call it if the answer could not be sent."""
+        """Ends the lanes that were opened for ``answer``, because the answer could not be sent."""
         for entry in answer.lanes:
             if entry.new and entry.lane in connection.lanes.values():
                 self._end(entry.lane)
@@ -253,20 +245,19 @@ class ClientLanes:
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:
-        """Returns the workers that serve the version of ``state``, at most 253; workers that are stopping are left out."""
+        """Returns the workers that serve the version of ``state``, at most 253."""
         found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
             :_MAX_NEW_LANES
         ]
 
     def _expected(self, state: ModelState) -> int:
-        """Returns how many workers should serve the version of ``state``, whether they run now or not."""
+        """Returns how many workers should serve the version of ``state``."""
         workers = self._supervisor.workers
         wanted = {*(state.devices or workers.devices)} & {*workers.usable}
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Removes the lane ``number`` from its client's connection, and asks the lane's worker to close the lane."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))
@@ -280,14 +271,14 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Removes the lane ``number``, which its worker reports as closed, and wakes the clients that wait for that."""
+        """Removes the lane ``number``, which its worker reports as closed."""
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)
             self._wake()
 
     def worker_left(self, worker: WorkerProcess) -> None:
-        """Removes the lanes to a worker that has died, and wakes the clients that wait for a change."""
+        """Removes the lanes to a worker that has died."""
         for number in [number for number, lane in self._lanes.items() if lane.worker is worker]:
             self._forget(number)
         self._wake()
@@ -300,7 +291,7 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Stores or removes a version's state, as ``record`` says, and wakes waiting clients. ``Readiness`` is ignored."""
+        """Stores or removes the state of a model version, as ``record`` says."""
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):
@@ -316,7 +307,7 @@ class ClientLanes:
     # ----------------------------------------------------------------------------------------------------- statistics
 
     def open_by_worker(self) -> Counter[str]:
-        """Returns how many lanes clients have to each worker, by the worker's name."""
+        """Returns how many lanes clients have to each worker, by the name of the worker."""
         return Counter(lane.worker.name for lane in self._lanes.values() if lane.connection is not None)
 
     def statistics(self) -> dict[str, Any]:
@@ -345,7 +336,7 @@ class ClientLanes:
 
     @property
     def connections(self) -> int:
-        """Returns the number of connected clients."""
+        """Returns how many clients are connected."""
         return len(self._connections)
 
     def __repr__(self) -> str:

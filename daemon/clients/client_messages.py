@@ -33,11 +33,11 @@ MAX_ANSWER = 128 << 10
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for the server's name and version, and how clients can reach it; answered by HelloAnswer."""
+    """Asks for the name and version of the server, and how clients can reach it."""
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for a model's description, and for a lane to each worker that serves the model and to which the client has no lane."""
+    """Asks for the description of a model, and for a lane to each worker that serves it."""
 
     model: str
     #: 0: the newest that serves.
@@ -49,7 +49,10 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks to register the memfd sent with this message as a region; size and offset (a multiple of a page) are in bytes."""
+    """Asks to register the memfd sent with this message as a region.
+
+    ``byte_size`` and ``offset``, a multiple of a page, are in bytes.
+    """
 
     name: str
     byte_size: int
@@ -57,13 +60,13 @@ class Register(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Unregister(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks to unregister a region that the client's user registered. ``name`` "": all regions of that user."""
+    """Asks to unregister a region of the client's user, or all of them if ``name`` is ""."""
 
     name: str
 
 
 class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
-    """Asks to push new values into the parameter set ``set`` of a model's version. ``version`` 0: the newest that serves."""
+    """Asks to push new values into a parameter set of a model version. ``version`` 0 is the newest that serves."""
 
     model: str
     version: Number = 0
@@ -71,7 +74,7 @@ class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
-    """Names the parameter set that a client asks to drop or to revert. ``version`` 0: the newest that serves."""
+    """Names the parameter set that a client asks to drop or to revert. ``version`` 0 is the newest that serves."""
 
     model: str
     version: Number = 0
@@ -79,13 +82,13 @@ class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ParameterSetNames(ParameterSetName, forbid_unknown_fields=True):
-    """Names the parameter sets that a client asks to list. ``version`` 0: all versions of the model. ``set`` "": all sets."""
+    """Names the parameter sets that a client asks to list. ``version`` 0 means all versions, and ``set`` "" all sets."""
 
     set: str = ""
 
 
 class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's message on the clients' socket. Exactly one field is not None: the question."""
+    """A client's message on the clients' socket. Exactly one field, the question, is not None."""
 
     hello: Hello | None = None
     open: OpenLanes | None = None
@@ -111,7 +114,7 @@ class HelloAnswer(msgspec.Struct):
 
 
 class LaneEntry(msgspec.Struct):
-    """One of the lanes that OpenAnswer lists: a lane to a worker that serves the model."""
+    """One of the lanes that OpenAnswer lists."""
 
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".
@@ -121,7 +124,7 @@ class LaneEntry(msgspec.Struct):
 
 
 class OpenAnswer(msgspec.Struct):
-    """Answers OpenLanes: describes a model's version, and lists the client's lanes to the workers that serve it."""
+    """Answers OpenLanes: describes a model version, and lists the client's lanes to the workers that serve it."""
 
     model: str
     version: int
@@ -142,7 +145,7 @@ class OpenAnswer(msgspec.Struct):
 
 
 class ClientError(msgspec.Struct):
-    """Answers any question that failed, with the error's message and its code (``ServingError.code``)."""
+    """Answers any question that failed. ``code``: the code of the ServingError."""
 
     error: str
     code: str

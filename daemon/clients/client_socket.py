@@ -110,8 +110,8 @@ class ClientSocket:
     def listen(self) -> None:
         """Binds the clients' socket and listens on it. Clients that connect wait until ``serve`` is called.
 
-        If no path is configured, the socket is bound in the folder of the control socket; a failure is then only logged. Raises
-        InvalidArgument: the configured path cannot be used.
+        If no path is configured, the socket is bound in the folder of the control socket, and a failure is only logged.
+        Raises InvalidArgument if the configured path cannot be used.
         """
         mode = int(self._options.clients.socket_mode, 8)
         if self.path is not None:
@@ -137,24 +137,24 @@ class ClientSocket:
         self._listener = listener
 
     def _default_folder(self) -> Path:
-        """Returns the folder in which the control socket lies. Raises OSError: the folder cannot be used."""
+        """Returns the folder in which the control socket lies."""
         configured = self._options.supervisor.control_socket
         return Path(configured).parent if configured else runtime_directory.own(self._environment)
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path of the HTTP fronts' Unix socket; None: clients have no socket, or ``clients.http`` is False."""
+        """Returns the path of the HTTP fronts' Unix socket, or None if clients have no such socket."""
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()
 
     def serve(self) -> None:
-        """Begins to accept clients, on the running event loop. Does nothing if ``listen`` has bound no socket."""
+        """Begins to accept clients, on the running event loop, if ``listen`` has bound a socket."""
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def stop_accepting(self) -> None:
-        """Closes the listening socket and removes its path. Connections that exist stay open. A second call does nothing."""
+        """Closes the listening socket and removes its path. Connections stay open. May be called again."""
         if self._listener is not None and self.path is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
@@ -163,13 +163,13 @@ class ClientSocket:
                 self.path.unlink()
 
     def close(self) -> None:
-        """Closes the listening socket and ends the clients' connections. Regions stay registered. A second call does nothing."""
+        """Closes the listening socket and ends the connections of clients. Regions stay registered. May be called again."""
         self.stop_accepting()
         for task in self._clients:
             task.cancel()
 
     def describe(self) -> dict[str, Any]:
-        """Returns the socket's path and the numbers of clients and lanes, as values for JSON, for ``tensorctl status``."""
+        """Returns the path of the socket and the numbers of clients and lanes, as values for JSON."""
         return {"socket": str(self.path) if self._listener is not None else None} | self._lanes.statistics()
 
     def _accept(self) -> None:
@@ -200,7 +200,7 @@ class ClientSocket:
     # -------------------------------------------------------------------------------------------------------- a client
 
     async def _serve(self, client: socket.socket, connection: ClientConnection) -> None:
-        """Answers a client's questions one after the other, until the client closes the connection."""
+        """Answers the questions of a client, one after the other."""
         try:
             with client, contextlib.closing(ConnectionEnd()) as end, contextlib.suppress(OSError):  # it went away
                 while (message := await _receive(client)) is not None:
@@ -216,11 +216,7 @@ class ClientSocket:
     async def _reply(
         self, client: socket.socket, connection: ClientConnection, answer: Any, sockets: list[socket.socket]
     ) -> None:
-        """Sends a client an answer with the descriptors of ``sockets``, and then closes ``sockets`` in this process.
-
-        If the host lacks descriptors or memory for that, the lanes that were opened for the answer are ended, and an error
-        is sent instead. Raises OSError: the client is gone.
-        """
+        """Sends a client an answer with the descriptors of ``sockets``, which it closes."""
         with contextlib.ExitStack() as closing:
             for sock in sockets:
                 closing.enter_context(sock)
@@ -239,12 +235,7 @@ class ClientSocket:
     async def _answer(
         self, content: bytes, fds: list[int], connection: ClientConnection, client: socket.socket, end: ConnectionEnd
     ) -> tuple[Any, list[socket.socket]]:
-        """Carries out a client's question. Returns the answer, and the sockets whose descriptors must be sent with it.
-
-        ``content``: the question, as JSON. ``fds``: its descriptors, which the caller must close. ``end``: tells other
-        processes when the client's connection ends. If the question fails, the answer is a ClientError.
-        Raises OSError: the client is gone.
-        """
+        """Carries out a question. Returns the answer and the sockets to send with it."""
         try:
             question = msgspec.json.decode(content, type=ClientQuestion)
             asked = [part for part in msgspec.structs.astuple(question) if part is not None]
@@ -311,7 +302,7 @@ class ClientSocket:
         await self._fronts.settled()
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs that ``what``, such as a connection, was refused to ``peer`` with ``error``: at most 1 line per user in 10 s."""
+        """Logs that ``what`` was refused to a client, at most one line per user in 10 s."""
         now = asyncio.get_running_loop().time()
         if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
             if len(self._said) >= _MAX_QUIET:
@@ -321,7 +312,7 @@ class ClientSocket:
 
 
 def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
-    """Returns the operation on regions or parameters that ``question`` asks for. Raises InvalidArgument: it is malformed."""
+    """Returns the operation on regions or parameters that ``question`` asks for."""
     if question.unregister is not None:
         return UnregisterRegion("system", question.unregister.name)
     if (listed := question.parameters) is not None:
@@ -338,7 +329,7 @@ def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
 
 
 def _refuse(client: socket.socket, error: ServingError) -> None:
-    """Sends an error to a client whose connection is refused, and closes the connection."""
+    """Sends an error to a client whose connection is refused, and closes it."""
     with client, contextlib.suppress(OSError):
         client.send(msgspec.json.encode(ClientError.of(error)))
         # What the client has sent is taken: else it would read of a reset connection first.
@@ -348,10 +339,7 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receives a message and its descriptors, which the caller must close, from ``client``; None: the connection has ended.
-
-    Raises ConnectionError: the message is too long or has too many descriptors.
-    """
+    """Receives a message and its descriptors, or None if the connection has ended."""
     loop = asyncio.get_running_loop()
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
     room = socket.CMSG_SPACE(4 * _MAX_FDS)
@@ -367,7 +355,7 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
-    """Sends ``content``, an answer, to ``client`` with descriptors. Raises OSError: the client is gone, or memory is short."""
+    """Sends ``content``, an answer, with the descriptors ``fds``."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -381,7 +369,7 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until ``fd`` can be read or written. ``add`` and ``remove``: the event loop's methods for readers, or for writers."""
+    """Waits until ``fd`` can be read or written."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:
@@ -396,7 +384,7 @@ async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: in
 
 
 async def _unless_gone(client: socket.socket, finding: Coroutine[Any, Any, ModelState]) -> ModelState:
-    """Awaits ``finding``. If the client closes its connection first, cancels ``finding`` and raises ConnectionError."""
+    """Awaits ``finding``, or raises ConnectionError if the client leaves first."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(finding)
     gone = False

@@ -19,10 +19,10 @@ class TlsError(Exception):
 
 
 def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
-    """Creates a TLS context from the operator's PEM files; None: TLS is off.
+    """Creates a TLS context from the operator's PEM files, or returns None if TLS is off.
 
     If ``mutual_tls`` is on, clients must have a certificate, too. The context offers one protocol by ALPN: HTTP/1.1 for HTTP,
-    HTTP/2 for gRPC. Raises TlsError: a file cannot be used.
+    HTTP/2 for gRPC. Raises TlsError if a file cannot be used.
     """
     if not options.use_tls and not options.mutual_tls:
         return None
@@ -47,7 +47,7 @@ class Certificates:
     """Holds the TLS context of one front process, and replaces it when the PEM files have changed."""
 
     def __init__(self, options: Http | Grpc) -> None:
-        """Reads the PEM files that the options name. Raises TlsError: a file cannot be used."""
+        """Reads the PEM files that the options name. Raises TlsError if a file cannot be used."""
         self._options = options
         self._seen = self._stamps()
         #: The TLS context of new connections; None: they are plain text.
@@ -74,7 +74,7 @@ class Certificates:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Returns numbers that change when the file at ``path``, or its link's target, is replaced or written; None: no file."""
+    """Returns numbers that change when the file is written or replaced, or None."""
     try:
         found = os.stat(path)
     except OSError:

@@ -22,17 +22,16 @@ _LIMIT = 1024
 
 
 class ControlChannel:
-    """Sends and receives records on the control channel between the supervisor and a child process, on an event loop.
-
-    ``on_close`` is called once, when the other process closes the channel or sends invalid data, but not after ``close``.
-    """
+    """Sends and receives records on the control channel between the supervisor and a child process."""
 
     def __init__(
         self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
     ) -> None:
-        """Stores the callbacks. ``on_record(record, fds)`` must close the file descriptors ``fds``, sent with the record.
+        """Stores the callbacks.
 
-        ``on_close``: called when the other process has closed the channel or sent invalid data.
+        Args:
+          on_record: called with each record and its file descriptors, which it must close.
+          on_close: called once, when the other process has closed the channel or sent invalid data, but not after ``close``.
         """
         self._channel = channel
         self._on_record = on_record
@@ -57,7 +56,7 @@ class ControlChannel:
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Closes the channel. Records that are still queued are dropped. A second call does nothing."""
+        """Closes the channel. Records that are still queued are dropped. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -73,7 +72,7 @@ class ControlChannel:
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Receives the records that a process sent before it died, calls ``on_record`` with each, and closes the channel."""
+        """Receives the records that a process sent before it died, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()
@@ -109,11 +108,7 @@ class ControlChannel:
             self._lost()
 
     def _received(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the records of one datagram and their file descriptors; None: no datagram is there.
-
-        If this process has too many open files, descriptors are lost: replies are then returned without descriptors, and
-        for any other record InvalidArgument is raised.
-        """
+        # Without descriptors for it a reply is useful, and any other record is not.
         try:
             return self._channel.receive()
         except DescriptorsLost as lost:
@@ -130,7 +125,7 @@ class ControlChannel:
 
 
 class ControlCalls:
-    """Calls operations of the process at the other end of a control channel, and matches replies to calls by a number."""
+    """Calls operations of the process at the other end of a control channel, and matches replies to calls."""
 
     def __init__(self, send: Callable[..., None]) -> None:
         """Stores ``send(record, *fds)``, which sends a record with file descriptors on the channel."""
@@ -141,8 +136,8 @@ class ControlCalls:
     async def call(self, operation: Operation, *fds: int, peer: Peer = ANONYMOUS) -> tuple[bytes, list[int]]:
         """Calls an operation. Returns its result, and the file descriptors that came with it, which the caller must close.
 
-        ``fds``: descriptors that are sent with the call. ``peer``: the client for whom a front calls. Raises ServingError: the
-        error with which the other process replied.
+        ``fds``: descriptors that are sent with the call. ``peer``: the client for whom a front calls.
+        Raises the ServingError with which the other process replied.
         """
         self._last += 1
         number = self._last
@@ -158,13 +153,14 @@ class ControlCalls:
         return reply.result, received
 
     async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
-        """Calls an operation of the supervisor for a client. Returns the result, which is JSON or empty.
+        """Calls an operation of the supervisor for a client, and returns the result, which is JSON or empty.
 
-        ``peer``: the client. ``end``: a file descriptor that is sent with the call, and that the caller must close; -1:
-        none. For a push, the descriptor is the memory with the parameters. For the registration of a region, it becomes
-        readable when the client's process or connection has ended, after which the supervisor unregisters the region.
-
-        Raises Unavailable: too many calls wait for replies; ServingError: the error with which the supervisor replied.
+        Args:
+          peer: the client.
+          end: a file descriptor that is sent with the call and that the caller must close, or -1. For a push, it is the memory
+          with the
+          parameters. For the registration of a region, it becomes readable when the region is to be unregistered.
+        Raises Unavailable if too many calls wait for replies. Raises the ServingError with which the supervisor replied.
         """
         if len(self._waiting) >= _LIMIT:
             raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")
@@ -172,7 +168,7 @@ class ControlCalls:
         return result
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply and its descriptors to the call that waits for it. If that call was cancelled, closes the descriptors."""
+        """Gives a reply and its descriptors to the call that waits for it, or closes the descriptors if the call was cancelled."""
         waiter = self._waiting.get(reply.call_id)
         if waiter is None or waiter.done():
             descriptors.close(fds)
@@ -180,7 +176,7 @@ class ControlCalls:
             waiter.set_result((reply, fds))
 
     def fail(self, error: ServingError) -> None:
-        """Makes every call that waits for a reply raise ``error``. Call it when the other process is gone."""
+        """Makes every call that waits for a reply raise ``error``, because the other process is gone."""
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_exception(error)

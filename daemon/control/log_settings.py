@@ -29,12 +29,12 @@ class LogSettings:
         self._publish = publish
 
     def change(self, wanted: ChangeLog) -> bytes:
-        """Applies a client's changes of log settings, ``wanted``, which a front has checked. Returns all settings as JSON."""
+        """Applies the changes that a client wants, and returns all settings as JSON."""
         self.replace(msgspec.structs.replace(self._current, **wanted.changes()))
         return msgspec.json.encode(described(self._current))
 
     def replace(self, options: Log) -> None:
-        """Replaces all log settings by ``options``, as a reload of the configuration does, and publishes any change."""
+        """Replaces all log settings by ``options``."""
         if options != self._current:
             self._current = options
             self._publish(options)

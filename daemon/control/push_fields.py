@@ -32,7 +32,7 @@ _MAX_LEAVES = 10_000
 
 
 class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
-    """Says where in a region an array of a model's parameters lies, and which datatype and shape the array has."""
+    """Says where in a region an array of parameters lies, and which datatype and shape the array has."""
 
     region: str
     byte_size: Number
@@ -42,7 +42,7 @@ class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A push's fields in JSON: where the parameters lie (a file, a region or arrays in regions) and how they are applied."""
+    """The fields of a push in JSON: where the parameters lie and how they are applied."""
 
     #: 0: one more than the last.
     number: Number = 0
@@ -57,10 +57,10 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     move_sequences: bool = False
 
     def source(self, memory_byte_size: int) -> ParameterSource:
-        """Returns the source of the push's parameters: a file, a region, arrays in regions, or memory.
+        """Returns the source of the parameters: a file, a region, arrays in regions, or memory.
 
-        ``memory_byte_size``: the size of the memory that the client sent with the push; below 0: it sent none. Raises
-        InvalidArgument: the push names no source, several sources or too many arrays.
+        ``memory_byte_size``: the size of the memory that came with the push. It is negative if none came.
+        Raises InvalidArgument if the push names no source, several sources or too many arrays.
         """
         named = [name for name in ("file", "region", "leaves") if getattr(self, name)]
         if len(named) + (memory_byte_size >= 0) != 1:
@@ -86,12 +86,13 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def operation(self, model: str, version: int, name: str, memory_byte_size: int = -1) -> PushParameters:
-        """Builds the operation that pushes parameters into the set ``name`` of a model's version.
+        """Builds the operation that pushes parameters into a parameter set of a model version.
 
-        ``version`` 0: the newest. ``name`` "": the set ``main``. ``memory_byte_size``: the size of the memory that the client
-        sent with the push; below 0: it sent none.
-
-        Raises InvalidArgument: the push names no source of parameters, several sources or too many arrays.
+        Args:
+          version: the version, or 0 for the newest.
+          name: the name of the parameter set, or "" for ``main``.
+          memory_byte_size: the size of the memory that came with the push. It is negative if none came.
+        Raises InvalidArgument if the push names no source, several sources or too many arrays.
         """
         return PushParameters(
             model,
@@ -107,7 +108,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read(text: bytes) -> PushFields:
-    """Parses the JSON of a push. An empty ``text`` gives the defaults. Raises InvalidArgument: the JSON is malformed."""
+    """Parses the JSON of a push. An empty text gives the defaults. Raises InvalidArgument if the JSON is malformed."""
     try:
         return msgspec.json.decode(text, type=PushFields) if text else PushFields()
     except msgspec.MsgspecError as error:

@@ -27,11 +27,11 @@ _NEVER_NS = 1 << 63
 
 
 def uncounted(refusal: Refusal) -> None:
-    """Does nothing. It stands in for the function that counts refusals where a front has no shared counters."""
+    """Does nothing, in place of a function that counts refusals."""
 
 
 class Refusals:
-    """Counts the requests that one front refuses, and logs how many at most once a minute. Used on the front's event loop."""
+    """Counts the requests that one front refuses, and logs how many at most once a minute."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
         self._loop = loop
@@ -44,13 +44,16 @@ class Refusals:
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """Counts a request that was refused for the reason ``refusal``. ``model``: the model's name; "": it is not known yet."""
+        """Counts a request that was refused for the reason ``refusal``.
+
+        ``model``: the name of the model, or "" if it is not known.
+        """
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Notes for the next log line, but not for the metrics, that a client's mistake made a request to ``model`` fail.
+        """Notes for the log, but not for the metrics, that the mistake of a client made a request to ``model`` fail.
 
         ``code``: the HTTP status in digits, or the name of the gRPC status. ``message``: the text of the error.
         """
@@ -58,10 +61,7 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Returns a callback that passes what it is given, memory for a request or an error, on to ``on_room``.
-
-        The callback first counts an error as a refusal of a request to ``model``.
-        """
+        """Wraps ``on_room``, a callback for memory or an error, so that an error also counts as a refusal."""
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):
@@ -71,7 +71,7 @@ class Refusals:
         return given_room
 
     def close(self) -> None:
-        """Logs the refusals that were counted since the last line in the log, and cancels the timer for later lines."""
+        """Logs the refusals that were not logged yet, and cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
         for log in (self._log, self._mistakes):

@@ -22,12 +22,12 @@ CONTROL_SOCKET = "control.sock"
 
 
 def of_service(environment: Mapping[str, str]) -> Path | None:
-    """Returns the folder that systemd made for this process's sockets; None: this process is not a service of systemd."""
+    """Returns the folder that systemd made for the sockets of this process, or None if it is no service of systemd."""
     return _first(environment, "RUNTIME_DIRECTORY")
 
 
 def state_of_service(environment: Mapping[str, str]) -> Path | None:
-    """Returns the folder that systemd keeps for this process's data; None: this process is not a service of systemd."""
+    """Returns the folder that systemd keeps for the data of this process, or None if it is no service of systemd."""
     return _first(environment, "STATE_DIRECTORY")
 
 
@@ -39,7 +39,7 @@ def _first(environment: Mapping[str, str], variable: str) -> Path | None:
 def own(environment: Mapping[str, str]) -> Path:
     """Returns the user's folder for sockets, which is created if needed.
 
-    It is $XDG_RUNTIME_DIR/tensord or, if that cannot be used, /tmp/tensord-UID. Raises OSError: neither can be used safely.
+    It is $XDG_RUNTIME_DIR/tensord or, if that cannot be used, /tmp/tensord-UID. Raises OSError if neither can be used safely.
     """
     *first, last = _owns(environment)
     for path in first:
@@ -55,13 +55,13 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns where tensorctl looks for sockets: $RUNTIME_DIRECTORY, folders that only this user can open, and /run/tensord."""
+    """Returns the folders in which tensorctl looks for sockets."""
     service = of_service(environment)
     return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the name of a socket of the user's second daemon, whose process is ``pid``: control-4711.sock for control.sock."""
+    """Returns the name of a socket of a user's second daemon, such as control-4711.sock for control.sock."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 
@@ -72,7 +72,7 @@ def sockets(folder: Path, name: str) -> list[Path]:
 
 
 def _owns(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which the user's sockets may lie: two, because a shell may lack the daemon's XDG_RUNTIME_DIR."""
+    # Two, because a shell may lack the daemon's XDG_RUNTIME_DIR.
     temporary = TEMPORARY / f"tensord-{os.geteuid()}"
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return [Path(runtime, "tensord"), temporary] if runtime else [temporary]

@@ -46,12 +46,12 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedCounters:
-    """Counters of the fronts of one protocol in shared memory: a row for each front. Owns the memory's file descriptor."""
+    """Counters of the fronts of one protocol in shared memory, with a row for each front."""
 
     def __init__(self, fd: int) -> None:
-        """Maps the memory that ``create`` made. The descriptor ``fd`` is owned by this object from now on.
+        """Maps the memory that ``create`` made, and owns the descriptor ``fd``.
 
-        Raises OSError or ValueError: ``fd`` is no descriptor of such memory.
+        Raises OSError or ValueError if ``fd`` is no descriptor of such memory.
         """
         self.fd = fd
         self._mapping = mmap.mmap(fd, _BYTE_SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -61,7 +61,7 @@ class SharedCounters:
 
     @classmethod
     def create(cls) -> SharedCounters:
-        """Creates the shared memory with all counters 0. Raises OSError: no memory or no file descriptor is free."""
+        """Creates the shared memory with all counters 0. Raises OSError if no memory or no file descriptor is free."""
         fd = os.memfd_create("tensord-counters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, _BYTE_SIZE)
@@ -72,39 +72,39 @@ class SharedCounters:
             raise
 
     def front(self, row: int) -> FrontCounters:
-        """Returns the counters of the front in row ``row``, which only that front may change."""
+        """Returns the counters of the front in row number ``row``, which only that front may change."""
         return FrontCounters(self._words, self._serves, self._connections, row)
 
     def connections(self, row: int) -> int:
-        """Returns how many client connections the front in row ``row`` has."""
+        """Returns how many client connections the front in row number ``row`` has."""
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many prepared requests of the front in row ``row`` have a number now, ever got one, and have lost it."""
+        """Returns how many prepared requests of a front have a number now, ever got one, and have lost it."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns, by reason, how many requests the front in row ``row``, and dead fronts that it replaces, have ever refused."""
+        """Returns, by reason, how many requests the fronts in row number ``row`` have ever refused."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns, by status code, how many answers the ``protocol`` front in row ``row`` and its dead forerunners have given."""
+        """Returns, by status code, how many answers the fronts in row number ``row`` have ever given."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
     def dropped_traces(self, row: int) -> int:
-        """Returns how many traces the front in row ``row``, and dead fronts that it replaces, have ever dropped."""
+        """Returns how many traces the fronts in row number ``row`` have ever dropped."""
         return self._words[row * _WORDS + _TRACES]
 
     def clear(self, row: int) -> None:
-        """Sets the numbers of open connections and prepared requests of the dead front with this row to 0. Other counts stay."""
+        """Sets the present counts of a dead front to 0. Counts that only grow stay."""
         at = row * _WORDS
         self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = 0
 
     def close(self) -> None:
-        """Unmaps the memory and closes its file descriptor. Call it once; no row may be used afterwards."""
+        """Unmaps the memory and closes its file descriptor. Must be called once."""
         for view in (self._serves, self._connections, self._words):
             view.release()
         self._mapping.close()
@@ -112,7 +112,7 @@ class SharedCounters:
 
 
 class FrontCounters:
-    """Counters of one front. The front changes only its own row, and reads how many connections the other fronts have."""
+    """Counters of one front, which changes only these and reads those of the other fronts."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words
@@ -122,7 +122,7 @@ class FrontCounters:
         self._at = row * _WORDS
 
     def serve(self, serving: bool) -> None:
-        """Sets whether this front accepts connections. If ``serving``, fronts with more connections leave new ones to it."""
+        """Sets whether this front accepts connections. If so, fronts with more connections leave new ones to it."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:
@@ -130,14 +130,18 @@ class FrontCounters:
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a prepared request that got a number. This front has ``numbered`` of them now; ``evicted`` lost their number."""
+        """Counts a prepared request that got a number.
+
+        ``numbered``: how many prepared requests of this front have a number now. ``evicted``: how many lost their number
+        meanwhile.
+        """
         at = self._at + _PREPARED
         self._words[at] = numbered
         self._words[at + 1] += 1
         self._words[at + 2] += evicted
 
     def refuse(self, refusal: Refusal) -> None:
-        """Counts a request that this front refuses, under the reason ``refusal``."""
+        """Counts a request that this front refuses."""
         self._words[self._at + _REFUSED + OF_FRONTS.index(refusal)] += 1
 
     def drop_traces(self, count: int) -> None:
@@ -146,9 +150,9 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns the counters of all fronts, and the index in them at which this front's counters by status code begin.
+        """Returns the counters of all fronts as 64-bit words, and the index at which this front's counters by status code begin.
 
-        The counters are 64-bit words; those by status code are in the order of ``CODES`` of the front's protocol.
+        The latter are in the order of ``CODES``.
         """
         return self._words, self._at + _CODES
 
@@ -161,7 +165,7 @@ class FrontCounters:
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the lowest count of connections among the other fronts that accept connections; None: no other front does."""
+        """Returns the fewest connections that another front which accepts connections has, or None if there is no such front."""
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None

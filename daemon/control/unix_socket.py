@@ -12,7 +12,10 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns the path of a socket: ``configured`` or, if it is "", ``name`` in systemd's folder; None: there is no folder."""
+    """Returns the path of a socket: ``configured`` or, if that is "", ``name`` in systemd's folder.
+
+    Returns None if there is no such folder.
+    """
     if configured:
         return Path(configured)
     folder = runtime_directory.of_service(environment)
@@ -22,7 +25,7 @@ def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | N
 def bind(path: Path, kind: int, mode: int) -> socket.socket:
     """Binds a Unix socket to a path, with the file mode ``mode`` from the start. The socket does not listen yet.
 
-    ``kind``: the socket's type, such as SOCK_STREAM. Raises OSError: the path cannot be bound.
+    ``kind``: the type of the socket, such as SOCK_STREAM. Raises OSError if the path cannot be bound.
     """
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
@@ -39,10 +42,9 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
 
 
 def remove_stale(path: Path, kind: int) -> None:
-    """Removes the path of a Unix socket on which no process listens, as a killed daemon leaves it.
+    """Removes the path of a Unix socket on which no process listens. Never waits.
 
-    Other files stay. The function never waits, even if the process that listens accepts nothing and its backlog is full.
-    ``kind``: the socket's type, such as SOCK_STREAM.
+    ``kind``: the type of the socket, such as SOCK_STREAM.
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):

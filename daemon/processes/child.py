@@ -52,7 +52,7 @@ _STACK_SECONDS = 0.2
 
 
 class Child:
-    """Starts, calls, stops and kills one child process of the supervisor. Owns the process's pidfd and control channel."""
+    """Starts, calls, stops and kills one child process of the supervisor."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Child:
         on_record: Callable[[Any, Any, list[int]], None],
         on_exit: Callable[[Any], None],
     ) -> None:
-        """Stores the arguments; no process runs yet. ``adopt`` takes over the process itself.
+        """Stores the arguments. ``adopt`` takes over the process itself.
 
         Args:
-          name: the process's name, such as "http-0"; a process that replaces a dead one has the same name.
-          incarnation: the process's number, which no other process ever has.
+          name: the name of the process, such as "http-0". A process that replaces a dead one has the same name.
+          incarnation: the number of the process, which no other process ever has.
           incoming: the union of the record types that the process may send.
           on_record: called with this object, a record from the process and the record's descriptors.
           on_exit: called with this object once the process is gone.
@@ -101,9 +101,9 @@ class Child:
         self.calls = ControlCalls(self.send)
 
     def adopt(self, spawned: Spawned, options: bytes) -> None:
-        """Takes over ``spawned``, a process that ``spawn`` has started, and sends it a Start record.
+        """Takes over a process that ``spawn`` has started, and sends it a Start record.
 
-        ``options``: the daemon's options as msgpack. Raises OSError: no file descriptor is free, and the process was killed.
+        ``options``: the daemon's options as msgpack. Raises OSError if no file descriptor is free. Then the process was killed.
         """
         try:
             self._pidfd = os.pidfd_open(spawned.process.pid)
@@ -135,15 +135,15 @@ class Child:
             self._connection.send(record, *fds)
 
     def stop(self, grace_ns: int) -> None:
-        """Sends the process a Stop record: the process must finish its work within ``grace_ns`` nanoseconds and then exit."""
+        """Asks the process to finish its work within ``grace_ns`` nanoseconds and to exit."""
         self.stopping = True
         self.send(Stop(max(0, grace_ns)))
 
     def kill(self, reason: str = "") -> None:
         """Kills the process with SIGKILL. ``on_exit`` is called when the process is gone.
 
-        ``reason``: why, for the log; a process that has reported that it is ready first gets 0.2 s to write its stacks. "": no
-        reason is logged, and the process is killed at once.
+        ``reason``: why, for the log. Then a process that is ready first gets 0.2 s to write its stacks. If it is "", nothing is
+        logged.
         """
         if not self.alive or (reason and self._killing):
             return
@@ -193,17 +193,17 @@ class Child:
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
         """Calls an operation of the process. Returns the result and its file descriptors, which the caller must close.
 
-        Raises ServingError: the operation's own error; Unavailable: the process is not running, or died before it answered.
+        Raises Unavailable if the process is not running, or dies before it answers. Raises ServingError if the operation fails.
         """
         if not self.ready or not self.alive:
             raise Unavailable(f"{self.name} is not running")
         return await self.calls.call(operation, *fds)
 
     async def result_of(self, operation: Operation, seconds: float | None = None) -> bytes:
-        """Calls an operation of the process, one whose result has no file descriptors, and returns the result.
+        """Calls an operation of the process and returns its result, which must have no file descriptors.
 
-        ``seconds``: how long to wait at most; None: as long as the process lives. Raises ServingError: the operation's own
-        error; Unavailable: the process died, or has not answered after ``seconds``.
+        ``seconds``: how long to wait at most. If it is None, the wait ends with the process.
+        Raises Unavailable if the process died, or has not answered in time. Raises ServingError if the operation fails.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -214,7 +214,7 @@ class Child:
         return result
 
     def release(self) -> None:
-        """Ends every call that waits for the child process's reply with Unavailable. Call it once the process is dead."""
+        """Ends every call that waits for a reply, because the process is dead. The error is Unavailable."""
         self.calls.fail(Unavailable(f"{self.name} stopped before it answered"))
 
     @property
@@ -244,9 +244,8 @@ class Child:
     def cause(self) -> str:
         """Returns why the process died, one of ``CAUSES``.
 
-        "memory": the kernel killed it for want of memory. "hung": ``kill`` was called with a reason. "version": another
-        version of tensord is installed. "exit": it exited by itself. A name of a signal: the signal ended it. "signal":
-        another signal ended it.
+        "memory" means that the kernel killed it for want of memory, "hung" that ``kill`` was called with a reason, "version" that
+        another version of tensord is installed, and "exit" that it exited by itself. Otherwise a signal ended it.
         """
         if self.out_of_memory:
             return "memory"
@@ -260,7 +259,7 @@ class Child:
         return name if name in CAUSES else "signal"
 
     def describe_exit(self) -> str:
-        """Returns how the process ended, as the rest of a sentence that begins with its name, such as "was killed by SIGSEGV"."""
+        """Returns how the process ended, such as "was killed by SIGSEGV"."""
         if self.is_of_other_version:
             ours = __version__
             return f"is of another version of tensord, installed since this daemon ({ours}) was started: {_RESTART}"
@@ -272,9 +271,9 @@ class Child:
 
 
 class FrontProcess(Child):
-    """A front process as the supervisor sees it. It serves one protocol to clients.
+    """A front process as the supervisor sees it.
 
-    The supervisor numbers the records that it publishes to all fronts; a front acknowledges such a number, the "edition".
+    The supervisor numbers the records that it publishes to all fronts. Such a number is an "edition", which a front acknowledges.
     """
 
     def __init__(
@@ -285,12 +284,12 @@ class FrontProcess(Child):
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores the arguments; no process runs yet.
+        """Stores the arguments. No process runs yet.
 
         Args:
           protocol: "http" or "grpc".
-          row: the front's number, from 0, among the fronts of this protocol.
-          incarnation: the process's number, which no other process ever has.
+          row: the number of the front, from 0, among the fronts of this protocol.
+          incarnation: the number of the process, which no other process ever has.
           on_record: called with this object, a record from the front and the record's descriptors.
           on_exit: called with this object once the process is gone.
         """
@@ -308,14 +307,14 @@ class FrontProcess(Child):
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def ask(self, edition: int) -> None:
-        """Asks the front to acknowledge all records up to number ``edition``. Call it only after they were sent to it."""
+        """Asks the front to acknowledge all records up to the number ``edition``, which must have been sent before."""
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Notes that the front has applied all published records up to ``edition``, and ends the waits for them."""
+        """Notes that the front has applied all published records up to the number ``edition``."""
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
@@ -323,7 +322,7 @@ class FrontProcess(Child):
             self._waiting.pop(waited).set_result(None)
 
     async def wait_acknowledged(self, edition: int) -> None:
-        """Waits until the front has acknowledged all published records up to number ``edition``, or is dead."""
+        """Waits until the front has acknowledged all published records up to the number ``edition``, or is dead."""
         if self.acknowledged >= edition or not self.alive:
             return
         waiting = self._waiting.get(edition)
@@ -341,7 +340,7 @@ class FrontProcess(Child):
 
 
 class WorkerProcess(Child):
-    """A worker process, which runs models on one device. It answers calls, and shows its state in a shared status page."""
+    """A worker process as the supervisor sees it."""
 
     def __init__(
         self,
@@ -382,18 +381,21 @@ class WorkerProcess(Child):
         super().send(record, *fds)
 
     def load_progressed(self, at: Loading) -> None:
-        """Stores how far the worker is with the load of a model's version, as the worker reported in the record ``at``."""
+        """Stores the progress of a load, as the worker reported it."""
         if not at.total and (at.name, at.version) not in {begun[:2] for begun in self._begun}:
             self._begun.append((at.name, at.version, time.monotonic_ns()))
         self.loading = at
 
     @property
     def oldest_load(self) -> tuple[str, int, int] | None:
-        """Returns the load that has run for longest: model, version and its start in CLOCK_MONOTONIC ns; None: no load runs."""
+        """Returns the load that has run for longest: model, version, and its start in ns of CLOCK_MONOTONIC.
+
+        Returns None if no load runs.
+        """
         return self._begun[0] if self._begun else None
 
     def load_answered(self, name: str, version: int) -> None:
-        """Notes that the load of this model version has ended, with success or failure, as the worker reported."""
+        """Notes that the load of this model version has ended, with success or failure."""
         if (name, version) in self.owed:
             self.owed.remove((name, version))
         self._begun = [begun for begun in self._begun if begun[:2] != (name, version)]
@@ -401,7 +403,10 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Describes the load that the worker will answer next, as ``compiling digits 3/16, 4 s``; "": there is none."""
+        """Describes the load that the worker will answer next, such as ``compiling digits 3/16, 4 s``.
+
+        Returns "" if there is none.
+        """
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
@@ -419,7 +424,7 @@ class WorkerProcess(Child):
 
 
 def describe_exit(returncode: int) -> str:
-    """Describes ``returncode``, of ``subprocess.Popen``, such as ``was killed by SIGSEGV`` or ``exited with status 1``."""
+    """Describes a return code of ``subprocess.Popen``, such as ``was killed by SIGSEGV`` or ``exited with status 1``."""
     if returncode >= 0:
         return f"exited with status {returncode}"
     return f"was killed by {_signal_name(-returncode)}"
@@ -438,15 +443,15 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts, such as C extensions, child processes lack. The same list is not logged twice in a row."""
+    """Logs which optional parts, such as C extensions, child processes lack."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Stores ``what``, the text with which each warning begins, before the missing parts' names."""
+        """Stores ``what``, the text with which each warning begins."""
         self._what = what
         self._said: tuple[str, ...] = ()
 
     def say(self, missing: tuple[str, ...]) -> None:
-        """Logs the parts that a child process reported as missing, unless the last warning named the same parts."""
+        """Logs the parts that a child process lacks, unless the last warning named the same parts."""
         if missing and missing != self._said:
             self._said = missing
             _log.warning("%s: %s", self._what, "; ".join(missing))

@@ -31,7 +31,7 @@ class MissingDevice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of one worker process, and the environment variables and CPU cores that the worker gets for it."""
+    """The device of one worker process, with the environment variables and CPU cores of the worker."""
 
     #: The worker's ``--device``, named by the first of its GPUs: "cpu:0", "cuda:1", "cuda:1/2" (``tensord.shm.device_names``).
     name: str
@@ -43,9 +43,9 @@ class Device:
     memory_fraction: float = 0.0
 
     def alone(self, name: str, memory_fraction: float) -> Device:
-        """Returns the device for a worker that serves one isolated model, on the same GPU or CPU as this device.
+        """Returns the device of a worker that serves one isolated model, on the same GPU or CPU as this device.
 
-        ``name``: the new device's name. ``memory_fraction``: the fraction (0 to 1) of the GPU's memory that XLA takes there.
+        ``name``: the name of the new device. ``memory_fraction``: the fraction (0 to 1) of the GPU's memory that XLA takes there.
         """
         if not device_names.gpu_of(name):
             return Device(name, self.environment, self.cores)
@@ -57,13 +57,13 @@ class Device:
 def find_devices(
     options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev"), system: Path = Path("/sys")
 ) -> list[Device]:
-    """Returns a device for each worker process that should be started. Logs why GPUs that exist cannot be used.
+    """Returns a device for each worker process that should be started, and logs why GPUs cannot be used.
 
-    ``environment``: holds CUDA_VISIBLE_DEVICES, which says which GPUs may be used. ``folder``: the folder with the driver's
-    device nodes. ``system``: the folder in which sysfs is mounted.
-
-    Raises MissingDevice: ``workers.device`` is "cuda" and no GPU can be used, or this process may not use a core of
-    ``workers.cores``.
+    Args:
+      environment: holds CUDA_VISIBLE_DEVICES, which says which GPUs may be used.
+      folder: the folder with the driver's device nodes.
+      system: the folder in which sysfs is mounted.
+    Raises MissingDevice if ``workers.device`` is "cuda" and no GPU can be used, or if a core of ``workers.cores`` cannot be used.
     """
     if options.device != "cpu":
         found = visible_gpus(environment, folder)
@@ -89,14 +89,12 @@ def find_devices(
 
 
 def _cpu_workers(options: Workers) -> list[Device]:
-    """Returns the devices of the CPU workers: "cpu:0", "cpu:1" and so on. Raises MissingDevice: a core may not be used."""
     _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]
 
 
 def _check_cores(lists: Sequence[str]) -> None:
-    """Raises MissingDevice if systemd or a container forbids this process a core of ``lists``, such as "0-3,8"."""
     ours = os.sched_getaffinity(0)
     for i, text in enumerate(lists):
         missing = set(core_list.parse(text)) - ours
@@ -109,10 +107,10 @@ def _check_cores(lists: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """The GPUs that can be used, with their entries in ``CUDA_VISIBLE_DEVICES`` and PCI addresses, or why there are none.
+    """The GPUs that can be used, or why there are none.
 
-    ``reason`` is "" if there are GPUs. It is also "" if none is expected, because no driver is installed or the environment
-    hides all GPUs.
+    ``entries`` are those of CUDA_VISIBLE_DEVICES, and ``addresses`` are PCI addresses. ``reason`` is "" if there are GPUs,
+    and also if none is expected, because no driver is installed or the environment hides all GPUs.
     """
 
     entries: Sequence[str] = ()
@@ -121,7 +119,10 @@ class VisibleGpus:
 
 
 def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> VisibleGpus:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES shows, or why there are none. ``folder``: has the driver's device nodes."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES shows, or why there are none.
+
+    ``environment``: holds that variable. ``folder``: the folder with the driver's device nodes.
+    """
     named = environment.get(_VARIABLE)
     entries = None if named is None else [entry.strip() for entry in named.split(",")]
     if entries is not None and entries[0] in ("", "-1"):
@@ -147,7 +148,7 @@ def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) ->
 
 
 def _has_plugin() -> bool:
-    """Returns whether JAX would find a CUDA plugin: a package in ``jax_plugins``, or an entry point in the group of that name."""
+    """Returns whether JAX would find a CUDA plugin."""
     spec = importlib.util.find_spec(_PLUGINS)
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())] if spec else []
     names += [point.value for point in metadata.entry_points(group=_PLUGINS)]
@@ -155,11 +156,10 @@ def _has_plugin() -> bool:
 
 
 def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
-    """Returns the CPU cores on the NUMA nodes of these GPUs that this process may use, as Linux lists cores ("0-3,8").
+    """Returns the CPU cores near these GPUs that this process may use, such as "0-3,8".
 
-    The kernel places a page near the core that first touches it. So page-locked memory of a process on these cores is near the
-    GPU. "" is returned if the host has one node, if a GPU's node is not known, or if this process may use none of these cores.
-    ``addresses``: the GPUs' PCI addresses. ``system``: the folder in which sysfs is mounted.
+    Returns "" if the host has one NUMA node, if the node of a GPU is not known, or if this process may use none of the cores.
+    ``addresses``: the PCI addresses of the GPUs. ``system``: the folder in which sysfs is mounted.
     """
     nodes = {_node(address, system) for address in addresses}
     others = [path for path in (system / "devices/system/node").glob("node[0-9]*") if path.name not in nodes]
@@ -173,7 +173,7 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
 
 
 def _node(address: str, system: Path) -> str:
-    """Returns the NUMA node of a PCI address, such as "node0"; "": the kernel does not know it. ``system``: where sysfs is."""
+    """Returns the NUMA node of a PCI address, such as "node0", or "" if it is unknown."""
     with contextlib.suppress(OSError, ValueError):
         number = int((system / "bus/pci/devices" / address.lower() / "numa_node").read_text())
         return f"node{number}" if number >= 0 else ""

@@ -20,7 +20,7 @@ class FirstSignals:
         self.came: signal.Signals | None = None
 
     def watch(self) -> None:
-        """Begins to record SIGTERM and SIGINT. SIGHUP, SIGUSR1 and SIGUSR2 get empty handlers: children would inherit SIG_IGN."""
+        # SIGHUP, SIGUSR1 and SIGUSR2 get empty handlers, because children would inherit SIG_IGN.
         for number in _ENDING:
             signal.signal(number, self._ending)
         for number in _PASSED_OVER:

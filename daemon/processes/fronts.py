@@ -48,11 +48,11 @@ class Fronts:
         said: Callable[[FrontProcess, Record, list[int]], None],
         died: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores the arguments; no front runs yet.
+        """Stores the arguments. No front runs yet.
 
         Args:
           programs: the Python module that a front runs, by protocol.
-          devices: the devices of the first workers, from which the number of fronts follows if the options do not give it.
+          devices: the devices of the first workers, which decide how many fronts "auto" means.
           options: returns the options that apply now.
           next_incarnation: returns a number for a new process.
           started: called with each new front, to send it what it needs.
@@ -80,11 +80,11 @@ class Fronts:
     def listen(self, environment: Mapping[str, str], beside: Path | None = None) -> None:
         """Binds the listening sockets of each protocol, or takes over the sockets that the service manager passed.
 
-        ``environment``: holds the variables with which the service manager passes sockets (LISTEN_FDS and others). ``beside``:
-        the path of a further Unix socket for HTTP, which is bound if HTTP is served; None: there is none. If this socket cannot
-        be bound, a warning is logged.
-
-        Raises ListenError: another socket cannot be bound or taken over; OSError: no memory for the fronts' shared counters.
+        Args:
+          environment: holds the variables with which the service manager passes sockets, such as LISTEN_FDS.
+          beside: the path of a further Unix socket for HTTP, or None. If it cannot be bound, a warning is logged.
+        Raises ListenError if another socket cannot be bound or taken over. Raises OSError if there is no memory for shared
+        counters.
         """
         options = self._options()
         try:
@@ -102,10 +102,7 @@ class Fronts:
             raise
 
     def _listen(self, protocol: str, section: Http | Grpc) -> None:
-        """Binds the sockets of a protocol as the options' ``section`` says, unless the service manager passed sockets for it.
-
-        Raises ListenError: a socket cannot be bound, or one was passed although the options disable the protocol.
-        """
+        """Binds the sockets of a protocol, unless the service manager passed some."""
         if not section.enabled and protocol in self._listeners:
             raise ListenError(f"socket activation: a socket for {protocol} was passed, but {protocol}.enabled is false")
         if section.enabled and protocol not in self._listeners:
@@ -124,10 +121,10 @@ class Fronts:
             _log.warning("clients find no HTTP beside their socket: %s", error)
 
     def start_all(self, at_once: int) -> None:
-        """Starts the fronts of every protocol, ``at_once`` at a time. Another one is started when a front is ready or has died.
+        """Starts the fronts of every protocol, ``at_once`` at a time.
 
-        More fronts at a time than there are free cores would delay each other and the workers, which import JAX meanwhile.
-        Raises OSError: no memory, process id or file descriptor is free.
+        The next front is started when a front is ready or has died.
+        Raises OSError if no memory, process id or file descriptor is free.
         """
         self._unstarted = [(protocol, row) for protocol in self._listeners for row in range(self._rows(protocol))]
         for _ in range(at_once):
@@ -139,7 +136,7 @@ class Fronts:
             del self._unstarted[0]
 
     def _go_on(self) -> None:
-        """Starts the next of the fronts that ``start_all`` has still to start. If that fails, tries again 1 s later."""
+        """Starts the next front of ``start_all``, or tries again 1 s later."""
         try:
             self._start_next()
         except OSError as error:
@@ -153,7 +150,7 @@ class Fronts:
         return self._automatic if asked == "auto" else asked
 
     def start(self, protocol: str, row: int) -> None:
-        """Starts front number ``row`` of a protocol. Raises OSError: no memory, process id or file descriptor is free."""
+        """Starts the front number ``row`` of a protocol. Raises OSError if no memory, process id or file descriptor is free."""
         front = FrontProcess(protocol, row, self._next_incarnation(), self._received, self._exited)
         counters = self._counters[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
@@ -167,11 +164,11 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """Sends every front a record with duplicates of ``fds``. ``settled`` waits until the fronts have acknowledged it."""
+        """Sends every front a record, with duplicates of ``fds``. ``settled`` waits until the fronts have acknowledged it."""
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
-        """Calls ``send`` with every front. What ``send`` sends is counted as one published record, which fronts acknowledge."""
+        """Calls ``send`` with every front, and counts what it sends as one published record."""
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)
@@ -183,10 +180,10 @@ class Fronts:
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks serving fronts to acknowledge the records they got, except fronts that were asked within ``interval_ns``.
+        """Asks fronts to acknowledge the records they got, so that the watchdog notices a front whose event loop hangs.
 
-        If the event loop of a front hangs, the acknowledgement does not come, which the watchdog notices. ``interval_ns``:
-        nanoseconds; 0: no front is asked. ``now_ns``: the time of CLOCK_MONOTONIC.
+        ``now_ns``: the time of CLOCK_MONOTONIC. ``interval_ns``: how long a front is not asked again. If it is 0, no front is
+        asked.
         """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
@@ -228,14 +225,14 @@ class Fronts:
             self._go_on()
 
     def stop_listening(self) -> None:
-        """Closes the supervisor's listening sockets. Fronts have duplicates of them and accept connections until they stop."""
+        """Closes the supervisor's listening sockets. Fronts have duplicates, and accept connections until they stop."""
         self._unstarted.clear()
         for listeners in self._listeners.values():
             for listener in listeners:
                 listener.close()
 
     def close(self) -> None:
-        """Closes the sockets and the shared counters. Call it only when no front runs; a second call does nothing."""
+        """Closes the sockets and the shared counters, when no front runs. May be called again."""
         self.stop_listening()
         for counters in self._counters.values():
             counters.close()
@@ -251,7 +248,7 @@ class Fronts:
         return iter(self.by_incarnation.values())
 
     def slots(self) -> dict[str, str]:
-        """Returns the name ("http-0") of every front that should run, with the front's protocol."""
+        """Returns the name ("http-0") and the protocol of every front that should run."""
         return {
             front_name(protocol, row): protocol for protocol in self._listeners for row in range(self._rows(protocol))
         }
@@ -265,7 +262,7 @@ class Fronts:
         return urls
 
     def counters(self, name: str) -> tuple[SharedCounters, int]:
-        """Returns the shared counters of the front of this name ("http-0"), and the front's row in them."""
+        """Returns the shared counters for the front ``name`` ("http-0"), and the number of the front's row in them."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol], int(row)
 
@@ -277,8 +274,7 @@ class Fronts:
 def automatic(cores: int, devices: Sequence[str]) -> int:
     """Returns how many fronts a protocol has if the option ``processes`` is "auto".
 
-    There are fewer fronts with CPU workers, which compute on all cores. ``cores``: how many cores the daemon may use.
-    ``devices``: the workers' devices.
+    ``cores``: how many cores the daemon may use. ``devices``: the devices of the workers.
     """
     gpus = sum(device.startswith("cuda") for device in devices)
     wanted = (cores - gpus) // 8 if gpus else cores // 16
@@ -286,10 +282,9 @@ def automatic(cores: int, devices: Sequence[str]) -> int:
 
 
 def of_one(options: Options, count: int) -> Options:
-    """Returns the options for one of ``count`` fronts. Limits for all fronts of a protocol together are divided by ``count``.
+    """Returns the options for one of ``count`` fronts of a protocol, with a part of each limit that holds for all together.
 
-    Each front keeps its own part without asking the others, because connections are distributed evenly. A part is never so
-    small that the largest single request would not fit.
+    A part is never so small that the largest single request would not fit.
     """
     http, grpc = options.http, options.grpc
     if count == 1:

@@ -23,7 +23,7 @@ _NO_LIBRARY = f"there is no {_LIBRARY}"
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The CUDA driver's answer: the PCI addresses of the visible GPUs, or why the driver cannot be used."""
+    """The answer of the CUDA driver: the visible GPUs, or why the driver cannot be used."""
 
     #: The PCI addresses of the visible GPUs, in the driver's order; "" where it does not say.
     addresses: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Probed:
 
 
 def probe(environment: Mapping[str, str]) -> Probed:
-    """Asks the CUDA driver for the GPUs that ``environment`` makes visible, in a separate process. Waits for at most 60 s."""
+    """Asks the CUDA driver, in a separate process, for the GPUs that ``environment`` makes visible. Waits for at most 60 s."""
     try:
         done = subprocess.run(
             _COMMAND, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE
@@ -56,7 +56,7 @@ def probe(environment: Mapping[str, str]) -> Probed:
 
 
 def _ask() -> list[str] | str:
-    """Loads the CUDA driver; returns the PCI addresses of the GPUs that this process sees, or why the driver cannot be used."""
+    """Returns the PCI addresses of the visible GPUs, or why there are none."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:

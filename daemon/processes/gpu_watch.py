@@ -16,7 +16,7 @@ import msgspec
 
 
 class GpuState(msgspec.Struct, frozen=True):
-    """State of one GPU; sizes are in bytes. A value that the GPU does not report is None."""
+    """The state of one GPU. Sizes are in bytes. A value that the GPU does not report is None."""
 
     uuid: str
     #: The part of the last moment in which a kernel ran.
@@ -31,13 +31,13 @@ class GpuState(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """State of all GPUs of this host at one time. The process that watches the GPUs sends it to the supervisor."""
+    """The state of all GPUs of this host at one time."""
 
     gpus: tuple[GpuState, ...]
 
 
 class Event(msgspec.Struct, frozen=True, tag="event"):
-    """An error of a GPU. The process that watches the GPUs sends it to the supervisor."""
+    """An error of a GPU."""
 
     uuid: str
     #: The kind, "xid" or "ecc" (an error of two bits, which was not corrected).
@@ -49,7 +49,7 @@ class Event(msgspec.Struct, frozen=True, tag="event"):
 def main(seconds: float) -> str:
     """Writes the state of the GPUs every ``seconds`` seconds, and each error of a GPU at once, to standard output.
 
-    Ends when nobody reads standard output any more. Returns why the GPUs cannot be read; "": they could be read.
+    Ends when nobody reads standard output any more. Returns why the GPUs cannot be read, or "".
     """
     try:
         import pynvml
@@ -114,7 +114,7 @@ def _address(handle: Any) -> int:
 
 
 def _say(report: Look | Event) -> bool:
-    """Writes a ``report`` as one line of JSON to standard output. Returns False if nobody reads standard output any more."""
+    """Writes ``report`` as a line of JSON. Returns False if nobody reads it."""
     try:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         sys.stdout.buffer.flush()

@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class GpuWatcher:
-    """Starts the process that watches the GPUs, and reads its reports. One per supervisor, used on the event loop only."""
+    """Starts the process that watches the GPUs, and reads its reports. Used on the event loop only."""
 
     def __init__(self) -> None:
         #: UUID and kind of event -> how often it was reported.
@@ -46,11 +46,11 @@ class GpuWatcher:
 
     @property
     def gpus(self) -> Sequence[GpuState]:
-        """Returns the state of this host's GPUs as it was last reported; empty if no report came in the last 10 s."""
+        """Returns the state of this host's GPUs as it was last reported. It is empty if no report came in the last 10 s."""
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Runs the process that watches the GPUs, and starts it again 60 s after its end. ``environment``: variables for it."""
+        """Runs the process that watches the GPUs, and starts it again 60 s after its end. ``environment``: its variables."""
         try:
             while True:
                 reason = await self._watch(environment)
@@ -63,10 +63,7 @@ class GpuWatcher:
                 self._process.kill()
 
     async def _watch(self, environment: Mapping[str, str]) -> str:
-        """Runs the process that watches the GPUs until it ends or sends a malformed report. Returns why it ended.
-
-        The reason is the last line of its standard error, or an error that this method met.
-        """
+        """Runs the process that watches the GPUs, and returns why it ended."""
         loop = asyncio.get_running_loop()
         try:
             self._process = process = subprocess.Popen(

@@ -39,7 +39,7 @@ class ListenError(Exception):
 def named(section: str, port: str = "port") -> Iterator[None]:
     """Adds the option at fault, such as ``http.port``, to the text of a ListenError that the ``with`` block raises.
 
-    ``section``: the option's section. ``port``: the option's key, if the error has the key "port".
+    ``section``: the section of the option. ``port``: the key of the option, if the error has the key "port".
     """
     try:
         yield
@@ -49,7 +49,7 @@ def named(section: str, port: str = "port") -> Iterator[None]:
 
 
 def bind_each(*binds: Callable[[], None]) -> None:
-    """Calls all ``binds``, even if one fails. Raises ListenError after all calls, with the reason of each failure."""
+    """Calls all ``binds``, even if one fails. Then raises ListenError with the reason of each failure."""
     refused: list[str] = []
     for bind in binds:
         try:
@@ -61,7 +61,7 @@ def bind_each(*binds: Callable[[], None]) -> None:
 
 
 class Listener:
-    """A listening socket. If it is a Unix socket that this process bound, ``close`` removes its path."""
+    """A listening socket."""
 
     def __init__(self, sock: socket.socket, protocol: str, path: str = "") -> None:
         self.socket = sock
@@ -78,7 +78,7 @@ class Listener:
         self._inode = os.stat(path).st_ino if path else 0
 
     def close(self) -> None:
-        """Closes the socket. The path of a Unix socket is removed if this process bound it. A second call does nothing."""
+        """Closes the socket, and removes the path of a Unix socket that this process bound. May be called again."""
         self.socket.close()
         self.url = None
         path, self._path = self._path, ""
@@ -88,10 +88,10 @@ class Listener:
 
 
 def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listener:
-    """Binds a listening socket: a Unix socket if ``address`` is ``unix:PATH``, else a TCP socket with the ``port``.
+    """Binds a listening socket: a Unix socket if ``address`` is ``unix:PATH``, else a TCP socket.
 
-    ``protocol``: what clients speak on it, "http" or "grpc". ``mode``: the file mode of a Unix socket, in octal digits. Raises
-    ListenError: the socket cannot be bound.
+    ``protocol``: "http" or "grpc". ``mode``: the file mode of a Unix socket, in octal digits.
+    Raises ListenError if the socket cannot be bound.
     """
     if address.startswith("unix:"):
         path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
@@ -102,10 +102,10 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a listening socket for each address: a Unix socket if the address is ``unix:PATH``, else a TCP socket with ``port``.
+    """Binds a listening socket for each address, as ``listen`` does. After an error none is bound.
 
-    ``protocol``: what clients speak on them, "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits. Raises
-    ListenError: a socket cannot be bound; the sockets that were already bound are closed.
+    ``protocol``: "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits.
+    Raises ListenError if a socket cannot be bound.
     """
     made: list[Listener] = []
     try:
@@ -119,7 +119,7 @@ def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) ->
 
 
 def _listen_unix(path: str, mode: int) -> socket.socket:
-    """Binds a listening Unix socket to a path, with the file mode ``mode``. Raises ListenError: the path cannot be used."""
+    """Binds a listening Unix socket to a path, with the file mode ``mode``."""
     try:
         sock = unix_socket.bind(Path(path), socket.SOCK_STREAM | socket.SOCK_NONBLOCK, mode)
     except OSError as error:
@@ -132,7 +132,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
-    """Returns a TCP socket that listens on ``port`` of the host ``address``. Raises ListenError: no address can be bound."""
+    """Binds a listening TCP socket to the first address of the host that can be bound."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -162,11 +162,8 @@ def _bound(family: int, kind: int, proto: int, where: tuple[Any, ...]) -> socket
 
 
 def _never_pace(sock: socket.socket) -> None:
-    """Chooses the congestion control Reno for a listening TCP socket on the loopback interface.
-
-    With a congestion control that paces (bbr) each 64 KiB of a large answer would wait for a timer. Any process may choose
-    Reno, and every kernel has it. Connections inherit it from the listening socket; setting it on a connection is too late.
-    """
+    # A congestion control that paces (bbr) would have each 64 KiB of a large answer wait for a timer. Any process may choose
+    # Reno, and connections inherit it: setting it on a connection is too late.
     host = sock.getsockname()[0]
     if ipaddress.ip_address(host).is_loopback:
         with contextlib.suppress(OSError):  # they are slower then, and nothing else
@@ -174,7 +171,7 @@ def _never_pace(sock: socket.socket) -> None:
 
 
 def url(sock: socket.socket, protocol: str = "http") -> str:
-    """Returns a bound socket's URL, as ``PROTOCOL://127.0.0.1:8000``, ``unix:/path`` or (abstract address) ``unix:@name``."""
+    """Returns the URL of a bound socket: ``PROTOCOL://127.0.0.1:8000``, ``unix:/path`` or (abstract address) ``unix:@name``."""
     if sock.family == socket.AF_UNIX:
         name = sock.getsockname()
         return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"
@@ -190,9 +187,8 @@ def shown(address: str, port: int) -> str:
 def inherited(environment: Mapping[str, str]) -> dict[str, list[Listener]]:
     """Returns the listening sockets that the service manager passed to this process, by protocol ("http", "grpc").
 
-    The result is empty if none was passed. ``environment``: holds LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES.
-
-    Raises ListenError: a descriptor is not a listening stream socket, its name is not a known protocol, or LISTEN_FDS and
+    ``environment``: holds LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES.
+    Raises ListenError if a descriptor is no listening stream socket, if its name is no known protocol, or if LISTEN_FDS and
     LISTEN_FDNAMES are malformed or contradict each other.
     """
     if environment.get("LISTEN_PID") != str(os.getpid()):

@@ -38,15 +38,15 @@ class Notifier:
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def alive(self) -> None:
-        """Tells the service manager's watchdog that the daemon is alive."""
+        """Tells the watchdog of the service manager that the daemon is alive."""
         self._send("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:
-        """Asks the service manager for ``seconds`` more for the start, a reload or the shutdown: say, to compile models."""
+        """Asks the service manager for ``seconds`` more to start, reload or stop."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def close(self) -> None:
-        """Closes the socket to the service manager. A second call does nothing."""
+        """Closes the socket to the service manager. May be called again."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

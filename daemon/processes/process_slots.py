@@ -26,7 +26,10 @@ _MAX_START_DEATHS = 5
 
 
 class MemoryKills:
-    """Detects by the control group ``group`` that the kernel killed a process for want of memory; None: it detects nothing."""
+    """Detects that the kernel killed a process of a control group for want of memory.
+
+    If ``group`` is None, nothing is detected.
+    """
 
     def __init__(self, group: MemoryGroup | None) -> None:
         self._group = group
@@ -34,11 +37,11 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for the innermost control group that counts memory kills. If none does, it detects nothing."""
+        """Returns a detector for the innermost control group of this process that counts such kills."""
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
-        """Returns whether a process of the group was killed for want of memory since the last call, or since the start."""
+        """Returns whether a process of the group was killed for want of memory since the last call."""
         before, self._last = self._last, self._count()
         return self._last > before
 
@@ -50,16 +53,16 @@ class MemoryKills:
 
 
 class ProcessSlots:
-    """Replaces dead child processes, each after a delay. Counts deaths and replacements by the process's name."""
+    """Replaces dead child processes, each after a delay, and counts deaths and replacements by name."""
 
     def __init__(self, options: Expert, needs: Callable[[Child], bool], gives_up: Callable[[Child], bool]) -> None:
-        """Stores the arguments; no process has died yet.
+        """Stores the arguments. No process has died yet.
 
         Args:
           options: the delays before a dead process is replaced.
           needs: returns whether a dead process should be replaced now.
-          gives_up: asks the daemon to stop because the process cannot be replaced; returns False if the daemon goes on without
-            the process.
+          gives_up: asks the daemon to stop because a process cannot be replaced. It returns False if the daemon goes on without
+          it.
         """
         self._options = options
         self._needs = needs
@@ -87,11 +90,11 @@ class ProcessSlots:
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns how many processes with these names died while they were needed, by name and cause. Causes not seen have 0."""
+        """Returns, by name and cause, how many processes with these names died while they were needed."""
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a dead process lacked memory (``out_of_memory``), and counts its death if it was still needed."""
+        """Finds out whether a dead process lacked memory, and counts its death if it was still needed."""
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1
@@ -107,10 +110,9 @@ class ProcessSlots:
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Calls ``start`` after a delay, to replace a dead process, if a process of its name is still needed then.
 
-        If ``start`` raises OSError, it is called again after another delay. While no process of this name has been ready,
-        ``gives_up`` is called in two cases, and may stop the daemon instead: the dead process has reported that it cannot use
-        its device, or it is at least the fifth in a row that has died. ``doing``: what the process did, for the log, such as "
-        while loading model 'm' version 1"; "": that is not known.
+        If ``start`` raises OSError, it is called again after another delay. If no process of this name was ever ready, and the
+        dead one cannot use its device or is at least the fifth in a row, ``gives_up`` is called first.
+        ``doing``: what the process did, for the log, such as " while loading model 'm' version 1", or "" if that is not known.
         """
         if not self._needs(dead):
             return
@@ -151,10 +153,13 @@ class ProcessSlots:
 
 
 class Backoff:
-    """Decides how long to wait before a dead process is replaced: first shortly, then twice as long each time. Does no I/O."""
+    """Decides how long to wait before a dead process is replaced. Sans-I/O."""
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """Sets the bounds of the delays, ``first`` to ``maximum`` seconds. ``chance``: shortens each delay by up to a tenth."""
+        """Sets the delays: from ``first`` to ``maximum`` seconds, each twice as long as the one before.
+
+        ``chance``: shortens each delay by up to a tenth.
+        """
         self._first = first
         self._maximum = maximum
         self._chance = chance
@@ -162,10 +167,10 @@ class Backoff:
         self.deaths = 0
 
     def died(self, lived_ns: int, served: bool) -> float:
-        """Counts the death of a process; returns how many seconds to wait before the process is replaced.
+        """Counts the death of a process, and returns how many seconds to wait before it is replaced.
 
-        ``lived_ns``: how many nanoseconds the process ran; 60 s or more make the delays short again. ``served``: True if the
-        process had been ready. The delay is then at most 1 s, because requests of clients wait for the new process.
+        ``lived_ns``: how many nanoseconds the process ran. After 60 s or more the delays begin anew. ``served``: whether the
+        process had been ready. Then the delay is at most 1 s.
         """
         if lived_ns >= HEALTHY_NS:
             self.deaths = 0

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class DaemonPhase(enum.Enum):
-    """The phases of the daemon's life: it starts, serves, finishes accepted requests, and ends its processes."""
+    """Names the phases of the daemon's life."""
 
     #: Some first loads are not settled.
     STARTING = "starting"
@@ -41,7 +41,7 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Asks the daemon to stop, because a SIGTERM or SIGINT came; a second one has child processes killed at once."""
+        """Asks the daemon to stop, because a SIGTERM or SIGINT came. A second one has child processes killed at once."""
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()
@@ -52,7 +52,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Wakes ``finish`` and ``bury``. Call it after a dead process was removed from the mapping that ``finish`` has."""
+        """Wakes ``finish`` and ``bury``, after a dead process was removed from the mapping that ``finish`` has."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:
@@ -84,7 +84,7 @@ class Shutdown:
         hurry.cancel()
 
     async def bury(self, children: Callable[[], Iterable[Child]]) -> None:
-        """Kills the processes that ``children()`` returns. After each death ``children`` is called again, until none is alive."""
+        """Kills the processes that ``children`` returns, again after each death, until none is alive."""
         while alive := [child for child in children() if child.alive]:
             self._death.clear()
             for child in alive:

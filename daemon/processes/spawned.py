@@ -29,7 +29,10 @@ WORKER = "tensord.workers"
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A child process that was started, and its control channel. Its owner must close the channel and wait for the process."""
+    """A child process that was started, and its control channel.
+
+    The owner must close the channel and wait for the process.
+    """
 
     process: subprocess.Popen[bytes]
     #: Our end of its control channel.
@@ -45,10 +48,11 @@ def spawn(
 ) -> Spawned:
     """Starts ``python -m module`` as a child process.
 
-    ``arguments``: the program's arguments, in addition to that for the control channel. ``environment``: variables that the
-    child gets in addition to those of this process. ``pass_fds``: descriptors that the child inherits, under the same numbers.
-
-    Raises OSError: no memory, process id or file descriptor is free.
+    Args:
+      arguments: the arguments of the program, besides that for the control channel.
+      environment: variables that the child gets besides those of this process.
+      pass_fds: descriptors that the child inherits, under the same numbers.
+    Raises OSError if no memory, process id or file descriptor is free.
     """
     ours, theirs = pair()
     stack_fd = -1
@@ -73,7 +77,7 @@ def spawn(
 
 
 def spawn_worker(module: str, device: Device) -> Spawned:
-    """Starts a worker, which runs ``module`` on ``device``. Raises OSError: no memory, process id or descriptor is free."""
+    """Starts a worker, which runs ``module`` on ``device``. Raises OSError if no memory, process id or descriptor is free."""
     words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
     return spawn(module, words, {**device.environment, MARK: secrets.token_hex(8)})
 
@@ -81,10 +85,11 @@ def spawn_worker(module: str, device: Device) -> Spawned:
 def spawn_workers(
     options: Workers, environment: Mapping[str, str], module: str = WORKER
 ) -> list[tuple[Device, Spawned]]:
-    """Starts a worker process for each device that ``find_devices`` returns. Returns each device with its process.
+    """Starts a worker process for each device that ``find_devices`` returns, and returns each device with its process.
 
-    ``environment``: holds CUDA_VISIBLE_DEVICES. ``module``: the Python module that the workers run. Raises MissingDevice: a GPU
-    or core that the options ask for cannot be used; OSError: no memory, process id or file descriptor is free.
+    ``environment``: holds CUDA_VISIBLE_DEVICES. ``module``: the Python module that the workers run.
+    Raises MissingDevice if a GPU or core that the options ask for cannot be used. Raises OSError if no memory, process id or
+    file descriptor is free.
     """
     # Children inherit the limit: what a shell allows at first is less than the connections and regions of a busy day.
     descriptors.raise_limit()
@@ -92,7 +97,7 @@ def spawn_workers(
 
 
 def end(workers: Collection[tuple[Device, Spawned]]) -> None:
-    """Kills worker processes and waits until they are gone. Call it only for workers that no ``Child`` has taken over."""
+    """Kills worker processes that no ``Child`` has taken over, and waits until they are gone."""
     for _, worker in workers:
         worker.process.kill()
     for _, worker in workers:
@@ -102,9 +107,9 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for a child process: this process's variables without systemd's, and those in ``extra``.
+    """Returns the environment of a child process: the variables of this process without systemd's, and those in ``extra``.
 
-    A variable with tensord's version is added, by which the child notices that another version is installed.
+    A variable with the version of tensord is added.
     """
     ours = {
         key: value

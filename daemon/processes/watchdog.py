@@ -29,7 +29,7 @@ _MAX_PAUSES = 256
 
 @dataclass(frozen=True, slots=True)
 class ChildSnapshot:
-    """State of a child process at one moment. Times are those of CLOCK_MONOTONIC in ns."""
+    """The state of a child process at one moment. Times are CLOCK_MONOTONIC in ns."""
 
     ready: bool
     started_ns: int
@@ -58,14 +58,14 @@ def snapshot(child: Child) -> ChildSnapshot:
 
 
 class Pauses:
-    """Periods in which the supervisor did not run, found by checks that were made late. Times are CLOCK_MONOTONIC in ns."""
+    """Periods in which the supervisor did not run, found by checks that were late. Times are CLOCK_MONOTONIC in ns."""
 
     def __init__(self) -> None:
         #: Pauses, each from when a check was due until it was made.
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """Notes that a check which was due at ``due_ns`` is made at ``now_ns``. A check that is over 0.1 s late shows a pause."""
+        """Notes that a check which was due at ``due_ns`` is made at ``now_ns``. More than 0.1 s of delay is a pause."""
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 
@@ -78,7 +78,10 @@ class Pauses:
 
 
 def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
-    """Returns which time limit ``child`` exceeds at ``now_ns`` (CLOCK_MONOTONIC), not counting ``pauses``; "": none."""
+    """Returns which time limit a child process exceeds, or "". ``pauses`` do not count.
+
+    ``now_ns``: the time of CLOCK_MONOTONIC.
+    """
 
     def past(since_ns: int, limit: float) -> bool:
         return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9
@@ -101,7 +104,7 @@ def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses)
 
 
 class Watchdog:
-    """Kills child processes that exceed a time limit. One per daemon. ``options()`` returns the options that apply now."""
+    """Kills child processes that exceed a time limit. ``options`` returns the options that apply now."""
 
     def __init__(self, workers: WorkerPool, fronts: Fronts, notifier: Notifier, options: Callable[[], Options]) -> None:
         self._workers = workers
@@ -111,7 +114,7 @@ class Watchdog:
         self._pauses = Pauses()
 
     async def run(self) -> None:
-        """Checks all child processes every 0.5 s until cancelled, and kills those that exceed a time limit.
+        """Checks all child processes every 0.5 s, and kills those that exceed a time limit.
 
         After a check in which no process exceeded a limit, the service manager's watchdog is told that the daemon is alive.
         """

@@ -43,7 +43,7 @@ _REAP_SECONDS = 0.05
 
 
 class WorkerPool:
-    """Starts, replaces and stops the worker processes. Tells the supervisor when a worker is ready, has died or sent a record."""
+    """Starts, replaces and stops the worker processes."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class WorkerPool:
         died: Callable[[WorkerProcess, Device], None],
         dismissed: Callable[[WorkerProcess], None],
     ) -> None:
-        """Stores the arguments; no worker runs yet.
+        """Stores the arguments. No worker runs yet.
 
         Args:
           program: the Python module that the workers run.
@@ -62,7 +62,7 @@ class WorkerPool:
           next_incarnation: returns a number for a new process.
           said: called with a worker and a record that concerns others as well, such as that the worker is ready.
           died: called with each worker that has ended, and its device.
-          dismissed: called with each worker that is stopped on purpose, because it is not needed any more or is restarted.
+          dismissed: called with each worker that is stopped on purpose.
         """
         self._options = options
         self._next_incarnation = next_incarnation
@@ -81,28 +81,27 @@ class WorkerPool:
         self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
-        """Takes over ``spawned``, the first workers, each with its device. Raises OSError: no file descriptor is free."""
+        """Takes over the first workers, each with its device. Raises OSError if no file descriptor is free."""
         self._shared_slots = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
         for name, (device, process) in zip(self._shared_slots, spawned, strict=True):
             self._adopt(name, device, process)
 
     @property
     def slots(self) -> dict[str, str]:
-        """Returns the name of every worker that should run, with its device, even if no such worker runs now."""
+        """Returns the name and the device of every worker that should run, even if no such worker runs now."""
         return {name: device.name for name, device in (self._shared_slots | self._isolated).items()}
 
     @property
     def devices(self) -> list[str]:
-        """Returns the devices of the workers that models share, without those that serve an isolated model alone."""
+        """Returns the devices of the workers that models share."""
         return [device.name for device in self._shared_slots.values()]
 
     @property
     def usable(self) -> list[str]:
         """Returns the devices of all workers that should run, except broken devices.
 
-        A device is broken if a worker reports so at its start, or if three workers in a row ended by themselves before they
-        were ready. The death of a worker that somebody killed, for want of memory or because it was slow, says nothing about
-        the device.
+        A device is broken if a worker reports so at its start, or if three workers in a row ended by themselves before they were
+        ready.
         """
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
@@ -112,10 +111,10 @@ class WorkerPool:
         return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts a worker on each device in ``wanted`` that has none. Such a worker serves one isolated model alone.
+        """Starts a worker for one isolated model on each device in ``wanted`` that has none, and stops those on other devices.
 
-        Workers of this kind on other devices are stopped. ``wanted``: the devices, named as by
-        ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's memory that its worker may take.
+        ``wanted``: the devices, named as by ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's memory
+        that its worker may take.
         """
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:
@@ -128,7 +127,7 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Starts the worker ``name`` of an isolated model, unless it runs. If that fails, tries again 1 s later."""
+        """Starts the worker of an isolated model, or tries again 1 s later."""
         if not self.is_vacant(name):
             return
         try:
@@ -139,7 +138,7 @@ class WorkerPool:
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._fill, name)
 
     def _dismiss(self, name: str) -> None:
-        """Stops the worker ``name`` of an isolated model for good, once the requests that it accepted are finished."""
+        """Stops the worker of an isolated model for good."""
         device = self._isolated.pop(name)
         self._without_use.pop(device.name, None)
         for worker in [worker for worker in self if worker.name == name and not worker.stopping]:
@@ -150,7 +149,7 @@ class WorkerPool:
         """Replaces a worker, and waits until the new worker is ready and has loaded its models.
 
         The old worker first finishes the requests that it accepted. Later requests for its models wait for the new worker.
-        Raises InvalidArgument: no worker of this name is ready; Unavailable: the new worker died.
+        Raises InvalidArgument if no worker of this name is ready. Raises Unavailable if the new worker dies.
         """
         old = next((worker for worker in self.ready() if worker.name == name and not worker.stopping), None)
         if old is None:
@@ -169,10 +168,7 @@ class WorkerPool:
         raise Unavailable(f"the new {name} died")
 
     def _end(self, worker: WorkerProcess) -> None:
-        """Asks a worker to finish the requests that it accepted, and to exit. If it is not ready yet, it is killed at once.
-
-        It is also killed if it still runs 2 s after ``supervisor.exit_timeout`` has passed.
-        """
+        """Asks a worker to finish its requests and to exit, or kills it if it is not ready."""
         grace = self._options().supervisor.exit_timeout
         worker.stop(int(grace * 1e9))
         if worker.ready:
@@ -182,7 +178,7 @@ class WorkerPool:
         self._dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
-        """Starts worker ``name`` on ``device``. Raises OSError: no memory, process id or file descriptor is free."""
+        """Starts the worker ``name`` on ``device``. Raises OSError if no memory, process id or file descriptor is free."""
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
@@ -200,7 +196,7 @@ class WorkerPool:
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:
-        """Returns the options for one worker, which has an equal share of the response cache's size."""
+        """Returns the options for one worker, which has an equal share of the response cache."""
         options = self._options()
         cache = msgspec.structs.replace(
             options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_slots))
@@ -221,16 +217,13 @@ class WorkerPool:
         return [worker for worker in self if worker.ready and worker.alive]
 
     async def settled(self) -> None:
-        """Waits until every worker acts upon all records that it was sent before this call, or is dead.
-
-        A worker that is not ready is not waited for: it acts upon these records before it gets its first request.
-        """
+        """Waits until every ready worker acts upon all records that it was sent before this call, or is dead."""
         await self.results_of(Settle())
 
     async def results_of(self, operation: Operation) -> list[bytes]:
-        """Calls an operation of every worker that is ready. Returns the results of those that did not die meanwhile.
+        """Calls an operation of every ready worker, and returns the results of those that did not die meanwhile.
 
-        Raises ServingError: a worker answered with an error other than Unavailable.
+        Raises ServingError if a worker answered with an error other than Unavailable.
         """
         calls = (worker.result_of(operation) for worker in self.ready())
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -273,11 +266,10 @@ class WorkerPool:
 
 
 class Leftovers:
-    """Kills the processes that the models of a dead worker have started and left running. One per daemon.
+    """Kills the processes that the models of dead workers have started and left running.
 
     Such a process is found by a variable in its environment, whose value identifies the worker
-    (``tensord.shm.marked_processes``). A process that was given another environment, by code that is not Python's, is
-    not found. The service manager or the container ends such a process with the daemon. The search runs in a thread.
+    (``tensord.shm.marked_processes``).
     """
 
     def __init__(self) -> None:
@@ -286,8 +278,8 @@ class Leftovers:
     def end(self, worker: str, mark: str) -> None:
         """Begins to kill the processes that the models of a dead worker have left running.
 
-        ``worker``: the worker's name, for the log. ``mark``: the value of the environment variable by which these processes are
-        found; "": the worker started none.
+        ``worker``: the name of the worker, for the log. ``mark``: the value of the environment variable by which the processes
+        are found, or "" if the worker started none.
         """
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))
@@ -309,15 +301,14 @@ class Leftovers:
 class Orphans:
     """Waits for orphaned processes when the daemon is process 1 of a container, so that none stays as a zombie.
 
-    A process that loses its parent there becomes a child of the daemon. Models start such processes and do not wait for them.
-    Processes that ``own()`` returns are never waited for here, because whoever started them does that.
+    ``own``: returns the child processes that somebody else waits for.
     """
 
     def __init__(self, own: Callable[[], Iterable[Child]]) -> None:
         self._own = own
 
     def watch(self) -> None:
-        """Begins to wait for orphans that have ended: now, and whenever a child process ends (SIGCHLD)."""
+        """Begins to wait for orphans that have ended, now and whenever a child process ends."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         self._reap()
 
@@ -333,7 +324,7 @@ class Orphans:
 
 
 def _ended() -> int:
-    """Returns the pid of a child process that has ended and for which nobody has waited; 0: there is none."""
+    """Returns the pid of a child process that has ended unnoticed, or 0."""
     try:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -26,7 +26,10 @@ def check_enabled(options: RegionsOptions) -> None:
 
 
 def check_form(options: RegionsOptions, request: Registration) -> None:
-    """Checks name and handle in ``request``. Raises Unsupported: no regions are allowed; InvalidArgument: either is malformed."""
+    """Checks the name and the CUDA handle of a region that a client registers.
+
+    Raises Unsupported if no regions are allowed. Raises InvalidArgument if the name or the handle is malformed.
+    """
     check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
         raise InvalidArgument(
@@ -59,8 +62,8 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
 def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
     """Returns whether a client registers the existing ``region`` again: the owner and the memory are the same.
 
-    A client that was restarted does so. Memory with the same key counts as the same, although it may be another object by now.
-    ``peer``: the client. ``sealed``: the memfd that came with the request, which must be the memory of ``region``; -1: none came.
+    Memory with the same key counts as the same.
+    ``peer``: the client. ``sealed``: the memfd that came with the request, or -1.
     """
     there = region.request
     if peer.owner != region.peer.owner or request.byte_size != there.byte_size:
@@ -80,13 +83,10 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
 def check_bounds(
     options: RegionsOptions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
 ) -> None:
-    """Checks that one more region is within the limits for all regions and for the regions of one client.
+    """Checks that one more region is within the limits for all regions and for the regions of one user or host.
 
-    Regions of the same user, or of the same host if they came over TCP, count as regions of one client. ``name``,
-    ``byte_size``: the new region's name and size. ``peer``: the client that registers the new region. ``registered``:
-    the client and the size in bytes of each existing region.
-
-    Raises InvalidArgument: the region alone is too large; Unavailable: it is too large beside the others.
+    ``peer``: the client that registers the new region. ``registered``: the client and the bytes of each existing region.
+    Raises InvalidArgument if the region alone is too large. Raises Unavailable if it is too large beside the others.
     """
     if byte_size > options.max_byte_size:
         raise refused(name, f"{byte_size} bytes, at most {options.max_byte_size} are allowed")

@@ -21,7 +21,7 @@ Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionState(enum.Enum):
-    """The states of a region: being registered, registered, being renewed, and being unregistered."""
+    """Names the states of a region."""
 
     #: Workers are registering it. It is not listed yet.
     REGISTERING = "registering"
@@ -35,7 +35,7 @@ class RegionState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RegisteredRegion:
-    """A region that a client has registered: its owner, its state, its descriptor, and the workers that have it."""
+    """A region that a client has registered."""
 
     kind: str
     request: Registration
@@ -60,7 +60,7 @@ class RegisteredRegion:
         return self.device in ("", gpu_of(worker.device))
 
     def close(self) -> None:
-        """Closes the region's file descriptors. A second call does nothing."""
+        """Closes the file descriptors of the region. May be called again."""
         if self.watch is not None:
             self.watch.close()
             self.watch = None
@@ -69,7 +69,10 @@ class RegisteredRegion:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Returns the region as operators see it. ``workers``: those that map it. ``leases``: how many tensors use it now."""
+        """Returns the region as operators see it.
+
+        ``workers``: the names of the workers that map the region. ``leases``: how many tensors use it now.
+        """
         request, peer = self.request, self.peer
         system = request if isinstance(request, RegisterSystemRegion) else None
         registered = datetime.datetime.fromtimestamp(self.registered_at, datetime.UTC)
@@ -100,7 +103,7 @@ def is_owner(peer: Peer, owner: Peer) -> bool:
 
 
 class EndWatch:
-    """Calls ``ended`` once, when the descriptor ``end`` becomes readable. Watches a duplicate of ``end``, which it owns."""
+    """Calls ``ended`` once, when the descriptor ``end`` becomes readable. A duplicate of ``end`` is watched."""
 
     def __init__(self, end: int, ended: Callable[[], None]) -> None:
         self._fd = os.dup(end)
@@ -113,17 +116,17 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Suspends the callback. If the descriptor becomes readable meanwhile, ``ended`` is called after ``resume``."""
+        """Suspends the callback until ``resume``."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Watches the descriptor ``end`` again after ``pause``. If it is readable now, the event loop calls ``ended`` soon."""
+        """Watches the descriptor again. If it became readable meanwhile, ``ended`` is called soon."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._readable)
 
     def close(self) -> None:
-        """Stops watching the file descriptor. A second call does nothing."""
+        """Stops watching the descriptor. May be called again."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -53,16 +53,16 @@ _KINDS = {"system": "system", "cuda": "CUDA"}
 
 
 class Chosen(msgspec.Struct):
-    """The answer of the first worker that has opened the memory of a region: how workers may access the memory."""
+    """The answer of the first worker that has opened the memory of a region: how workers may access it."""
 
     access: str
 
 
 class RegionRegistry:
-    """Registers, renews and unregisters regions on every worker that can use them; tells the fronts each region's GPU."""
+    """Registers, renews and unregisters regions on every worker that can use them."""
 
     def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
-        """Stores the arguments; no region is registered yet. ``gpus_each``: how many GPUs each worker has."""
+        """Stores the arguments. No region is registered yet. ``gpus_each``: how many GPUs each worker has."""
         self._options = options
         self._workers = workers
         self._fronts = fronts
@@ -76,20 +76,16 @@ class RegionRegistry:
     # ------------------------------------------------------------------------------------------------------- register
 
     async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
-        """Registers a region on every worker that can use it. A region that its owner has registered already is renewed.
+        """Registers a region on every worker that can use it, or renews a region of the same owner.
 
+        After an error the regions are as before. The caller must close both descriptors.
         Args:
           peer: the client.
-          end: a descriptor that becomes readable when the region should be unregistered; -1: there is none.
-          sealed: a memfd, whose seals were checked, that is used instead of the object with the request's key; -1: there is
-            none.
-
-        The caller must close both descriptors. After an error the regions are as before.
-
-        Raises:
-          AlreadyExists: the name belongs to another region.
-          InvalidArgument, Unsupported, Unavailable: the request is wrong, not allowed or beyond a limit.
-          ServingError: the error of a worker.
+          end: a descriptor that becomes readable when the region should be unregistered, or -1.
+          sealed: a memfd, whose seals were checked, in place of the object with the request's key, or -1.
+        Raises AlreadyExists if the name belongs to another region.
+        Raises InvalidArgument, Unsupported or Unavailable if the request is wrong, not allowed or beyond a limit.
+        Raises ServingError if a worker refuses the region.
         """
         region_checks.check_form(self._options, request)
         while (there := self._regions.get(request.name)) is not None:
@@ -121,10 +117,7 @@ class RegionRegistry:
         self._watch(region, end)
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> RegisteredRegion:
-        """Makes the record of a new region for the ``request`` of ``peer``. Raises InvalidArgument: no worker has its GPU.
-
-        ``sealed``: a memfd with the region's memory, of which a duplicate is kept; -1: there is none.
-        """
+        """Makes the record of a new region, with a duplicate of ``sealed``."""
         if isinstance(request, RegisterCudaRegion):
             return RegisteredRegion("cuda", request, peer, time.time(), self._device_of(request))
         request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
@@ -132,12 +125,7 @@ class RegionRegistry:
             return RegisteredRegion("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
-        """Replaces a registered region on every worker by the memory of a new registration of the same name.
-
-        ``region``: the region that is replaced. ``renewal``: the record of the new registration, which no worker has yet.
-        ``end``: a descriptor that becomes readable when the region should be unregistered; -1: none. Raises ServingError: a
-        worker refused the new memory, or no running worker can use it. After an error the former region stays.
-        """
+        """Replaces a region on every worker by ``renewal``, unless a worker refuses it."""
         name = region.request.name
         region.state = RegionState.RENEWING
         region.changed.clear()
@@ -173,7 +161,7 @@ class RegionRegistry:
             region.watch = EndWatch(end, lambda: self._reclaim(region))
 
     def _reclaim(self, region: RegisteredRegion) -> None:
-        """Unregisters a region because the process or the connection that registered it has ended."""
+        """Unregisters a region because its process or connection has ended."""
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
             _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
@@ -185,7 +173,7 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Returns the device of the workers on a request's GPU; "": no worker has a GPU. Raises InvalidArgument: no such GPU."""
+        """Returns the device of the workers on a request's GPU, or "" if none has a GPU."""
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
             return ""
@@ -197,15 +185,11 @@ class RegionRegistry:
         return gpu
 
     def _placed(self, region: RegisteredRegion) -> bool:
-        """Returns whether fronts must send requests that use the region to the workers on its GPU; False: any worker will do."""
+        """Returns whether only workers on the region's GPU can use it."""
         return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
-        """Registers a region on every worker that can use it, including workers that start meanwhile.
-
-        ``renews``: True if the workers have a region of the same name, which is replaced. Raises ServingError: a worker refused
-        the region, or no worker that can use it runs.
-        """
+        """Registers a region on every worker that can use it, also on new ones."""
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # All others get the descriptor of the first: one object, whatever becomes of the name.
             several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]
@@ -242,11 +226,10 @@ class RegionRegistry:
 
     @staticmethod
     def _check_reserve(region: RegisteredRegion) -> None:
-        """Raises Unavailable if ``region`` would leave too few file descriptors for connections and new processes."""
         descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
     async def restore(self, worker: WorkerProcess) -> None:
-        """Registers all regions on a new worker, before the worker gets requests. A region that the worker refuses is logged."""
+        """Registers all regions on a new worker. A region that the worker refuses is logged."""
         regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
@@ -271,15 +254,11 @@ class RegionRegistry:
     # ----------------------------------------------------------------------------------------------------- unregister
 
     async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
-        """Unregisters a region, or all regions of a client. Returns when no later request can use such a region.
+        """Unregisters a region, or all regions of a client, so that no later request can use them.
 
-        Requests that use a region already can finish. The region is listed until the last of these requests has ended. A name
-        that is not registered is no error.
-
-        In ``request`` the kind "" means any kind. The name "" means all regions that the client ``peer`` may unregister: on a
-        Unix socket the regions of its user, on TCP all regions that came over TCP, and for the operator all regions.
-
-        Raises Unsupported: regions are not allowed; InvalidArgument: the region belongs to another user.
+        Requests that use a region already can finish, and the region is listed until then. A name that is not registered is no
+        error. In ``request`` the kind "" means any kind. The name "" means all regions that the client ``peer`` may unregister.
+        Raises Unsupported if regions are not allowed. Raises InvalidArgument if the region belongs to another user.
         """
         region_checks.check_enabled(self._options)
         if request.name:
@@ -304,7 +283,7 @@ class RegionRegistry:
         await self._unregister_one(kind, name)
 
     async def _forget(self, region: RegisteredRegion) -> None:
-        """Unregisters a region on every worker that has it. When all have answered, the name is free for another region."""
+        """Unregisters a region on every worker that has it, and frees its name."""
         name = region.request.name
         region.state = RegionState.UNREGISTERING
         region.close()
@@ -329,13 +308,13 @@ class RegionRegistry:
 
     @property
     def _all(self) -> list[RegisteredRegion]:
-        """Returns every region. Regions that were unregistered while requests used them come last."""
+        """Returns every region. Those that were unregistered but are in use come last."""
         return [*self._regions.values(), *self._leaving]
 
     def status(self, request: RegionStatus) -> bytes:
-        """Returns a JSON array of the regions of the kind that ``request`` names.
+        """Returns a JSON array of the regions of the kind, and with the name if it is not "", that ``request`` has.
 
-        If ``request`` also names a region, the array has only that region. Raises NotFound: this kind has no region of this name.
+        Raises NotFound if this kind has no region of this name.
         """
         # Of an old and a new region of one name the new one is listed.
         every = reversed(self._all)
@@ -361,7 +340,10 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns as JSON all that is known of the regions of this name ("": of all). Raises NotFound: no region has the name."""
+        """Returns all that is known of the regions of this name as JSON. ``name`` "" means all regions.
+
+        Raises NotFound if no region has the name.
+        """
         found = [region for region in self._all if name in ("", region.request.name)]
         if name and not found:
             raise NotFound(f"Unable to find shared memory region: '{name}'")
@@ -392,14 +374,14 @@ class RegionRegistry:
         return found
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Returns for each kind, "system" or "cuda", the number of regions and the number of their bytes together."""
+        """Returns for each kind, "system" or "cuda", the number of regions and of their bytes."""
         sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
         for region in self._all:
             sizes[region.kind].append(region.request.byte_size)
         return {kind: (len(found), sum(found)) for kind, found in sizes.items()}
 
     def close(self) -> None:
-        """Closes the file descriptors of all regions, and cancels the tasks that unregister regions."""
+        """Closes the file descriptors of all regions."""
         for task in self._tasks:
             task.cancel()
         for region in self._regions.values():
@@ -407,7 +389,7 @@ class RegionRegistry:
         self._regions.clear()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the state is inconsistent; for tests, between operations."""
+        """Raises AssertionError if the state is inconsistent. For tests, between operations."""
         present = {worker.incarnation for worker in self._workers.ready()}
         for region in self._regions.values():
             assert region.state is RegionState.REGISTERED
@@ -416,10 +398,7 @@ class RegionRegistry:
 
 
 async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) -> int:
-    """Asks a worker to unregister a region, or to answer when no request uses the unregistered region any more.
-
-    Returns how many tensors of requests are still in the region; 0 if the call failed.
-    """
+    """Asks a worker to unregister or await a region. Returns how many tensors use it."""
     try:
         answer, fds = await worker.call(request)
         descriptors.close(fds)
@@ -431,11 +410,7 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
-    """Asks a worker how many tensors of requests are in regions of this name; ``name`` "": in every region.
-
-    Returns for each name two numbers: how many tensors are in the region, and how many are in earlier regions of the
-    same name, which were unregistered. Returns {} if the call failed.
-    """
+    """Returns for each region how many tensors are in it, and in earlier ones of its name."""
     try:
         answer, fds = await worker.call(RegionRecords(name))
     except ServingError:
@@ -445,7 +420,7 @@ async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int
 
 
 def _described(request: Registration) -> dict[str, str | int]:
-    """Returns a region's fields as clients see them, without the CUDA handle, by which any client could open the memory."""
+    # Without the CUDA handle, by which any client could open the memory.
     if isinstance(request, RegisterCudaRegion):
         return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
     return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
