@@ -168,7 +168,7 @@ class ControlCalls:
         return result
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply and its descriptors to the call that waits for it, or closes the descriptors if the call was cancelled."""
+        """Gives a reply and its descriptors to the call that waits for it. Nothing is left open if that call was cancelled."""
         waiter = self._waiting.get(reply.call_id)
         if waiter is None or waiter.done():
             descriptors.close(fds)
