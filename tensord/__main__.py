@@ -10,7 +10,7 @@ _ROOT = str(Path(__file__).parents[1])
 
 
 def run() -> None:
-    """Runs the command ``tensord``. If it is ``tensord serve``, signal handlers are set before other modules are imported."""
+    """Runs the command ``tensord``."""
     first_signals = FirstSignals()
     if "serve" in sys.argv[1:2]:
         first_signals.watch()

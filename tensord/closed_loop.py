@@ -18,7 +18,11 @@ Ask = Callable[[], Callable[[], object]]
 
 
 def closed_loop(ask: Ask, seconds: float) -> list[float]:
-    """Asks again and again for so many seconds, at least once. Returns how many seconds each request took."""
+    """Sends requests one after the other for a number of seconds, at least one. Returns the seconds that each request took.
+
+    ``ask`` sends a request and waits for its answer. It returns a function that compares the answer, outside of the measured
+    time.
+    """
     took: list[float] = []
     at = began = time.perf_counter()
     while at < began + seconds or not took:
@@ -30,10 +34,10 @@ def closed_loop(ask: Ask, seconds: float) -> list[float]:
 
 
 def measured(address: str, model: str, connections: int, seconds: float, size: int) -> dict[str, float]:
-    """Asks on so many connections at once. Returns their number, the answers a second, and percentiles of all requests.
+    """Sends requests on several connections at once. Returns answers per second and percentiles of the requests' durations.
 
-    ``address``: of ``tensord_client.connect``, "" for its default, or ``grpc://HOST:PORT``. ``size``: of axes that vary.
-    Raises whatever connecting or asking raises.
+    ``address`` is an address for ``tensord_client.connect``, or ``grpc://HOST:PORT``. "" means the default address. ``size``
+    is the size of variable axes.
     """
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(connections) as threads:
         asks = [_connected(stack, address, model, size) for _ in range(connections)]
@@ -63,7 +67,7 @@ def _connected(stack: contextlib.ExitStack, address: str, name: str, size: int) 
 
 
 def _inputs(described: Iterable[Any], size: int) -> dict[str, Array]:
-    """Generates an input for each tensor of a model's metadata. ``size``: of axes that vary."""
+    """Generates an input for each tensor. Variable axes get the size ``size``."""
     random = np.random.default_rng(0)
     return {
         each.name: drawn(DTYPES[each.datatype], [max(n, -n * size) for n in each.shape], random) for each in described

@@ -32,16 +32,15 @@ def load(path: str | Path, sharding: Any = None, nested: bool = False) -> Any:
     """Reads the parameters in a file or folder.
 
     Args:
-      path: ends with .safetensors, .npz or .msgpack, or is the folder of an Orbax checkpoint.
-      sharding: where the arrays go. A ``jax.sharding.Sharding`` holds for all arrays; a function of name and shape returns one
-        for each array. Each device then gets its part of an array, and of a safetensors file only that part is read. None: numpy
-        arrays.
-      nested: whether the flat dict of a safetensors or npz file is returned as nested dicts, split at the dots of the names
-        (or at slashes, if names have them), as Flax Linen's ``apply`` takes them: ``params.Dense_0.kernel`` becomes
-        ``["params"]["Dense_0"]["kernel"]``.
+      path: a file that ends with .safetensors, .npz or .msgpack, or the folder of an Orbax checkpoint.
+      sharding: where the arrays go. A ``jax.sharding.Sharding`` holds for all arrays. A function of name and shape returns a
+        sharding for each array. Each device then gets only its part of an array. If it is None, the result has numpy arrays.
+      nested: whether to return nested dicts for a safetensors or npz file. Names are split at dots, or at slashes if they
+        have slashes, so that ``params.Dense_0.kernel`` becomes ``["params"]["Dense_0"]["kernel"]``, as for Flax Linen's
+        ``apply``.
 
     Returns:
-      A pytree of arrays as in the file: dicts by name, nested where the file nests.
+      A pytree of arrays as in the file: dicts by name, nested if the file nests.
 
     Raises:
       FileNotFoundError: the path does not exist.
@@ -73,17 +72,16 @@ def _load(path: Path, sharding: Any) -> Any:
 
 
 def _check_folder(path: Path) -> None:
-    """Checks ``path``, the folder of a checkpoint. Raises ValueError: it contains what is neither a file nor a folder."""
+    """Raises ValueError if a checkpoint's folder contains anything but files and folders."""
     for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
         if status is not None and not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise ValueError(f"{path.name} is no Orbax checkpoint: '{name}' in it is no regular file")
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of ``tree``, nested mappings and sequences, as a flat dict.
+    """Returns the leaves of nested mappings and sequences as a flat dict, without leaves that are None.
 
-    A name is the leaf's keys, joined by dots: ``layers.0.w``. Leaves that are None are left out. Raises ValueError: two leaves
-    have the same name.
+    A name is the leaf's keys, joined by dots, such as ``layers.0.w``. Raises ValueError if two leaves have the same name.
     """
     found: dict[str, Any] = {}
     for name, leaf in leaves(tree):
@@ -94,10 +92,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def _nested(tree: Any) -> Any:
-    """Turns a dict whose names have dots (or slashes) into nested dicts. A tree that is no dict is returned as it is.
-
-    Raises ValueError: one name is the beginning of another, so that it would stand for an array and for a dict.
-    """
+    """Turns a dict whose names have dots (or slashes) into nested dicts."""
     if not isinstance(tree, Mapping):
         return tree
     separator = "/" if any("/" in str(name) for name in tree) else "."
@@ -189,7 +184,7 @@ def _dtype(name: str) -> Any:
 
 
 def _joined(node: Any) -> Any:
-    """Returns a decoded tree (``node``) in which large arrays, which Flax writes as dicts of chunks, are arrays again."""
+    """Returns a decoded tree in which arrays that Flax wrote in chunks are arrays again."""
     if not isinstance(node, dict):
         return node
     if _CHUNKED in node:

@@ -29,7 +29,7 @@ _UINT16 = DTYPES["UINT16"]
 
 
 def dtype_of(datatype: str) -> np.dtype:
-    """Returns the numpy dtype of one of the protocol's datatypes, such as "FP32"; for BYTES it is object.
+    """Returns the numpy dtype of a datatype, such as "FP32". For BYTES it is object.
 
     Raises: InvalidArgument: the protocol has no such datatype.
     """
@@ -53,15 +53,15 @@ def _bfloat16() -> np.dtype:
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Rounds ``values``, float32 numbers, to BF16. Returns the bits of the results as a uint16 array."""
+    """Rounds float32 numbers to BF16. Returns their bits as a uint16 array."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
-    """Returns the protocol's datatype, such as "FP32", for arrays of a dtype in any byte order; None: no datatype fits.
+    """Returns the protocol's datatype for a dtype, such as "FP32", or None if no datatype fits. Any byte order will do.
 
-    ``declared``: the datatype in the model's metadata, "" if it is not known; if it is "BF16", a uint16 array is BF16.
+    ``declared`` is the datatype in the model's metadata, or "". If it is "BF16", a uint16 array is BF16.
     """
     found = _DATATYPES.get(dtype)
     if found is not None:
@@ -75,9 +75,9 @@ def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
 
 
 def encode_strings(array: np.ndarray) -> bytes:
-    """Encodes an array of bytes or str (as UTF-8) as the content of a BYTES tensor, in row-major order.
+    """Encodes an array of bytes or str as the content of a BYTES tensor, in row-major order. A str becomes UTF-8.
 
-    Elements of other types are encoded as ``str(element)``. Raises: InvalidArgument: an element is None, or no valid Unicode.
+    Elements of other types are encoded as ``str(element)``. Raises: InvalidArgument: an element is None or not valid Unicode.
     """
     values = array.ravel().tolist()
     try:
@@ -102,9 +102,10 @@ def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
 
 
 def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
-    """Makes an array of a tensor's bytes (``content``): a view of them, or a copy if the datatype is BYTES.
+    """Makes an array of a tensor's bytes. The array is a view of them, or a copy if the datatype is BYTES.
 
-    Raises: ValueError: the bytes are not as many as the shape needs.  InvalidArgument: the protocol has no such datatype.
+    Raises: ValueError: ``content`` has another number of bytes than the shape needs.  InvalidArgument: the protocol has no such
+      datatype.
     """
     if datatype == "BYTES":
         return decode_strings(content, shape)
@@ -112,7 +113,7 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name for ``__array_interface__``, and whether arrays made by that name still need ``view(dtype)``."""
+    """Returns a dtype's name for ``__array_interface__``, and whether arrays made with that name need ``view(dtype)``."""
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

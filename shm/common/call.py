@@ -49,11 +49,12 @@ def read_arguments(
 ) -> tuple[Scheduling, dict[str, Any]]:
     """Checks the keyword arguments of a request. Returns how the request is scheduled, and the other arguments.
 
-    The returned values are of Python's types and no numpy scalars; arguments that are None are left out.
+    The returned values have Python's own types. Arguments that are None are left out.
 
     Args:
-      own: the arguments, by the names in ``Arguments``. "parameters" may hold parameters of ``PARAMETERS``, by their names there.
-      scheduling: the values of those scheduling fields that ``own`` does not give.
+      own: the arguments by their names in ``Arguments``. Its "parameters" may contain parameters of ``PARAMETERS`` by their
+        names there.
+      scheduling: the values of those scheduling fields that ``own`` does not have.
       others: further arguments that a request may have, each with the function that checks its value.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such argument.
@@ -83,16 +84,16 @@ def read_arguments(
 
 
 def traced(name: str, value: Any) -> str:
-    """Checks ``value``, a ``traceparent``, and returns it in W3C's form; "": it is malformed, or says "not sampled".
+    """Returns a ``traceparent`` in W3C's form, or "" if it is malformed or says "not sampled".
 
-    ``name``: the argument's name in errors.
+    ``name`` is the argument's name in errors.
     """
     ids = sampled(text(name, value).strip())
     return "" if ids is None else "00-{}-{}-01".format(*ids)
 
 
 def natural(name: str, value: Any) -> int:
-    """Returns ``value`` if it is an unsigned integer of 64 bits; else raises InvalidArgument, which names ``name``."""
+    """Returns ``value`` if it is an unsigned integer of 64 bits, else raises InvalidArgument. ``name`` is its name in errors."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -105,7 +106,7 @@ def natural(name: str, value: Any) -> int:
 
 
 def text(name: str, value: Any) -> str:
-    """Returns ``value`` if it is a str; else raises InvalidArgument, which names ``name``."""
+    """Returns ``value`` if it is a str, else raises InvalidArgument. ``name`` is its name in errors."""
     if not isinstance(value, str):
         raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a text is expected")
     return str.__str__(value)
@@ -144,14 +145,14 @@ def _parameter(name: str, value: Any) -> Parameter:
 
 
 def named(name: Any, version: Any) -> tuple[str, int]:
-    """Checks and returns a model's name and version. Raises InvalidArgument unless they are a str and an integer >= 0."""
+    """Returns a model's name and version. Raises InvalidArgument unless they are a str and an integer >= 0."""
     return text("a model's name", name), natural("a model's version", version)
 
 
 def seconds(timeout: Any) -> float | None:
-    """Checks a timeout in seconds and returns it. Returns None, which means no limit, for None and for infinity.
+    """Returns a timeout in seconds. None and infinity become None, which means no limit.
 
-    Raises InvalidArgument: the timeout is no number.
+    Raises InvalidArgument if the timeout is not a number.
     """
     if timeout is None:
         return None
@@ -210,17 +211,17 @@ class Call:
         pure: bool = False,
         **seldom: Unpack[Seldom],
     ) -> None:
-        """Makes a request; nothing is sent.
+        """Makes a request, but sends nothing.
 
         Args:
-          inputs: C-contiguous arrays by name; arrays of numpy kinds S, U and O (strings, objects) are BYTES. Arrays that the
-            connection's method ``empty`` has made are used where they lie; any others are copied, or sent with the request.
-          version: the model's version; 0: the newest.
-          outputs: names of the outputs to return; empty: all of them.
-          scheduling: when the request is to be run, in which sequence, and with which parameter set.
-          deadline: seconds of ``time.monotonic()``, after which the caller does not wait any more; None: no deadline.
-          pure: True: running the request twice does no harm, so that it may be sent again after a failure.
-          seldom: values of the attributes in ``Seldom``, such as ``request_id``; an attribute that is left out keeps its default.
+          inputs: C-contiguous arrays by name. Arrays of numpy kinds S, U and O (strings, objects) are BYTES. Arrays of the
+            connection's ``empty`` are used without a copy. Other arrays are copied, or sent with the request.
+          version: the model's version, or 0 for the newest.
+          outputs: the names of the outputs to return, or none for all of them.
+          scheduling: when the request is run, in which sequence, and with which parameter set.
+          deadline: the time of ``time.monotonic()`` in seconds at which the caller stops waiting, or None for no deadline.
+          pure: True if running the request twice does no harm. It may then be sent again after a failure.
+          seldom: values of the attributes in ``Seldom``, such as ``request_id``.
         """
         self.model = model
         self.inputs = inputs

@@ -14,9 +14,9 @@ from .results import Answer, Array, Description
 
 
 class Prepared:
-    """A request that is made once and sent many times, each time with what its arrays hold then. Made by ``Model.prepare``.
+    """A request that is made once and sent many times, each time with its arrays' values at that time.
 
-    Several threads may use it; their calls are run one after the other.
+    ``Model.prepare`` makes it. Several threads may use it, but its calls run one after the other.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class Prepared:
         """Sends nothing yet.
 
         Args:
-          exchange: sends a request; the method ``exchange`` of a ``Connection``.
-          timeout: seconds that a call waits for its answer; None: without limit.
+          exchange: sends a request, as ``Connection.exchange`` does.
+          timeout: the seconds that a call waits for its answer, or None for no limit.
         """
         self._exchange = exchange
         self._call = call
@@ -36,17 +36,17 @@ class Prepared:
         forgotten_by_children(self)
 
     def forget(self) -> None:
-        """Resets this object so that no request is in flight. Called by the constructor, and in a child process after a fork."""
+        """Resets this object, so that no request is in flight. It is called in a child process after a fork."""
         self._lock: Any = threading.Lock()
         self._call.last = None
 
     def __call__(self, timeout: float | None = None) -> Answer:
-        """Sends the request with what its arrays hold now, waits for the answer and returns it: the outputs by name.
+        """Sends the request with its arrays' present values, waits for the answer and returns it: the outputs by name.
 
-        ``timeout``: seconds to wait; None: as long as the constructor said.
+        ``timeout`` is the seconds to wait. None means the constructor's timeout.
 
-        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then begins by
-          waiting until this request has ended, so that two requests never write to the same arrays.
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then first waits
+          until this request has ended, so that two requests never write to the same arrays.
         """
         call = self._call
         if timeout is None:
@@ -61,7 +61,7 @@ class Prepared:
             return came if type(came) is Answer else self.wait_for(came)  # type: ignore[arg-type]
 
     def wait_for(self, pending: Pending[Answer]) -> Answer:
-        """Waits for the answer to the request that was just sent, and returns it. The caller holds the lock."""
+        """Waits for the answer to the request that was just sent, and returns it. The caller has the lock."""
         self._call.last = pending
         answer = pending.result()
         self._call.last = None
@@ -75,58 +75,58 @@ class Connection(Protocol):
     """A connection to a server, over which requests are sent. Thread-safe."""
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model. ``version``: the model's version; 0: the newest.
+        """Returns the description of a model. ``version`` is the model's version, or 0 for the newest.
 
-        Raises ServingError: the model is not served.
+        Raises ServingError if the model is not served.
         """
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in; empty: the server gives none.
+        """Returns a model's configuration with defaults filled in. It is empty if the server gives none.
 
-        ``version``: the model's version; 0: the newest.
+        ``version`` is the model's version, or 0 for the newest.
         """
 
     def ask(self, call: Call) -> Pending[Answer]:
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
-        If ``call.detached`` is True, the caller may write to ordinary input arrays as soon as this returns; otherwise, only once
-        the answer has come. Arrays that ``empty`` has made may in both cases be written to only once the answer has come.
+        If ``call.detached`` is True, the caller may change the input arrays as soon as this returns. Otherwise the caller
+        may change them only once the answer has come. Arrays of ``empty`` may never be changed before the answer has come.
 
         Raises: ServingError: the request cannot be sent.
         """
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request whose caller waits in this thread. Returns the answer or, if it did not come at once, a ``Pending``.
+        """Sends a request whose caller waits in this thread. Returns the answer if it came at once, else a ``Pending``.
 
-        A ``Pending`` is an object that waits for the answer. Raises: ServingError: the request cannot be sent, or the answer is
-        an error.
+        A ``Pending`` is an object that waits for the answer. Raises: ServingError: the request cannot be sent, or the answer
+        is an error.
         """
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request of ``call`` to send many times, each time with its arrays' content at that time. Sends nothing yet."""
+        """Makes a request that can be sent many times, each time with its arrays' values at that time. Sends nothing yet."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an array of ``shape`` and ``dtype``, with any content, in memory that the server uses without a copy.
+        """Makes an array in memory that the server uses without a copy. The array's content is undefined.
 
-        Where the server shares no memory with this process, the result is an ordinary array.
+        If the server shares no memory with this process, the result is an ordinary array.
         """
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array of ``shape``, with any content, in a GPU's memory that workers use without a copy.
+        """Makes an array in a GPU's memory that workers use without a copy. The array's content is undefined.
 
-        ``device``: the GPU, such as "cuda:0".
+        ``device`` is the GPU, such as "cuda:0".
 
         Raises: Unsupported: this process serves the models itself.  InvalidArgument: ``device`` is no GPU, or no array of this
           dtype or size can be on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no memory left on it.
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request. Over HTTP this does nothing: the server ends sequences that are idle."""
+        """Ends a sequence without a further request. Over HTTP it does nothing, because the server ends idle sequences."""
 
     def parameters(self, model: str, version: int) -> Any:
-        """Returns an object (``ModelParameters``) that lists and changes the parameter sets of a model.
+        """Returns a ``ModelParameters``, which lists and changes the parameter sets of a model.
 
-        ``version``: the model's version; 0: all versions. Raises Unsupported: this process serves the model itself.
+        ``version`` is the model's version, or 0 for all versions. Raises Unsupported if this process serves the model itself.
         """
 
     def close(self) -> None:

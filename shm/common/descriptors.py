@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def descriptors_in(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """Returns the file descriptors that came with a message. ``ancillary``: the ancillary data that ``recvmsg`` returned."""
+    """Returns the file descriptors that came with a message. ``ancillary`` is the ancillary data of ``recvmsg``."""
     fds = array.array("i")
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -22,7 +22,7 @@ _CODE_BFLOAT = 4
 
 
 class ManagedTensor(ctypes.Structure):
-    """DLPack's struct DLManagedTensor: a tensor whose consumer calls ``deleter`` when it does not need the tensor any more."""
+    """DLPack's struct DLManagedTensor. The tensor's consumer calls ``deleter`` when it needs the tensor no more."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -56,17 +56,13 @@ _drop.argtypes = [ctypes.c_void_p]
 def _delete(
     managed: int, at: Callable[[int], Any] = ManagedTensor.from_address, drop: Callable[[Any], Any] = _drop
 ) -> None:
-    """Drops a consumer's reference to a ``DeviceView``; DLPack's ``deleter``. May be called in any thread.
-
-    ``managed``: the address of the view's DLManagedTensor. ``at`` makes an object of it, ``drop`` takes the reference away; no
-    caller gives them. They are defaults because this may run when Python has already cleared this module's global names.
-    """
+    """Drops a consumer's reference to a ``DeviceView``. DLPack calls it in any thread."""
     # The defaults are never replaced: where arrays live as long as Python, this module's names are gone before them.
     drop(at(managed).manager_ctx)
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the ``DeviceView`` of a capsule that is deleted unused. ``capsule``: the capsule's address."""
+    """Drops the ``DeviceView`` of a capsule that is deleted unused."""
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 
@@ -77,19 +73,19 @@ _deleter, _destructor = _Callback(_delete), _Callback(_capsule_gone)
 
 
 def code_of(dtype: np.dtype[Any]) -> int | None:
-    """Returns DLPack's DLDataTypeCode for a dtype; None: DLPack has no such type."""
+    """Returns DLPack's DLDataTypeCode for a dtype, or None if DLPack has no such type."""
     return _CODE_BFLOAT if dtype.name == "bfloat16" else _CODES.get(dtype.kind)
 
 
 def content(capsule: Any) -> ManagedTensor:
-    """Returns the tensor in a DLPack capsule. The tensor may be used only for as long as the capsule lives."""
+    """Returns the tensor in a DLPack capsule. The capsule must live as long as the tensor is used."""
     return ManagedTensor.from_address(_pointer_of(id(capsule), _CAPSULE) or 0)
 
 
 class DeviceView:
     """A view of device memory for other libraries by DLPack, without a copy.
 
-    The view keeps ``owner``, to which the memory belongs, alive for as long as a library uses the view.
+    ``owner`` stays alive as long as a library uses the view.
     """
 
     __slots__ = ("_owner", "_shape", "_tensor")
@@ -97,10 +93,10 @@ class DeviceView:
     def __init__(
         self, pointer: int, dtype: np.dtype[Any], shape: Sequence[int], device: tuple[int, int], owner: object = None
     ) -> None:
-        """Makes a view, an array of ``dtype`` and ``shape``, of memory that exists already.
+        """Makes a view of existing memory, as an array of ``dtype`` and ``shape``.
 
-        ``pointer``: the memory's address on the device. ``device``: (DLDeviceType, number of the device). ``owner``: the object
-        that owns the memory; None: nothing needs to be kept alive.
+        ``pointer`` is the memory's address on the device. ``device`` is its DLDeviceType and number. ``owner`` is the object
+        that owns the memory, or None.
         """
         self._owner = owner
         self._shape = (ctypes.c_int64 * max(len(shape), 1))(*shape)
@@ -121,6 +117,6 @@ class DeviceView:
         return self._tensor.device_type, self._tensor.device_id
 
     def __dlpack__(self, **wishes: Any) -> Any:
-        """Returns the view as a DLPack capsule. ``wishes``, such as a stream, are ignored, because no write is under way."""
+        """Returns the view as a DLPack capsule. ``wishes``, such as a stream, are ignored."""
         _keep(self)
         return _new(ctypes.addressof(self._tensor), _CAPSULE, ctypes.cast(_destructor, ctypes.c_void_p))

@@ -17,7 +17,7 @@ _NO_ID = "[request id: <id_unknown>] "
 class ServingError(Exception):
     """Base class of all errors that a client may see.
 
-    ``message``: a sentence for people, without paths or keys. ``code``: the kind of error, such as "NOT_FOUND".
+    ``message`` is a sentence for people, without paths or keys. ``code`` is the kind of error, such as "NOT_FOUND".
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -40,13 +40,13 @@ class NotFound(ServingError):
 
 
 class AlreadyExists(ServingError):
-    """The request is to make something, such as a region, under a name that is used already."""
+    """The name of what the request is to make, such as a region, is already in use."""
 
     code = "ALREADY_EXISTS"
 
 
 class Unavailable(ServingError):
-    """The server cannot answer now, or was lost; the request itself is not wrong.
+    """The server cannot answer now, or was lost. The request itself is not wrong.
 
     Sending the request again is safe unless the message says that it may have run.
     """
@@ -55,19 +55,19 @@ class Unavailable(ServingError):
 
 
 class Unsupported(ServingError):
-    """The request was understood, but this server or this kind of connection does not offer what it asks for."""
+    """This server or this kind of connection does not offer what the request asks for."""
 
     code = "UNSUPPORTED"
 
 
 class Replaced(ServingError):
-    """A newer request with the same ``replace_key`` replaced this request in the queue, or a newer push replaced this push."""
+    """A newer request with the same ``replace_key`` replaced this request, or a newer push replaced this push."""
 
     code = "REPLACED"
 
 
 class Cancelled(ServingError):
-    """The request was cancelled by its caller, or its client was closed or has gone away before the answer was sent."""
+    """The request's caller cancelled it, or its client was closed or went away before the answer was sent."""
 
     code = "CANCELLED"
 
@@ -101,16 +101,16 @@ _BY_CODE: dict[str, type[ServingError]] = {kind.code: kind for kind in (*_KINDS,
 
 
 def kind_of(code: str) -> type[ServingError]:
-    """Returns the error class that has a code, such as "NOT_FOUND"; ``Unknown`` if no class has the code."""
+    """Returns the error class that has a code, such as "NOT_FOUND", or ``Unknown`` if no class has the code."""
     return _BY_CODE.get(code, Unknown)
 
 
 def from_code(code: str, message: str) -> ServingError:
-    """Makes the exception for a code and message that another process has sent; an unknown code becomes ``Unknown``."""
+    """Makes the exception for a code and message from another process. An unknown code becomes ``Unknown``."""
     return kind_of(code)(message)
 
 
 def in_plain_words(message: str) -> str:
-    """Returns an error's message without Triton's prefix for requests that have no id, and without the text from " NOTE: " on."""
+    """Returns an error's message without Triton's prefix for requests without id, and without the text from " NOTE: " on."""
     start = len(_NO_ID) if message.startswith(_NO_ID) else 0
     return message[start:].partition(" NOTE: ")[0].rstrip()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Owned(Protocol):
-    """An object that belongs to the process that made it: a connection, or an object that has requests in flight."""
+    """An object that belongs to the process that made it, such as a connection."""
 
     def forget(self) -> None:
         """Resets this object in a child process after a fork, so that the child leaves the parent's requests alone."""
@@ -18,7 +18,7 @@ _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
 def forgotten_by_children(owned: Owned) -> None:
-    """Has ``owned.forget`` called in each process that is forked off this one; does not keep ``owned`` alive."""
+    """Calls ``owned.forget`` in each process that is forked off this one. It does not keep ``owned`` alive."""
     _owned.add(owned)
 
 

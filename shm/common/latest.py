@@ -24,10 +24,10 @@ A = TypeVar("A")
 
 
 class Newest(Generic[A]):
-    """Base class of ``Latest`` and ``AsyncLatest``: sends the inputs of ``put``, and stores the newest answer for ``get``."""
+    """Base class of ``Latest`` and ``AsyncLatest``. It sends the inputs of ``put``, and stores the newest answer for ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
-        """Sends nothing yet. ``submit``: sends a request with the given inputs and returns a future of its answer."""
+        """Sends nothing yet. ``submit`` sends a request with the given inputs and returns a future of its answer."""
         self._submit = submit
         self._put = 0
         #: The number of the newest answer, and of the newest one that ``get`` has returned.
@@ -41,7 +41,7 @@ class Newest(Generic[A]):
         forgotten_by_children(self)
 
     def forget(self) -> None:
-        """Resets this object: afterwards it has no inputs and no answers. Also called in a child process after a fork."""
+        """Resets this object to have no inputs and no answers. It is also called in a child process after a fork."""
         self._changed = threading.Condition()
         #: Futures of the requests in flight, by number.
         self._under_way: dict[int, Any] = {}
@@ -50,9 +50,9 @@ class Newest(Generic[A]):
         self._taken = self._came
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Sends the inputs to the model at once or, if two requests are in flight already, keeps a copy of them to be sent next.
+        """Sends inputs to the model at once. If two requests are in flight already, it stores a copy to send next.
 
-        The kept copy replaces inputs that were kept before. The arrays may be written to as soon as this returns.
+        The copy replaces inputs that were stored before. The caller may change the arrays as soon as this returns.
 
         Raises: InvalidArgument: an input cannot be an array.  Cancelled: ``close`` was called.
         """
@@ -72,10 +72,7 @@ class Newest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Stores the answer or error of an ended request, and sends the inputs that ``put`` has kept, if there are any.
-
-        ``number``: the request was made by the ``number``-th call of ``put``. ``future``: the ended future of its answer.
-        """
+        """Stores the answer or error for the ``number``-th ``put``, and sends stored inputs."""
         asked: Any = None
         with self._changed:
             del self._under_way[number]
@@ -95,23 +92,22 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, outcome: Any) -> None:
-        """Stores ``outcome``, the answer or error for the ``number``-th ``put``, unless that of a later ``put`` is stored."""
+        """Stores the answer or error for the ``number``-th ``put``, unless a newer one is stored."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, outcome
 
     def _notify(self) -> None:
-        """Wakes the threads or tasks that wait in ``get``. Subclasses implement it."""
         raise NotImplementedError
 
     def _has_newer(self) -> bool:
-        """Returns whether ``get`` has an answer to return. Raises: Cancelled: it has none, and ``close`` was called."""
+        """Returns whether ``get`` has an answer to return."""
         if self._came == self._taken and self._closed:
             raise Cancelled("it was closed")
         return self._came != self._taken
 
     def _take(self) -> A:
-        """Returns the newest answer, which then counts as returned. Raises ServingError: the newest answer is an error."""
+        """Returns the newest answer, which then counts as returned, or raises it if it is an error."""
         self._taken = self._came
         newest, self._newest = self._newest, None
         if isinstance(newest, ServingError):
@@ -121,14 +117,14 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns for how many inputs, not counting those that newer inputs replaced, ``get`` may still return an answer."""
+        """Returns for how many inputs ``get`` may still return an answer. Inputs that newer inputs replaced do not count."""
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)
             )
 
     def _end(self) -> None:
-        """Cancels the requests in flight, and drops the inputs that were kept and not sent yet. Idempotent."""
+        """Cancels the requests in flight, and drops stored inputs."""
         with self._changed:
             self._closed = True
             self._waiting = None
@@ -139,19 +135,19 @@ class Newest(Generic[A]):
 
 
 class Latest(Newest[A]):
-    """Sends inputs to a model by ``put``, which does not wait; ``get`` waits for the newest answer and returns it.
+    """Sends inputs to a model by ``put``, which does not wait. ``get`` waits for the newest answer and returns it.
 
-    While two requests are in flight, ``put`` keeps only the newest inputs, which are sent next.
+    While two requests are in flight, ``put`` stores only the newest inputs, which are sent next.
     """
 
     def _notify(self) -> None:
         self._changed.notify_all()
 
     def get(self, timeout: float | None = None) -> A:
-        """Waits until there is an answer newer than the last one that ``get`` returned, and returns the newest.
+        """Waits until there is an answer that ``get`` has not returned yet, and returns the newest one.
 
         Args:
-          timeout: seconds to wait; None: without limit.
+          timeout: the seconds to wait, or None for no limit.
 
         Raises: ServingError: the newest answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was
           called.
@@ -166,7 +162,7 @@ class Latest(Newest[A]):
             return self._take()
 
     def close(self) -> None:
-        """Cancels the requests in flight. From now on ``put`` raises Cancelled, and so does ``get`` if no new answer is there.
+        """Cancels the requests in flight. ``put`` then raises Cancelled, and so does ``get`` if it has no new answer.
 
         Idempotent.
         """
@@ -182,7 +178,7 @@ class Latest(Newest[A]):
 
 
 def _copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a (nested) mapping of inputs with copies of all arrays, because the caller may write to the arrays afterwards."""
+    """Returns a copy of nested inputs, with copies of all arrays."""
     return {
         name: _copied(value) if isinstance(value, Mapping) else np.array(value) if hasattr(value, "dtype") else value
         for name, value in inputs.items()

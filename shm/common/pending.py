@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 
 class WaitEnded(TimeoutError):
-    """Raised when a wait has reached its time limit. (A TimeoutError that a signal's handler raises is not of this class.)"""
+    """Raised when a wait has reached its time limit."""
 
 
 class Pending(Generic[T]):
-    """A request that was sent, and whose answer can be waited for: by ``result``, or by ``await`` on an event loop.
+    """A request that was sent. ``result``, or ``await`` on an event loop, waits for its answer.
 
-    It ends once: with its last response, with an error, or because its caller cancels it. In a child process after a fork it
-    cannot be used.
+    It ends once: with its last response, with an error, or because its caller cancels it. A child process cannot use it
+    after a fork.
     """
 
     def __init__(self, model: str, deadline: float | None, deadlines: Deadlines) -> None:
@@ -48,8 +48,8 @@ class Pending(Generic[T]):
 
         Args:
           model: the name of the model that is asked.
-          deadline: seconds of ``time.monotonic()``, after which the request's caller does not wait any more; None: no deadline.
-          deadlines: the connection's thread that ends requests at their deadlines if only callbacks wait for them.
+          deadline: the time of ``time.monotonic()`` in seconds at which the caller stops waiting, or None for no deadline.
+          deadlines: ends the request at its deadline if only callbacks wait for it.
         """
         self.model = model
         self.deadline = deadline
@@ -76,7 +76,8 @@ class Pending(Generic[T]):
     def wait(self, until: float | None) -> None:
         """Waits in this thread until a response has come or the request has ended. It may also return earlier.
 
-        This base class sleeps until ``notify`` is called. ``until``: seconds of ``time.monotonic()``; None: without limit.
+        This base class sleeps until ``notify`` is called. ``until`` is a time of ``time.monotonic()`` in seconds, or None
+        for no limit.
 
         Raises: WaitEnded: ``until`` has passed.  ServingError: the request fails with this error.
         """
@@ -91,72 +92,66 @@ class Pending(Generic[T]):
             self.waiter = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Arranges that responses are received while a task waits for them on the event loop, which runs in this thread.
+        """Receives responses while a task waits for them on the event loop. The loop runs in this thread.
 
         This base class does nothing.
         """
 
     def watch(self) -> None:
-        """Has a thread receive the responses and call the callbacks of a request for which no thread or task waits.
+        """Lets a thread receive the responses and call the callbacks, if no thread or task waits for the request.
 
         This base class does nothing.
         """
 
     def withdraw(self) -> None:
-        """Tells the server that nobody waits for the answer any more. Called once, in any thread.
+        """Tells the server that nobody waits for the answer any more. It is called once, in any thread.
 
         This base class does nothing.
         """
 
     def settle(self, until: float | None) -> None:
-        """Waits until nobody uses the arrays of this request, which its caller has cancelled. This base class returns at once.
+        """Waits until nobody uses the arrays of a cancelled request. This base class returns at once.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises DeadlineExceeded: ``until`` has passed.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises DeadlineExceeded if it has passed.
         """
 
     def made(self, arrived: Any) -> T | ServingError:
-        """Converts ``arrived``, a response that was given to ``add``, to the answer that the caller gets.
-
-        This base class returns the response unchanged.
-        """
+        """Converts a response that was given to ``add`` to the caller's answer. This base class returns it unchanged."""
         answer: T = arrived
         return answer
 
     def late(self) -> ServingError:
-        """Returns the error that the caller gets if the request's deadline has passed."""
+        """Returns the error for a request whose deadline has passed."""
         return DeadlineExceeded()
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns the error that iterating over responses raises for ``error``. Here it is ``error``; subclasses may differ."""
+        """Returns the error that iterating over responses raises for ``error``. In this base class it is ``error``."""
         return error
 
     # --------------------------------------------------------------------------------------------------- from a transport
 
     def add(self, response: Any) -> None:
-        """Stores a response, or the error (ServingError) that ends the request.
-
-        Does nothing if the caller has cancelled the request.
-        """
+        """Stores a response, or the ServingError that ends the request. It does nothing if the request was cancelled."""
         if not self._given_up:
             self._arrived.append(response)
 
     def end(self) -> bool:
-        """Ends the request: no further response comes. Returns False if it had ended already, else True."""
+        """Ends the request, so that no further response comes. Returns False if it had already ended."""
         with self._lock:
             ended, self._ended = self._ended, True
         return not ended
 
     def fail(self, error: ServingError) -> None:
-        """Ends the request with an error, and calls its callbacks. May be called in any thread."""
+        """Ends the request with an error, and calls its callbacks. Any thread may call it."""
         self.add(error)
         self.end()
         self.notify()
         self.call_back()
 
     def notify(self, running: Any = None) -> None:
-        """Wakes the thread or the event loop's task that waits for a response or the end of this request.
+        """Wakes the thread or task that waits for this request.
 
-        ``running``: the event loop that runs in this thread; None: the caller does not know of one.
+        ``running`` is the event loop that runs in this thread, or None if the caller knows of none.
         """
         self.waiting = False
         waiter = self.waiter
@@ -173,7 +168,7 @@ class Pending(Generic[T]):
                     loop.call_soon_threadsafe(_set, future)
 
     def call_back(self) -> None:
-        """Calls the callbacks that ``add_done_callback`` was given, each once. Does nothing if the request has not ended."""
+        """Calls each callback of ``add_done_callback`` once. It does nothing if the request has not ended."""
         with self._lock:
             if not self.done():
                 return
@@ -193,13 +188,13 @@ class Pending(Generic[T]):
         return self._ended or self._given_up
 
     def expire(self) -> None:
-        """Ends the request because its deadline has passed, and tells the server that nobody waits for the answer any more."""
+        """Ends the request because its deadline has passed, and tells the server that nobody waits any more."""
         self._give_up(self.late())
 
     def cancel(self) -> None:
         """Ends the request with Cancelled, and tells the server that nobody waits any more.
 
-        Idempotent; may be called in any thread.
+        Any thread may call it. Idempotent.
         """
         self._give_up(Cancelled("the request was cancelled"))
 
@@ -215,7 +210,7 @@ class Pending(Generic[T]):
         self.call_back()
 
     def forget(self) -> None:
-        """Ends a child process's copy of the request after a fork: no callback is called, and ``result`` raises Unavailable."""
+        """Ends a child process's copy of the request after a fork. No callback is called, and ``result`` raises Unavailable."""
         self._lock = RLock()
         self._callbacks, self._awaited, self.waiter = (), None, None
         self.waiting = False
@@ -228,8 +223,8 @@ class Pending(Generic[T]):
 
         The request is cancelled if no answer comes in time, or if a signal's handler ends the wait by an exception.
 
-        ``timeout``: seconds to wait; None: until the request's deadline. Raises: ServingError: the answer is an error.
-        DeadlineExceeded: no answer came in time.
+        ``timeout`` is the seconds to wait, or None to wait until the request's deadline. Raises: ServingError: the answer is
+        an error.  DeadlineExceeded: no answer came in time.
         """
         if self._result is None:
             try:
@@ -245,10 +240,10 @@ class Pending(Generic[T]):
         return Internal(f"model '{self.model}' has answered with no response") if response is None else response
 
     def responses(self, timeout: float | None = None) -> Iterator[T]:
-        """Returns an iterator over the responses; leaving the iteration early cancels the request.
+        """Returns an iterator over the responses. Leaving the iteration early cancels the request.
 
-        ``timeout``: seconds to wait for each response; None: until the request's deadline. Raises: ServingError: a response is
-        an error.  DeadlineExceeded: no response came in time.
+        ``timeout`` is the seconds to wait for each response, or None to wait until the request's deadline. Raises:
+        ServingError: a response is an error.  DeadlineExceeded: no response came in time.
         """
         responses = self._responses(timeout)
         # So that its ``finally`` runs also if it is dropped before anybody iterates.
@@ -269,10 +264,7 @@ class Pending(Generic[T]):
             self.cancel()
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Arranges that ``callback`` is called with this request when it ends, in any thread.
-
-        If the request has ended already, calls ``callback`` at once.
-        """
+        """Calls ``callback`` with this request when it ends, in any thread. If it has already ended, this happens at once."""
         with self._lock:
             done = self.done()
             if not done:
@@ -293,10 +285,7 @@ class Pending(Generic[T]):
         return until if self.deadline is None else min(until, self.deadline)
 
     def _next(self, until: float | None) -> T | ServingError | None:
-        """Waits for the next response and returns it, or returns the error that ended the request; None: no more responses come.
-
-        ``until``: seconds of ``time.monotonic()``; None: no deadline.
-        """
+        """Waits for the next response or the error that ended the request, and returns it, or None."""
         while not self._arrived:
             # In this order: what has come is there before its end is seen.
             if self.done():
@@ -321,7 +310,7 @@ class Pending(Generic[T]):
     # -------------------------------------------------------------------------------------------- from an event loop
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Waits for the answer on the running event loop and returns it. If the waiting task is cancelled, cancels the request.
+        """Waits for the answer on the running event loop and returns it. Cancelling the waiting task cancels the request.
 
         Raises: ServingError: the answer is an error.
         """
@@ -336,8 +325,8 @@ class Pending(Generic[T]):
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[T]:
         """Returns an asynchronous iterator over the responses, for the running event loop. Ending it early cancels the request.
 
-        ``timeout``: seconds to wait for each response; None: until the request's deadline. Raises: ServingError: a response is
-        an error.  DeadlineExceeded: no response came in time.
+        ``timeout`` is the seconds to wait for each response, or None to wait until the request's deadline. Raises:
+        ServingError: a response is an error.  DeadlineExceeded: no response came in time.
         """
         responses = self._async_responses(timeout)
         with contextlib.suppress(StopIteration):  # as in ``responses``; it awaits nothing before
@@ -359,10 +348,7 @@ class Pending(Generic[T]):
 
     @types.coroutine
     def _next_async(self, timeout: float | None) -> Generator[Any, None, T | ServingError | None]:
-        """Awaits the next response and returns it, or returns the error that ended the request; None: no more responses come.
-
-        ``timeout``: seconds to wait; None: until the request's deadline.
-        """
+        """Awaits the next response or the error that ended the request, and returns it, or None."""
         arrived = self._arrived
         until: float | None = None
         loop: asyncio.AbstractEventLoop | None = None
@@ -396,7 +382,7 @@ class Pending(Generic[T]):
 
 
 class Deadlines:
-    """A thread that ends requests at their deadlines, if no thread or task but only callbacks wait for them. Thread-safe."""
+    """A thread that ends requests at their deadlines, if only callbacks wait for them. Thread-safe."""
 
     def __init__(self) -> None:
         #: A heap of deadlines in seconds of ``time.monotonic()``, each with a number and a request, which others hold.
@@ -408,9 +394,9 @@ class Deadlines:
         self._runs = False
 
     def add(self, pending: Pending[Any], deadline: float) -> None:
-        """Arranges that the request ``pending`` is ended at its deadline, unless it has ended before.
+        """Ends the request ``pending`` at its deadline, unless it has ended before.
 
-        ``deadline``: seconds of ``time.monotonic()``.
+        ``deadline`` is a time of ``time.monotonic()`` in seconds.
         """
         with self._changed:
             self._drop_ended()

@@ -17,10 +17,9 @@ from .tensors import check_place as check_place
 class Answer(dict):  # type: ignore[type-arg]
     """The answer to a request: output name -> array. Large outputs are read-only views of the server's memory.
 
-    That memory stays reserved as long as anything refers to it: an array of the answer, a view of an array, or an array that
-    another library made of one without a copy. ``with answer:`` and ``release()`` drop the answer's own references; if there are
-    no others, the memory is given back at once. ``version`` is the version of the model that answered. ``parameters`` are the
-    parameters that the model's answer has.
+    This memory stays reserved until the answer, its arrays, and all views of these arrays are gone, also views that another
+    library has made. ``with answer:`` and ``release()`` drop the answer's own references. ``version`` is the version of the
+    model that answered. ``parameters`` are the parameters of the model's answer.
     """
 
     #: The version of the model that answered.
@@ -42,15 +41,15 @@ class Answer(dict):  # type: ignore[type-arg]
 
     @property
     def copied_bytes(self) -> int | None:
-        """Returns how many bytes the server copied for the request; None: the server did not say."""
+        """Returns how many bytes the server copied for the request, or None if the server did not say."""
         timing = self.timing
         return None if timing is None else timing.copied_bytes
 
     def release(self) -> None:
-        """Removes all outputs from this answer if they lie in the server's memory, and gives that memory back. Idempotent.
+        """Removes all outputs that lie in the server's memory from this answer, and gives this memory back. Idempotent.
 
-        If this process still has one of the arrays, or an array made of one without a copy, the memory is given back once the
-        last of them is garbage-collected.
+        If an array of the answer or a view of one still exists, the memory is given back once the last of them is
+        garbage-collected.
         """
         if self.lease is not None:
             self.clear()
@@ -66,7 +65,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
 
 class Description:
-    """The server's description of one version of a model: metadata, largest batch, and whether it streams or has sequences."""
+    """The server's description of one version of a model: metadata, largest batch, whether it streams or has sequences."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.model: str = answer["model"]
@@ -87,9 +86,7 @@ class Description:
 
 
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
-    """Copies outputs into the arrays that the caller gave for them (``places``), and returns all outputs by name.
-
-    Where the caller gave an array for an output, the result has that array.
+    """Copies outputs into the caller's arrays in ``places``. Returns all outputs by name, with these arrays in their place.
 
     Raises: InvalidArgument: an array has another shape or dtype than its output.
     """

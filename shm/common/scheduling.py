@@ -25,7 +25,7 @@ _TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([
 
 
 class Scheduling(NamedTuple):
-    """Says when a request is run, in which sequence, which waiting request it replaces, and with which parameter set."""
+    """When a request is run, in which sequence, which waiting request it replaces, and with which parameter set."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0
@@ -42,7 +42,7 @@ class Scheduling(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether the request belongs to a sequence and is neither its first request nor its last."""
+        """Returns whether the request belongs to a sequence and is neither its first nor its last request."""
         return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
 
 
@@ -66,7 +66,7 @@ UNSCHEDULED = Scheduling()
 
 
 class Kind(enum.Enum):
-    """Says which values a scheduling parameter of a request may have."""
+    """The kind of values that a scheduling parameter may have."""
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"
@@ -82,7 +82,7 @@ class Kind(enum.Enum):
 
 
 class Row(NamedTuple):
-    """Describes one scheduling parameter of a request in the table ``PARAMETERS``: the parameter's field, type and size limit."""
+    """One scheduling parameter of a request in ``PARAMETERS``, with its field, kind of value and size limit."""
 
     #: A field of ``Scheduling`` and of the record; also the keyword argument in Python, but for the name of a set.
     field: str
@@ -105,9 +105,9 @@ MAX_SEQUENCE_ID = PARAMETERS["sequence_id"].most
 
 
 def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Takes the name of a parameter set out of a request's parameters. Returns the other parameters, and the name.
+    """Takes the name of a parameter set out of a request's parameters. Returns the other parameters, and the name or "".
 
-    The name is "" if the parameters have none. Raises InvalidArgument: the name is no text, or is empty.
+    Raises InvalidArgument if the name is not a str or is empty.
     """
     others = dict(parameters)
     name = others.pop(SET_PARAMETER, None)
@@ -121,7 +121,7 @@ def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def checked_text(text: str, kind: Kind) -> str:
-    """Returns ``text``, the value that a request gives for a scheduling parameter of this kind, if it is valid.
+    """Returns the value ``text`` of a scheduling parameter of this kind.
 
     Raises: InvalidArgument: the name of a parameter set is empty.  Unsupported: a sequence id has more than 128 bytes.
     """
@@ -133,10 +133,9 @@ def checked_text(text: str, kind: Kind) -> str:
 
 
 def sampled(traceparent: str) -> tuple[str, str] | None:
-    """Returns the trace id and the span id in a ``traceparent``.
+    """Returns the trace id and the span id in a W3C ``traceparent``.
 
-    Returns None if the ``traceparent`` is malformed, or says that its sender does not sample the trace. Source: W3C Trace
-    Context.
+    Returns None if the ``traceparent`` is malformed or says "not sampled". Source: W3C Trace Context.
     """
     found = _TRACEPARENT.fullmatch(traceparent)
     if found is None:

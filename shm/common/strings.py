@@ -11,10 +11,7 @@ _length = struct.Struct("<I").pack
 
 
 def count(content: bytes | memoryview, most: int, /) -> tuple[int, int]:
-    """Returns how many complete elements there are at the beginning of a BYTES tensor's content, and the offset of their end.
-
-    ``most``: the most elements to count.
-    """
+    """Counts at most ``most`` complete elements of a BYTES tensor's content. Returns the count and the offset of their end."""
     found = at = 0
     while found < most and at + 4 <= len(content):
         end = at + 4 + int.from_bytes(content[at : at + 4], "little")
@@ -25,9 +22,9 @@ def count(content: bytes | memoryview, most: int, /) -> tuple[int, int]:
 
 
 def decode(content: bytes, at: int, most: int, /) -> tuple[list[bytes], int]:
-    """Returns the complete elements of a BYTES tensor's content from offset ``at`` on, and the offset of their end.
+    """Decodes at most ``most`` complete elements of a BYTES tensor, from offset ``at``.
 
-    ``most``: the most elements to decode.
+    Returns the elements and the offset of their end.
     """
     elements: list[bytes] = []
     while len(elements) < most and at + 4 <= len(content):
@@ -41,7 +38,10 @@ def decode(content: bytes, at: int, most: int, /) -> tuple[list[bytes], int]:
 
 
 def encode(elements: list[bytes] | list[str], /) -> bytes:
-    """Encodes elements (str as UTF-8) as the content of a BYTES tensor. Raises TypeError: an element is neither bytes nor str."""
+    """Encodes bytes or str elements as the content of a BYTES tensor. A str becomes UTF-8.
+
+    Raises TypeError if an element is neither bytes nor str.
+    """
     pieces: list[bytes] = []
     for element in elements:
         content = element if isinstance(element, bytes) else str.encode(element)

@@ -38,7 +38,7 @@ _STRIKES = 2
 
 
 class Submission:
-    """A submitter's request, from its sending to its end; base class of the requests of fronts and clients."""
+    """A submitter's request, from its sending to its end. Base class of the requests of fronts and clients."""
 
     # It has no slots, so that a subclass can be a msgspec.Struct.
     __slots__ = ()
@@ -62,20 +62,20 @@ class Submission:
         Args:
           code: the error's code, such as "NOT_FOUND".
           message: the error's text.
-          is_told: True: the submitter knows at all times which workers serve the model; False: the submitter's knowledge may be
-            old, so that Unavailable, too, may mean that the model has moved.
+          is_told: True if the submitter always knows which workers serve the model. If it is False, Unavailable may also mean
+            that the model has moved.
         """
         return not (self.cancelled or self.answered) and is_refusal(code, message, is_told)
 
     def after_end(self, how: str, begun: bool, may_repeat: bool) -> ServingError | None:
-        """Decides whether to send the request again, after its worker has ended without sending the last answer.
+        """Decides whether to send the request again, after its worker ended without sending the last answer.
 
-        Returns None if the request is to be sent again, else the error that answers it. Call it only if the caller still waits.
+        Returns None to send the request again, else the error that answers it. Call it only if the caller still waits.
 
         Args:
           how: a clause that says what happened, such as "the worker process ended".
-          begun: True: the worker may have begun to run the request.
-          may_repeat: True: running the request a second time does no harm.
+          begun: True if the worker may have begun to run the request.
+          may_repeat: True if running the request twice does no harm.
         """
         if self.answered or (begun and not may_repeat):
             return Internal(f"{how} while it had the request, which may not be run twice")
@@ -87,10 +87,10 @@ class Submission:
 
 
 def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
-    """Returns whether a worker's error (``code``, ``message``) means that the worker lacks the model, and ran nothing.
+    """Returns whether a worker's error means that the worker does not have the model, and ran nothing.
 
-    ``is_told``: True: the submitter knows at all times which workers serve the model; False: its knowledge may be old, so
-    that Unavailable and every NotFound are such errors, too.
+    ``is_told`` is True if the submitter always knows which workers serve the model. If it is False, Unavailable and every
+    NotFound are such errors, too.
     """
     if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
         return True
@@ -107,10 +107,7 @@ D = TypeVar("D", bound=Destination)
 
 
 def least_busy(workers: Iterable[D]) -> D | None:
-    """Returns the worker on which this submitter has the fewest requests in flight; of several such workers, the first.
-
-    Returns None if there is no worker.
-    """
+    """Returns the first worker with the fewest requests of this submitter in flight, or None if there is no worker."""
     return min(workers, key=load, default=None)
 
 
@@ -120,7 +117,7 @@ def load(worker: Destination) -> int:
 
 
 def lost_sequence(model: str, sequence: int | str) -> Unavailable:
-    """Makes the error for a request whose sequence was lost because the sequence's worker ended."""
+    """Makes the error for a request whose sequence was lost because its worker ended."""
     return Unavailable(
         f"sequence {sequence} of model '{model}' was lost when its worker died; start it again with the START flag"
     )

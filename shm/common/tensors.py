@@ -19,7 +19,7 @@ _ndarray = np.ndarray
 
 
 class Tensor(NamedTuple):
-    """Describes an input or output of a model: its name, its datatype in the protocol (such as "FP32") and its shape."""
+    """An input or output of a model: its name, its datatype in the protocol (such as "FP32") and its shape."""
 
     name: str
     datatype: str
@@ -28,7 +28,7 @@ class Tensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Returns the numpy dtype of the tensor's arrays; for BYTES it is object."""
+        """Returns the numpy dtype of the tensor's arrays. For BYTES it is object."""
         return dtype_of(self.datatype)
 
 
@@ -45,7 +45,7 @@ class Tensors(tuple[Tensor, ...]):
 
 
 class Timing(NamedTuple):
-    """Says how long a request was queued and executed in the server, in ns, and how many bytes were copied for it."""
+    """How long a request was queued and executed in the server, in ns, and how many bytes were copied for it."""
 
     queue_ns: int
     compute_ns: int
@@ -53,14 +53,14 @@ class Timing(NamedTuple):
 
 
 def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
-    """Converts ``described``, "inputs" or "outputs" of a model's metadata in the Open Inference Protocol, to ``Tensors``."""
+    """Converts "inputs" or "outputs" of a model's metadata in the Open Inference Protocol to ``Tensors``."""
     return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
 
 
 def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: Any) -> None:
     """Raises InvalidArgument unless ``place``, the caller's array for an output, has the output's shape and dtype.
 
-    ``name``: the output's name, for the error.
+    ``name`` is the output's name, for the error.
     """
     if place.shape != shape or place.dtype != dtype:
         given = f"{place.dtype}{list(place.shape)}"
@@ -68,10 +68,10 @@ def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: 
 
 
 def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str, Array]:
-    """Makes a C-contiguous array of each input of a request, without a copy where that is possible. Returns input name -> array.
+    """Makes a C-contiguous array of each input of a request, if possible without a copy. Returns the arrays by input name.
 
     Args:
-      inputs: input name -> value, as ``flat`` and ``array`` take them.
+      inputs: values by input name. ``flat`` and ``array`` say which values are allowed.
       datatypes: the datatype of each input of the model, by name.
     Raises: InvalidArgument: ``inputs`` is no mapping, a name is given twice, or a value cannot be an array.
     """
@@ -87,12 +87,10 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
 
 
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Flattens nested mappings and sequences of inputs. Returns input name -> value.
+    """Flattens nested mappings and sequences of inputs. Returns the values by input name.
 
-    An input's name is the keys on the way to its value, joined by "/". If the model has no input of that name, but has
-    one whose name has "." in place of "/", that name is used.
-
-    ``known``: the datatype of each input of the model, by name.
+    An input's name is the keys on the way to its value, joined by "/". If the model has no such input but has the same name
+    with "." in place of "/", that name is used. ``known`` is the datatype of each input of the model, by name.
 
     Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
@@ -110,11 +108,7 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (path, value) for each input below ``node``. A path has the keys and indices on the way to the value.
-
-    The items of a sequence are inputs if the model has inputs whose names begin with the sequence's path, joined by "/" or ".";
-    any other sequence is one input's value. ``known``: the datatype of each input of the model, by name.
-    """
+    """Yields the path and value of each input below ``node``."""
     for key, value in node:
         inner = (*path, str(key))
         below = ("/".join(inner) + "/", ".".join(inner) + ".")
@@ -127,14 +121,13 @@ def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterat
 
 
 def array(name: str, value: Any, datatype: str | None) -> Array:
-    """Makes a C-contiguous array of one input's value, without a copy where that is possible.
+    """Makes a C-contiguous array of one input's value, if possible without a copy.
 
     Args:
       name: the input's name, for errors.
-      value: a numpy array; an object with ``__array__``, or with ``__dlpack__`` on the host; an array on a GPU, which the
-        client's method ``empty`` made and which is returned unchanged; anything else becomes an array of the input's datatype,
-        as ``cast`` makes it.
-      datatype: the input's datatype in the model's metadata; None: the model has no such input, and numpy chooses a dtype.
+      value: a numpy array, an object with ``__array__``, or an object with ``__dlpack__`` on the host. A GPU array of the
+        client's ``empty`` is returned unchanged. Anything else becomes an array of ``datatype``, as ``cast`` makes it.
+      datatype: the input's datatype in the model's metadata, or None if the model has no such input.
     Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
     if isinstance(value, np.ndarray):
@@ -155,12 +148,12 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def cast(name: str, value: Any, datatype: str | None) -> Array:
-    """Converts the values of an array or a list to an array of ``datatype``; for a float type, values may be rounded.
+    """Converts the values of an array or a list to an array of ``datatype``. Values for a float type may be rounded.
 
-    ``name``: the input's name, for errors. ``datatype`` None: numpy chooses a dtype.
+    ``name`` is the input's name, for errors. If ``datatype`` is None, numpy chooses a dtype.
 
-    Raises InvalidArgument: a value cannot be converted without changing it, other than by rounding to a float type. Such values
-      for INT32 are a fraction, NaN, a text, and a number that is out of range.
+    Raises InvalidArgument if a value would change in another way than by rounding to a float type. Such values for INT32 are a
+      fraction, NaN, a text, and a number that is out of range.
     """
     dtype = None if datatype is None else dtype_of(datatype)
     if datatype == "BF16" and dtype == DTYPES["UINT16"]:
@@ -194,17 +187,14 @@ def cast(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def _is_kept(value: Any, converted: Any, is_float: bool) -> bool:
-    """Returns whether conversion kept ``value`` the same; with ``is_float``, whether it rounded ``value`` at most."""
+    """Returns whether conversion kept ``value``, except for rounding if ``is_float``."""
     if not is_float or isinstance(value, (str, bytes, complex, type(None))):
         return bool(value == converted)
     return math.isfinite(converted) or not math.isfinite(value)
 
 
 def _foreign(name: str, value: Any) -> Array:
-    """Views ``value``, another library's array, as a numpy array, if possible without a copy. ``name``: the input, in errors.
-
-    Raises: InvalidArgument: the array is not in host memory, or its library does not export it.
-    """
+    """Views another library's array as a numpy array, if possible without a copy."""
     try:
         if (bits := bfloat16_of_torch(value)) is not None:
             return bits.view(dtype_of("BF16"))
@@ -224,7 +214,7 @@ def _foreign(name: str, value: Any) -> Array:
 
 
 def bfloat16_of_torch(value: Any) -> Array | None:
-    """Returns the bits (uint16) of a bfloat16 tensor of PyTorch, which numpy cannot read; None: ``value`` is no such tensor."""
+    """Returns the bits (uint16) of PyTorch's bfloat16 tensor, or None if ``value`` is not such a tensor."""
     # Another thread may just import it, which then has made no tensor yet.
     torch = sys.modules.get("torch")
     kind = getattr(torch, "Tensor", None)
@@ -234,7 +224,7 @@ def bfloat16_of_torch(value: Any) -> Array | None:
 
 
 def content(values: Array) -> bytes | memoryview:
-    """Returns ``values`` as the protocol sends them: for BYTES an encoded copy, else a view of the array's memory.
+    """Returns an array's bytes as the protocol sends them. They are a view of the array, or a copy if the datatype is BYTES.
 
     Raises: InvalidArgument: the array lies on a GPU, or is BYTES and an element cannot be encoded.
     """
@@ -246,10 +236,10 @@ def content(values: Array) -> bytes | memoryview:
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) for each leaf of nested mappings, lists and tuples, with the names that JAX gives. None is no leaf.
+    """Yields the name and value of each leaf of nested mappings, lists and tuples. None is not a leaf.
 
-    A name has the keys, fields and indices on the way to the leaf, joined by dots, such as ``dense.0.kernel``. A tree that is a
-    single leaf has the name "array". ``name``: what all names begin with.
+    A name is the keys, fields and indices on the way to the leaf, joined by dots, such as ``dense.0.kernel``. If the tree is
+    a single leaf, its name is "array". ``name`` is what all names begin with.
     """
     inside: list[tuple[Any, Any]]
     if isinstance(tree, Mapping):

@@ -22,9 +22,8 @@ POOL = DescriptorPool()
 def define(module: dict[str, Any]) -> None:
     """Adds the messages of a .proto file to ``POOL``, the pool of all protobuf messages of tensord.
 
-    The messages are read from a file beside the Python module, NAME.binpb for NAME_pb2: a serialized FileDescriptorProto, as
-    protoc makes it. ``module``: the variables of the Python module. This function adds DESCRIPTOR, the message classes, and
-    the enumerations with their values to these variables.
+    ``module`` is the variables of the Python module NAME_pb2. The file NAME.binpb beside it is a serialized
+    FileDescriptorProto, as protoc makes it. DESCRIPTOR, the message classes and the enumerations are added to ``module``.
     """
     name = module["__name__"].rpartition(".")[2].removesuffix("_pb2")
     file = POOL.AddSerializedFile(Path(__file__).with_name(f"{name}.binpb").read_bytes())
