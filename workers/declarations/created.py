@@ -25,14 +25,15 @@ Created = tuple[Callable[..., Any], Any, object]
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> Created:
-    """Checks what ``create`` returned, and wraps the function in it so that it takes and returns dicts of named arrays.
+    """Checks what ``create`` returned. Wraps its function to take and return dicts of named arrays.
 
     Args:
+      module: model.py.
       described: the model's signature.
-      returned: what ``create`` of model.py (``module``) returned.
-      asked: properties of requests that the function asks for, which are then among its inputs; None: none.
-      indexed: whether the function has an argument ``index``: for each row the position of its parameter set in the stack.
-    Raises InvalidArgument: ``create`` returned something else, or the function does not have the arguments that are expected.
+      returned: what ``create`` of model.py returned.
+      asked: properties of requests that the function gets; None: it gets none.
+      indexed: whether the function has an argument ``index``: for each row, the index of its parameter set.
+    Raises InvalidArgument: ``create`` returned something else, or the function does not have the expected arguments.
     """
     model, states = described.model, described.states
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 3 or not callable(returned[0]):
@@ -72,7 +73,7 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py (``module``). Raises InvalidArgument if it takes other arguments; else what it raises."""
+    """Calls ``create`` of model.py. Raises InvalidArgument: it takes other arguments. Its own errors are raised unchanged."""
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 
@@ -84,9 +85,9 @@ def is_generator(returned: object) -> bool:
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument if ``apply`` cannot take arguments ``names``, or takes the first two in the other order.
+    """Raises InvalidArgument if ``apply`` cannot take these arguments, or takes the first two in the other order.
 
-    ``what``: what the error calls ``apply``.
+    ``what`` names ``apply`` in the error.
     """
     try:
         taken = inspect.signature(apply)

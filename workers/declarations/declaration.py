@@ -25,9 +25,9 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds the declarations of model.py (``module``) to a configuration. Returns tensor name -> its axes' names (None: unnamed).
+    """Adds the declarations of model.py to a configuration. Returns tensor name -> the names of its axes; None: unnamed.
 
-    Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
+    Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     tensors: dict[str, dict[str, Declared]] = {}
     for kind in ("inputs", "outputs"):
@@ -103,7 +103,7 @@ def choose_buckets(config: ModelConfig, module: ModuleType, described: Signature
 
 
 def check_size(buckets: Buckets, limit: int) -> None:
-    """Raises InvalidArgument if the inputs and outputs of the largest batch in ``buckets`` can have more than ``limit`` bytes."""
+    """Raises InvalidArgument if inputs and outputs of the largest batch can have more than ``limit`` bytes."""
     described = buckets.signature
     fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
     most = buckets.batch[-1]
@@ -125,7 +125,7 @@ def _byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
 
 
 def _check_axes(config: ModelConfig, module: ModuleType, buckets: Mapping[str, object]) -> None:
-    """Raises InvalidArgument if ``buckets`` has a name that model.py (``module``) gives to no axis of an input."""
+    """Raises InvalidArgument if buckets are declared for an axis that no input has."""
     texts = declarations(f"model '{config.name}'", getattr(module, "inputs", {}), "input")
     declared = [parse_declaration(name, text) for name, text in texts.items()]
     named = {axis for tensor in declared for axis in tensor.axes if axis is not None}
@@ -142,7 +142,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def read_labels(config: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:
-    """Returns output name -> lines of its label file in the model's ``folder``. Raises InvalidArgument: one is unreadable."""
+    """Returns output name -> the lines of its label file in ``folder``. Raises InvalidArgument: a file is unreadable."""
     labels: dict[str, tuple[str, ...]] = {}
     for output in config.output:
         if not output.label_filename:
@@ -158,7 +158,10 @@ def read_labels(config: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]
 
 
 def queue_rules(config: ModelConfig, max_size: int, workers: int) -> QueueRules:
-    """Returns the rules of a model's queue. ``max_size``: the most waiting requests. ``workers``: how many share its limits."""
+    """Returns the rules of a model's queue.
+
+    ``max_size``: the most requests that may wait. ``workers``: how many workers share the configured limits.
+    """
     replaces = wants(config, REPLACE_WAITING)
     if not config.HasField("dynamic_batching"):
         return QueueRules(max_size, replaces=replaces)
@@ -183,10 +186,7 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 
 
 def batch_rules(config: ModelConfig) -> BatchRules:
-    """Returns the rules by which a model's requests form batches.
-
-    Generators and models whose rows mix run each request alone, and so do Python models without ``dynamic_batching``.
-    """
+    """Returns the rules by which a model's requests form batches."""
     asked = config.HasField("dynamic_batching")
     yields = config.backend != "python" and config.model_transaction_policy.decoupled
     if config.max_batch_size < 1 or yields or (config.backend == "python" and not asked):

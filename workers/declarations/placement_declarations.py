@@ -28,14 +28,14 @@ _MOST = 1 << 16
 
 
 def _given(config: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
-    """Returns the value of declaration ``name`` (else ``default``), its name in errors, and whether config.pbtxt has it."""
+    """Returns a declaration's value, its name in errors, and whether config.pbtxt has it."""
     if name in config.parameters:
         return config.parameters[name].string_value, f"parameter '{name}'", True
     return getattr(module, name, default), f"{name} of model.py", False
 
 
 def device_count(config: ModelConfig, module: ModuleType) -> int:
-    """Returns the declared number of devices, 0 if none is declared. Raises InvalidArgument: the value is no integer above 0."""
+    """Returns the declared number of devices; 0: no number is declared. Raises InvalidArgument: it is no integer above 0."""
     given, where, is_text = _given(config, module, "devices")
     if is_text and given.isdecimal():
         given = int(given)
@@ -47,9 +47,9 @@ def device_count(config: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """Returns the numbers of the GPUs that a model runs on if its configuration lists none; empty on a processor.
+    """Returns the numbers of the GPUs that a model runs on if its configuration lists none. On a processor it is empty.
 
-    ``count``: how many devices the worker has. ``gpu``: the number of the first; None: the worker runs on the processor.
+    ``count``: how many devices the worker has. ``gpu``: the number of its first GPU; None: the worker runs on the processor.
     """
     said = device_count(config, module) if config.backend == "jax" else 0
     return () if gpu is None else range(gpu, gpu + min(max(1, said), count))
@@ -58,9 +58,10 @@ def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -
 def chosen_devices(
     config: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
 ) -> tuple[jax.Device, ...]:
-    """Returns those ``devices`` of the worker that a model runs on. ``count``: how many the model asks for; 0: it does not say.
+    """Returns the devices of the worker that a model runs on. Raises InvalidArgument: there are too few.
 
-    ``gpu``: the number of the first device; None: the worker runs on the processor. Raises InvalidArgument: too few devices.
+    ``count``: how many devices the model asks for; 0: it does not say. ``gpu``: the number of the first device; None: the worker
+    runs on the processor.
     """
     named = sorted({each - gpu for group in config.instance_group for each in group.gpus} if gpu is not None else ())
     own = [devices[index] for index in named if 0 <= index < len(devices)]
@@ -78,8 +79,8 @@ def given_devices(
     """Returns the device or devices that ``create`` gets, and the devices that the model's programs run on.
 
     The second result is None if the programs run on the worker's first device alone. ``gpu``: the number of the first of
-    ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state.
-    Raises: InvalidArgument: the number of devices is malformed or too large.  Unsupported: state needs the worker's first device.
+    ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state. Raises InvalidArgument: the number of
+    devices is malformed or too large. Raises Unsupported: state needs the worker's first device.
     """
     count = device_count(config, module)
     chosen = chosen_devices(config, count, devices, gpu)
@@ -92,9 +93,9 @@ def given_devices(
 
 
 def is_on_demand(config: ModelConfig, module: ModuleType) -> bool:
-    """Returns whether a model's ``memory_policy`` lets its parameters leave the device to make room for other models.
+    """Returns whether the model's parameters may leave the device, as ``memory_policy`` declares.
 
-    Raises: InvalidArgument: ``memory_policy`` is unknown.  Unsupported: the model has no parameters on the device.
+    Raises InvalidArgument: ``memory_policy`` is unknown. Raises Unsupported: the model has no parameters on the device.
     """
     given, where, _ = _given(config, module, "memory_policy", RESIDENT)
     if given not in (RESIDENT, ON_DEMAND):
@@ -110,7 +111,7 @@ def is_on_demand(config: ModelConfig, module: ModuleType) -> bool:
 def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | None:
     """Returns which parameters differ between sets, and for how many sets the device has room; None: batches do not mix sets.
 
-    Raises: InvalidArgument: a declaration is malformed.  Unsupported: a model of this kind cannot mix sets in a batch.
+    Raises InvalidArgument: a declaration is malformed. Raises Unsupported: a model of this kind cannot mix sets in a batch.
     """
     model, names = config.name, _names(config, module)
     resident, where, is_text = _given(config, module, "resident_sets")
@@ -138,7 +139,7 @@ def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | No
 
 
 def _names(config: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
-    """Returns the names of the parameters that differ between sets; empty: all may differ; None: batches do not mix sets."""
+    """Returns the parameters that differ between sets; empty: all; None: no batch mixes sets."""
     given, where, is_text = _given(config, module, "batch_sets", False)
     if is_text:
         given = {"true": True, "false": False}.get(given.lower(), tuple(name.strip() for name in given.split(",")))
@@ -154,7 +155,7 @@ def _names(config: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
 
 
 def _unsupported(config: ModelConfig, module: ModuleType) -> str:
-    """Returns why a model with this configuration and ``module`` cannot mix parameter sets in a batch; "": it can."""
+    """Returns why the model cannot mix parameter sets in a batch; "": it can."""
     if config.backend != "jax":
         return "a Triton Python model has no parameters that the server knows"
     if hasattr(module, "source"):

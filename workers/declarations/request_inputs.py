@@ -45,7 +45,7 @@ _OWN: Mapping[str, tuple[Callable[[RequestRecord], Parameter], Parameter]] = {
 
 
 class _Asked(NamedTuple):
-    """A property of requests that a model asks for: its name, the input that it becomes, and its default."""
+    """A property of requests that a model asks for."""
 
     name: str
     spec: TensorSpec
@@ -54,7 +54,7 @@ class _Asked(NamedTuple):
 
 
 class RequestInputs:
-    """The properties of requests (id, priority, parameters and such) that one model version asks for and gets as inputs."""
+    """The properties of requests (id, priority, parameters and such) that one model version gets as inputs."""
 
     def __init__(self, model: str, asked: list[_Asked], batches: bool) -> None:
         self._model = model
@@ -82,7 +82,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function ``apply`` so that properties of requests are its last argument and not among its inputs."""
+        """Wraps the model's function so that properties of requests are its last argument, apart from the inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)
@@ -91,7 +91,7 @@ class RequestInputs:
         return of_inputs
 
     def parted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the client's inputs and the properties of the request, which are together in ``inputs``, as two dicts."""
+        """Divides ``inputs`` into the client's inputs and the properties of the request."""
         names = {each.spec.name: each.name for each in self._asked}
         own = {name: array for name, array in inputs.items() if name not in names}
         return own, {name: inputs[key] for key, name in names.items()}
@@ -101,10 +101,10 @@ class RequestInputs:
 
 
 class KnownParameters:
-    """The request parameters that a model version knows. With ``strict_parameters`` other ones are refused, else logged once."""
+    """The request parameters that a model version knows. Others are refused with ``strict_parameters``, else logged once."""
 
     def __init__(self, config: ModelConfig, module: ModuleType, options: Options) -> None:
-        """Reads what ``module`` (model.py) and ``options`` allow. Raises InvalidArgument: ``strict_parameters`` is no bool."""
+        """Reads what model.py and the options allow. Raises InvalidArgument: ``strict_parameters`` is no bool."""
         self._model, self._names = config.name, [*map(str, getattr(module, "request", {}))]
         self._strict, self._told = flag(self._model, module, "strict_parameters"), set[str]()
         #: Headers that fronts forward are parameters of every model.
@@ -112,7 +112,7 @@ class KnownParameters:
         self._headers = [header_pattern.compiled(pattern) for pattern in patterns if pattern]
 
     def check(self, given: Iterable[str], label: str) -> None:
-        """Raises InvalidArgument, beginning with ``label``, if ``strict_parameters`` is set and a ``given`` name is unknown."""
+        """Raises InvalidArgument if ``strict_parameters`` is set and a name is unknown. ``label`` begins the error."""
         for name in given:
             short = name[:_MOST_NAMED]
             told = short in self._told or (len(self._told) >= _MOST_TOLD and not self._strict)
@@ -128,7 +128,7 @@ class KnownParameters:
 
 
 def request_inputs(config: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns the request properties that model.py declares as inputs; None: none. Raises InvalidArgument: a bad declaration."""
+    """Returns the request properties that model.py declares; None: it declares none. Raises InvalidArgument: it is malformed."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = config.name, config.max_batch_size > 0
     if not isinstance(declared, Mapping):
@@ -171,7 +171,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Returns ``given`` in the datatype of ``spec``. Raises InvalidArgument, whose message ``what`` begins: it does not fit."""
+    """Returns a value in the datatype of ``spec``. ``what`` begins an error."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

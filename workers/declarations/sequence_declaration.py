@@ -41,7 +41,7 @@ _ASKS: dict[str, Callable[[Controls], bool]] = {
 
 
 class _Flag(NamedTuple):
-    """A control input of kind START, END or READY: whether a sequence starts, whether it ends, or if the row has a request."""
+    """A control input of kind START, END or READY."""
 
     spec: TensorSpec
     asks: Callable[[Controls], bool]
@@ -53,7 +53,7 @@ class _Flag(NamedTuple):
 
 
 class _CorrelationId(NamedTuple):
-    """A control input of kind CORRID, which holds the correlation id of a request's sequence."""
+    """A control input of kind CORRID: the correlation id of a request's sequence."""
 
     spec: TensorSpec
     shape: tuple[int, ...]
@@ -61,13 +61,13 @@ class _CorrelationId(NamedTuple):
 
     @property
     def false(self) -> Array:
-        """The value of this input in a row that only pads a batch and belongs to no request: 0, or an empty string."""
+        """The value in a row that belongs to no request: 0, or an empty string."""
         if self.spec.datatype == "BYTES":
             return np.full(self.shape, b"", np.object_)
         return np.zeros(self.shape, self.spec.dtype)
 
     def array(self, controls: Controls) -> Array:
-        """Returns the array for a request's controls. Raises InvalidArgument: the datatype cannot hold the correlation id."""
+        """Returns the array for a request. Raises InvalidArgument: the datatype cannot hold the correlation id."""
         given, datatype = controls.correlation_id, self.spec.datatype
         if datatype == "BYTES":
             if not isinstance(given, str):
@@ -90,7 +90,7 @@ class _CorrelationId(NamedTuple):
 
 
 class ControlInputs:
-    """The control inputs of one model version: made by the worker, they tell the model about the sequence of each request."""
+    """The inputs of one model version that tell it about the sequence of each request. The worker makes them."""
 
     def __init__(self, flags: list[_Flag], ids: list[_CorrelationId]) -> None:
         self._ids = ids
@@ -107,11 +107,11 @@ class ControlInputs:
         }
 
     def arrays(self, controls: Controls) -> dict[str, Array]:
-        """Returns the control inputs for a request, by name. Raises InvalidArgument: a datatype cannot hold the sequence's id."""
+        """Returns the control inputs of a request, by name. Raises InvalidArgument: a datatype cannot hold the sequence's id."""
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs of each request of ``asked``; the list ends before the first whose id does not fit."""
+        """Returns the control inputs of each request. The list ends before the first request whose id does not fit."""
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:
@@ -120,7 +120,7 @@ class ControlInputs:
 
 
 def control_inputs(config: ModelConfig) -> ControlInputs:
-    """Returns the control inputs that a checked configuration with ``sequence_batching`` declares."""
+    """Returns the control inputs that a checked configuration declares."""
     kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
     shape = (1, 1) if config.max_batch_size > 0 else (1,)
     flags: list[_Flag] = []
@@ -165,7 +165,10 @@ class SequencePlan:
 
 
 def sequence_plan(config: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """Returns what a completed configuration says about sequences; None: nothing. ``max_waiting``: how many requests may wait."""
+    """Returns what a completed configuration says about sequences; None: it says nothing.
+
+    ``max_waiting``: how many requests may wait.
+    """
     if not config.HasField("sequence_batching"):
         return None
     sequences, rows = config.sequence_batching, max(1, config.max_batch_size)
@@ -188,7 +191,7 @@ def sequence_plan(config: ModelConfig, max_waiting: int) -> SequencePlan | None:
 
 
 class MadeInputs:
-    """The inputs of one model version that the worker adds to each request: control inputs, and properties of the request."""
+    """The inputs that the worker adds to each request of one model version: control inputs, and properties of the request."""
 
     def __init__(self, controls: ControlInputs | None = None, asked: RequestInputs | None = None) -> None:
         #: Control inputs, of a model with sequences.
@@ -202,7 +205,7 @@ class MadeInputs:
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
     def arrays(self, request: RequestTensors, record: RequestRecord) -> dict[str, Array]:
-        """Returns the inputs that the worker adds to a request's ``record``. Raises InvalidArgument: a value does not fit."""
+        """Returns the inputs that the worker adds to a request, by name. Raises InvalidArgument: a value does not fit."""
         made: dict[str, Array] = {}
         if self.controls is not None:
             made = self.controls.arrays(request.controls)

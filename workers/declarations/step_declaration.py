@@ -32,7 +32,7 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """What a model that runs step by step declares: how many requests share a step, and how a request's responses are joined."""
+    """What a model that runs step by step declares."""
 
     rules: StepRules
     #: Numbers of slots that steps are compiled for, ascending; the last is all slots.
@@ -44,9 +44,9 @@ class StepDeclaration:
 
 
 def declare_steps(config: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Returns what a model that runs step by step declares, and marks the model as decoupled; None: any other model.
+    """Returns what a model that runs step by step declares, and marks it as decoupled; None: the model is of another kind.
 
-    Raises: InvalidArgument: a declaration is malformed.  Unsupported: the model's functions are not compiled (``host``).
+    Raises InvalidArgument: a declaration is malformed. Raises Unsupported: the model's functions are not compiled (``host``).
     """
     what = f"model '{config.name}'"
     if not hasattr(module, "slots"):
@@ -114,7 +114,7 @@ def check_stepped(config: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument if a varying axis of a model that runs step by step lacks buckets, or is named like an input."""
+    """Raises InvalidArgument if a varying axis has no buckets, or has the name of an input."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):
@@ -131,8 +131,8 @@ def check_buckets(buckets: Buckets) -> None:
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
     """Returns the functions and the parameters that ``create`` of a model that runs step by step returned.
 
-    ``asked``: properties of requests that become inputs of ``insert``; None: there are none. Raises InvalidArgument:
-    ``create`` returned something else.
+    ``asked``: properties of requests that become inputs of ``insert``; None: none do. Raises InvalidArgument: ``create``
+    returned something else.
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
     if not isinstance(functions, tuple) or len(functions) != 3 or not all(map(callable, functions)):

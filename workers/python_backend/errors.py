@@ -52,7 +52,7 @@ class TritonError:
     CANCELLED = ErrorCode.CANCELLED
 
     def __init__(self, message: str = "", code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Makes an error with a message and a code. Raises ValueError: ``code`` is not an ``ErrorCode``."""
+        """Makes an error. Raises ValueError: ``code`` is not an ``ErrorCode``."""
         self._message = message
         self._code = ErrorCode(code)
 

@@ -57,17 +57,17 @@ COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HIS
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """Returns the input of this name of a request; None if the request has no such input."""
+    """Returns the request's input with this name; None: the request has no such input."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """Returns the output of a response with this name; None: the response has no such output."""
+    """Returns the response's output with this name; None: the response has no such output."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array:
-    """Encodes an array of byte strings as BYTES: UINT8[n], the elements in row-major order, each after its length."""
+    """Encodes an array of byte strings as BYTES: UINT8[n], with each element after its length, in row-major order."""
     return np.frombuffer(byte_content(input_tensor), np.uint8)
 
 
@@ -85,7 +85,7 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
 
 
 class ModelConfig:
-    """A model's configuration as JSON, which the model's ``auto_complete_config`` may complete but not contradict."""
+    """A model's configuration as JSON. The model's ``auto_complete_config`` may complete it, but not contradict it."""
 
     def __init__(self, model_config: Mapping[str, Any] | str) -> None:
         self._config: dict[str, Any] = json.loads(model_config) if isinstance(model_config, str) else dict(model_config)
@@ -94,9 +94,9 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Sets max_batch_size. If a value is configured already, that value remains.
+        """Sets max_batch_size, unless a value is configured already.
 
-        Raises ValueError: a value is configured, and the given value is neither 0 nor equal to it.
+        Raises ValueError: another value is configured, and the given value is not 0.
         """
         given = self._config.get("max_batch_size", 0)
         if given and max_batch_size and given != max_batch_size:
@@ -104,7 +104,7 @@ class ModelConfig:
         self._config["max_batch_size"] = given or max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Adds ``dynamic_batching`` to the configuration, unless it has a scheduler (dynamic, sequence or ensemble) already."""
+        """Adds ``dynamic_batching`` to the configuration, unless it has a dynamic, sequence or ensemble scheduler already."""
         if not {"dynamic_batching", "sequence_batching", "ensemble_scheduling"} & self._config.keys():
             self._config["dynamic_batching"] = {}
 
@@ -143,12 +143,12 @@ class ModelConfig:
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """Returns the entry of ``model_config["input"]`` with this name; None: there is none."""
+    """Returns the entry of ``model_config["input"]`` with this name; None: no entry has it."""
     return _named(model_config.get("input", ()), name)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """Returns the entry of ``model_config["output"]`` with this name; None: there is none."""
+    """Returns the entry of ``model_config["output"]`` with this name; None: no entry has it."""
     return _named(model_config.get("output", ()), name)
 
 
@@ -164,12 +164,10 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
 
 
 class Saying:
-    """A context manager that turns a ServingError into a TritonModelException whose message begins with the given text.
+    """Turns a ServingError in the block into a TritonModelException whose message begins with the given text."""
 
-    It is no generator function, because an error that is raised inside a generator keeps alive the frames that it passed through
-    until the next garbage collection (Python 3.12 and newer), and with them objects that the model has released.
-    """
-
+    # No generator function: an error that is raised inside a generator keeps alive the frames that it passed through until the
+    # next garbage collection (Python 3.12 and newer), and with them objects that the model has released.
     __slots__ = ("_begins",)
 
     def __init__(self, begins: str) -> None:
@@ -184,10 +182,7 @@ class Saying:
 
 
 class _Asking(Saying):
-    """Turns errors into a TritonModelException as ``Saying`` does.
-
-    If the running code may not load models or ask for models, the exception has Triton's message for this error.
-    """
+    """Turns errors into a TritonModelException as ``Saying`` does, some with Triton's text."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, asking.NotAllowed):
@@ -201,7 +196,7 @@ class Logger:
     """Writes messages of four levels to the daemon's log. The settings of the log switch each level on or off."""
 
     class LogLevel(enum.Enum):
-        """The levels of log messages, which are also attributes of ``Logger`` (``Logger.INFO``)."""
+        """The levels of log messages."""
 
         INFO = enum.auto()
         WARNING = enum.auto()
@@ -255,7 +250,7 @@ class MetricFamily:
     HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes the family of metrics ``name``. If there is one already, this object stands for the existing family.
+        """Makes the family of metrics ``name``. If the family exists already, this object stands for the existing one.
 
         Raises TritonModelException: an argument is malformed, the existing family is of another kind, or no model's code is
         running.
@@ -266,7 +261,7 @@ class MetricFamily:
             self._held = HeldFamily(name, description, kind)
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
-        """Returns the family's metric with these ``labels`` (None: without labels), and makes it if there is none.
+        """Returns the family's metric with these labels. Makes the metric if there is none. ``labels`` None: no labels.
 
         ``buckets``: a histogram's upper bounds; None for other kinds. Raises TritonModelException: labels or buckets are
         malformed, the existing metric has other buckets, or there are too many metrics.
@@ -314,9 +309,8 @@ class Metric:
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Loads or reloads a model, and waits until it is loaded. Raises TritonModelException: the model could not be loaded.
 
-    Args:
-      config: a configuration in JSON that is used instead of the model's config.pbtxt; "": the config.pbtxt is used.
-      files: the files of the model, a dict from ``file:<version>/<name>`` to content; None: the files in the repository.
+    ``config``: a configuration in JSON; "": the model's config.pbtxt. ``files``: the model's files, from
+    ``file:<version>/<name>`` to content; None: the files in the repository.
     """
     if not isinstance(files, Mapping | None):
         raise TritonModelException(
@@ -329,9 +323,8 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Begins to unload a model, without waiting for the end.
 
-    ``unload_dependents``: if True, and the model is an ensemble, the models of its steps are unloaded too.
-
-    Raises TritonModelException: the server refused, or the running code may not unload models.
+    ``unload_dependents``: whether to unload also the models that an ensemble's steps call. Raises TritonModelException: the
+    server refused, or the running code may not unload models.
     """
     with _Asking("Failed to unload model"):
         asking.unload(model_name, unload_dependents)

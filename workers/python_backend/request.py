@@ -54,9 +54,10 @@ class InferenceResponse:
         error: TritonError | Exception | str | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
-        """Makes a response. ``error``: the error that the client gets instead of the tensors; None: the client gets the tensors.
+        """Makes a response. ``error``: the client gets it instead of the tensors; None: the client gets the tensors.
 
-        Raises: TritonModelException: an output is None, or a parameter cannot be sent.  TypeError: an output is not a ``Tensor``.
+        Raises TritonModelException: an output is None, or a parameter cannot be sent. Raises TypeError: an output is no
+        ``Tensor``.
         """
         self._output_tensors = list(output_tensors)
         if None in self._output_tensors:
@@ -87,7 +88,7 @@ def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
 
 
 def checked_parameters(parameters: Any) -> dict[str, Parameter]:
-    """Returns parameters as plain values that can be sent; for None an empty dict.
+    """Returns parameters as plain values that can be sent. None becomes an empty dict.
 
     Raises TritonModelException: a parameter cannot be sent.
     """
@@ -107,10 +108,7 @@ def checked_parameters(parameters: Any) -> dict[str, Parameter]:
 
 
 def _value(key: str, value: Any) -> Parameter:
-    """Returns the value of parameter ``key`` as a plain bool, int or str; a subclass, such as numpy's, is converted.
-
-    Raises TritonModelException: the value is of another type, or cannot be sent.
-    """
+    """Returns the value as a plain bool, int or str, which can be sent."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -142,9 +140,7 @@ class InferenceResponseSender:
         self._closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Sends a response. If ``flags`` has COMPLETE_FINAL, no response follows and the sender is closed.
-
-        With that flag ``response`` may be None, and then only the end is sent.
+        """Sends a response. The flag COMPLETE_FINAL closes the sender, and then ``response`` may be None.
 
         Raises TritonModelException: the sender is closed, there is nothing to send, or a model that is not decoupled sends more
         than one response.
@@ -192,7 +188,7 @@ class InferenceResponseSender:
 
 
 class MemoryType(enum.Enum):
-    """The kinds of memory in which tensors may lie: host memory and GPU memory."""
+    """The kinds of memory in which tensors may lie."""
 
     TRITONSERVER_MEMORY_GPU = enum.auto()
     TRITONSERVER_MEMORY_CPU = enum.auto()
@@ -203,16 +199,16 @@ TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
 
 class InferenceTrace:
-    """The trace of a request. A model passes it on with requests to other models, so that they become part of the trace."""
+    """The trace of a request. A model passes it on with requests to other models, which become part of the trace."""
 
     def __init__(self, timeline: RequestTimeline | None = None) -> None:
-        """Makes a trace of a request with this ``timeline``; None: the request is not traced."""
+        """Makes a trace. ``timeline``: the request's timeline; None: the request is not traced."""
         self.timeline = timeline
 
     def get_context(self) -> str | None:
         """Returns the OpenTelemetry context for spans in the request's trace, as JSON: ``{"traceparent": ...}``.
 
-        Returns None if the request is not traced, or if its trace goes to a file.
+        None: the request is not traced, or its trace goes to a file.
         """
         context = None if self.timeline is None else self.timeline.context
         if context is None or not context.span_id:
@@ -221,8 +217,9 @@ class InferenceTrace:
 
 
 class PreferredMemory:
-    """The kind of memory that a model wants for the outputs of a model that it calls. No effect: outputs are numpy arrays."""
+    """The kind of memory that a model wants for the outputs of a model that it calls. It has no effect."""
 
+    # Outputs are numpy arrays.
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
         self.preferred_device_id = preferred_device_id
@@ -245,7 +242,7 @@ _TYPES: dict[str, Any] = {
 
 
 class InferenceRequest:
-    """A request that the worker passes to a model's ``execute``, or that a model sends to another model."""
+    """A request that a model's ``execute`` gets, or that a model sends to another model."""
 
     def __init__(
         self,
@@ -264,18 +261,18 @@ class InferenceRequest:
         writer: Callable[[], ResponseWriter] | None = None,
         timeline: RequestTimeline | None = None,
     ) -> None:
-        """Makes a request. Models leave out the last three arguments, which the worker sets for requests that ``execute`` gets.
+        """Makes a request. A model may not give the last three arguments, which are the worker's.
 
-        A model has to give ``inputs``, ``requested_output_names`` and ``model_name``, and may give None only for ``parameters``.
-
+        A model must give ``inputs``, ``requested_output_names`` and ``model_name``, and may give None only for ``parameters``.
         Args:
           model_version: the version to call; -1: the newest ready version.
-          flags, timeout: sequence flags (1: start, 2: end; 3: both), and the queue timeout in microseconds (0: none).
-          trace: the trace of the request on whose behalf this one is made.
+          flags: sequence flags (1: start; 2: end; 3: both).
+          timeout: the queue timeout in microseconds; 0: no timeout.
+          trace: the trace of the request on whose behalf this request is made.
           cancelled: returns whether the client has cancelled the request.
           writer: makes the object to which a response sender writes.
-          timeline: the timeline of the request, if it is traced.
-        Raises: TritonModelException: the request is malformed.  TypeError: an argument is missing or of another type.
+          timeline: the timeline of the request; None: it is not traced.
+        Raises TritonModelException: the request is malformed. Raises TypeError: an argument is missing or has another type.
         """
         if writer is None:
             given = locals()
@@ -306,10 +303,7 @@ class InferenceRequest:
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def _check(self, names: object) -> None:
-        """Checks the arguments that a model has given. ``names``: the names of the requested outputs.
-
-        Raises TritonModelException: the request is malformed.
-        """
+        """Checks the arguments that a model has given."""
         if self._correlation_id is None:
             raise TypeError("InferenceRequest: correlation_id cannot be None")
         if not isinstance(self._correlation_id, int | str):
@@ -342,7 +336,7 @@ class InferenceRequest:
         return self._model_name
 
     def flags(self) -> int:
-        """Returns the request's sequence flags. Bit 0: the request starts its sequence; bit 1: the request ends it."""
+        """Returns the request's sequence flags. Bit 0: the request starts its sequence. Bit 1: the request ends its sequence."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
@@ -351,13 +345,13 @@ class InferenceRequest:
     def set_release_flags(self, flags: int) -> None:
         """Sets what happens to the request after ``execute`` has returned.
 
-        If the flags contain RESCHEDULE, the request is put into a later batch again (iterative sequences). ``execute`` must then
-        return None in place of its response. Other flags have no effect.
+        The flag RESCHEDULE puts the request into a later batch again (iterative sequences). Then ``execute`` must return None
+        instead of a response. Other flags have no effect.
         """
         self.release_flags = flags
 
     def timeout(self) -> int:
-        """Returns the queue timeout that the client has set, in microseconds; 0: it has set none."""
+        """Returns the queue timeout that the client has set, in microseconds; 0: no timeout."""
         return self._timeout
 
     def parameters(self) -> str:
@@ -368,14 +362,11 @@ class InferenceRequest:
         return self._cancelled is not None and self._cancelled()
 
     def trace(self) -> InferenceTrace:
-        """Returns the request's trace, to be passed on with requests that the model makes on behalf of this request."""
+        """Returns the request's trace, for requests that the model makes on behalf of this request."""
         return InferenceTrace(self._timeline) if self._trace is _NO_TRACE else self._trace
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Returns the object that sends responses to this request.
-
-        A decoupled model may send any number of responses through it, any other model exactly one.
-        """
+        """Returns the object that sends responses to this request. A model that is not decoupled may send only one."""
         if self.sender is None:
             if self._writer is None:
                 raise TritonModelException("Only a request that execute() was given has a response sender.")
@@ -385,10 +376,9 @@ class InferenceRequest:
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
         """Sends the request to the model that it names, waits, and returns the response.
 
-        If ``decoupled``, waits for the first response only, and returns an iterator over all responses.
-
-        Raises TritonModelException: the running code may not call models, or the request is malformed. Any other failure is
-        returned as a response with an error.
+        ``decoupled``: whether to return an iterator over all responses, after the first has arrived. Raises
+        TritonModelException: the running code may not call models, or the request is malformed. Any other failure is returned as
+        a response with an error.
         """
         call = self._call(decoupled)
         if isinstance(call, InferenceResponse):
@@ -397,12 +387,10 @@ class InferenceRequest:
         return answer_of(call, call.next())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """Sends the request immediately. Returns an awaitable of the response, to be awaited in the running event loop.
+        """Sends the request immediately. Returns an awaitable of the response, for the running event loop.
 
-        ``decoupled``: True: the awaitable's result is an iterator over all responses.
-
-        Raises TritonModelException: the running code may not call models, or the request is malformed.
-        Raises RuntimeError: no event loop runs in this thread.
+        ``decoupled``: whether the awaitable's result is an iterator over all responses. Raises TritonModelException: the running
+        code may not call models, or the request is malformed. Raises RuntimeError: no event loop runs in this thread.
         """
         loop = asyncio.get_running_loop()
         call = self._call(decoupled)
@@ -414,11 +402,7 @@ class InferenceRequest:
         return asyncio.ensure_future(first_answer(call, call.first()))
 
     def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
-        """Prepares the call for this request; the caller sends it. If two inputs have the same name, returns an error response.
-
-        ``decoupled``: whether the caller accepts any number of responses. Raises TritonModelException: the request is malformed,
-        or the code may not call models.
-        """
+        """Prepares the call for this request, or returns a response with an error."""
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")
         sequence = self._correlation_id
@@ -464,12 +448,11 @@ class InferenceRequest:
 
 
 def _failed(model: str, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> InferenceResponse:
-    """Returns a response with an error, in Triton's words, for a request to ``model`` that failed. ``why``: the message."""
+    """Returns a response with an error, in Triton's words."""
     return InferenceResponse(error=TritonError(f"Model {model} - Error when running inference: {why}", code))
 
 
 def _text(name: str | bytes) -> str:
-    """Returns ``name`` as text. Models may pass names as bytes, for example elements of BYTES tensors."""
     return name.decode() if isinstance(name, bytes) else name
 
 
@@ -477,7 +460,7 @@ _Answer = tuple[Result | None, bool]
 
 
 def response_of(result: Result | None) -> InferenceResponse:
-    """Converts the result of a called model to a response for the calling model. None becomes a response without tensors."""
+    """Converts the result of a called model to a response. None becomes a response without tensors."""
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
@@ -485,7 +468,10 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """Returns ``call``'s result: a response or, if it streams, an iterator. ``first``: first response, whether it is the last."""
+    """Returns the result of a call: a response, or an iterator if the call streams.
+
+    ``first``: the first response, and whether it is the last.
+    """
     error = first[0]
     if call.refused and isinstance(error, ServingError):
         why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
@@ -495,7 +481,7 @@ def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIt
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """Returns ``response`` as the result of a call that reached no model; with ``decoupled``, an iterator over only it."""
+    """Returns the only response of a call. ``decoupled``: whether to return an iterator over it."""
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 
@@ -504,7 +490,7 @@ async def first_answer(call: ModelCall, first: asyncio.Task[_Answer]) -> Inferen
 
 
 class ResponseIterator:
-    """Iterates over the responses to one call, and waits for each. It stores them, so a second iteration gets them again."""
+    """Iterates over the responses to one call, and waits for each. A second iteration gets the same responses again."""
 
     def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
         """Begins with the first response.
@@ -512,7 +498,7 @@ class ResponseIterator:
         Args:
           call: the call from which further responses come; None: no model was called.
           first: the first response, and whether it is the last.
-          response: the first response in the form for models, if it was made already; None: it is made of ``first``.
+          response: the first response as models get it; None: it is made of ``first``.
         """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]

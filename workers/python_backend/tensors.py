@@ -19,9 +19,9 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
 
 
 class Tensor:
-    """A named tensor that holds a numpy array.
+    """A named tensor that has a numpy array.
 
-    The array of a BYTES tensor is an object array of ``bytes``; that of a BF16 tensor has the dtype bfloat16 of ml_dtypes.
+    The array of a BYTES tensor is an object array of ``bytes``. The array of a BF16 tensor has the dtype bfloat16 of ml_dtypes.
     """
 
     def __init__(self, name: str | bytes, numpy_array: Array) -> None:
@@ -41,20 +41,20 @@ class Tensor:
 
     @classmethod
     def borrowed(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor of ``content``, shared memory to which a model must not write: ``as_numpy`` returns a copy."""
+        """Makes a tensor of shared memory to which a model must not write. ``as_numpy`` returns a copy."""
         tensor = cls(name, content)
         tensor._borrowed = True
         return tensor
 
     @classmethod
     def shared(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor of ``content``, another model's output. Nobody writes to it, so it may be passed on uncopied."""
+        """Makes a tensor of another model's output. Nobody writes to ``content``, so it may be passed on without a copy."""
         tensor = cls.borrowed(name, content)
         tensor._shared = True
         return tensor
 
     def for_call(self) -> Array:
-        """Returns the array for a request to another model: a copy, or the array itself if it is another model's output."""
+        """Returns the array for a request to another model. It is a copy, unless nobody writes to the array."""
         return self._array if self._shared else snapshot(self._array)
 
     @property
@@ -66,10 +66,7 @@ class Tensor:
         return self._name
 
     def as_numpy(self) -> Array:
-        """Returns the tensor's array, to which the model may write.
-
-        If the array lies in memory that does not belong to the model, the first call replaces it by a copy.
-        """
+        """Returns the tensor's array, to which the model may write. Shared memory is replaced by a copy first."""
         if self._borrowed:
             self._array = np.array(self._array)
             self._borrowed = self._shared = False
@@ -87,10 +84,11 @@ class Tensor:
         return True
 
     def to_dlpack(self) -> Any:
-        """Returns the tensor as a DLPack capsule. BF16 tensors are exported by jax, because numpy cannot export them."""
+        """Returns the tensor as a DLPack capsule."""
         content = self.as_numpy()
         if not content.flags.writeable:  # numpy exports nothing that is read-only
             content = np.array(content)
+        # BF16 by jax, because numpy cannot export it.
         return _exporter(content).__dlpack__()
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
@@ -116,7 +114,7 @@ class Tensor:
 
 
 class _Capsule:
-    """Wraps a DLPack capsule in an object with the methods that libraries call to import DLPack."""
+    """Lets libraries import a DLPack capsule as an object."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -160,7 +158,7 @@ def numpy_to_triton_type(data_type: Any) -> int:
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """Returns the numpy type for a name of ModelConfig's DataType: ``TYPE_FP32`` -> float32, ``TYPE_STRING`` -> object_."""
+    """Returns the numpy type for a name of ModelConfig's DataType: ``TYPE_FP32`` -> float32."""
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 

@@ -25,7 +25,7 @@ _MAX_REFUSED = 256
 
 
 class LaneSegments(ArenaMap):
-    """The segments of arenas that a client has announced on its lane. A front's lane has a map of the front's arena instead."""
+    """The segments of arenas that a client has announced on its lane."""
 
     def __init__(self, table: RegionTable, limits: LaneLimits) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class LaneSegments(ArenaMap):
         self._reasons: dict[str, str] = {}
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment that the client has announced, and takes over its descriptor ``fd``.
+        """Maps a segment that the client has announced. Takes over its descriptor ``fd``.
 
-        Raises InvalidArgument: number or size are invalid, the number is in use, or the memory is no memfd of this fixed size.
-        Raises Unavailable: the lane has too many segments, or the segment cannot be mapped now. Requests that name the segment
-        later get the same error.
+        ``byte_size``: the announced size. Raises InvalidArgument: number or size are invalid, the number is in use, or the
+        memory is no memfd of this fixed size. Raises Unavailable: the lane has too many segments, or the segment cannot be
+        mapped. Later requests that name the segment get the same error.
         """
         name, limits = f"{_MARK}{segment}", self.limits
         try:
@@ -71,7 +71,7 @@ class LaneSegments(ArenaMap):
         self.byte_size += byte_size
 
     def refuse(self, segment: int) -> None:
-        """Records that the descriptor of a segment was lost. Requests that name the segment fail with Unavailable from now on."""
+        """Makes requests that name a segment fail with Unavailable, because the segment's descriptor was lost."""
         name = f"{_MARK}{segment}"
         if name not in self._reasons:
             self._note(
@@ -85,7 +85,7 @@ class LaneSegments(ArenaMap):
         self._reasons[name] = reason
 
     def close_segment(self, segment: int) -> None:
-        """Closes a segment for new requests. The segment stays mapped while requests use it. An unknown number is ignored."""
+        """Closes a segment for new requests. It stays mapped while requests use it. An unknown number is ignored."""
         name = f"{_MARK}{segment}"
         self._reasons.pop(name, None)
         region = self._regions.pop(name, None)
@@ -95,8 +95,8 @@ class LaneSegments(ArenaMap):
     def find(self, name: str) -> AnyRegion:
         """Returns the region that a record of this lane names: a segment of the lane, or a registered region.
 
-        Raises: Unavailable: the segment could not be opened.  InvalidArgument: the segment is not open, or pages of the region
-          were lost.  NotFound: no region has this name.  DeviceLost: the GPU failed.
+        Raises Unavailable: the segment could not be opened. Raises InvalidArgument: the segment is not open, or pages of the
+        region were lost. Raises NotFound: no region has this name. Raises DeviceLost: the GPU failed.
         """
         if not name.startswith(_MARK):
             return self._table.find(name)
@@ -110,7 +110,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Always raises InvalidArgument: a ``place`` is in the arena of a front, which a client does not have."""
+        """Always raises InvalidArgument: a client's lane has no arena of a front."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

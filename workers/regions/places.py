@@ -38,7 +38,7 @@ class Places:
     written: Collection[str] = ()
 
     def in_arena(self, name: str) -> Slice | None:
-        """Returns the place of output ``name`` in the response arena; None: it goes into the record or a region."""
+        """Returns where the output ``name`` lies in the response arena; None: it goes into the record or a region."""
         at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None
@@ -47,8 +47,8 @@ class Places:
     def memory(self, name: str) -> memoryview | None:
         """Returns the host memory to which the output ``name`` is written.
 
-        Returns None if there is none: the output goes into the record, to a GPU, or to a region that is written by system calls.
-        Raises InvalidArgument: the place is not wholly inside its region.
+        None: the output goes into the record, to a GPU, or to a region that is written by system calls. Raises InvalidArgument:
+        the output would not lie wholly inside its region.
         """
         at, size = self.offsets.get(name), self.sizes[name]
         if at is not None and self.lease is not None:
@@ -57,7 +57,7 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Returns, by output, the places to which a GPU copies by itself: host memory, or (CUDA region, offset in bytes)."""
+        """Returns where a GPU can write outputs by itself, by name: host memory, or a CUDA region and an offset in bytes."""
         found: dict[str, memoryview | tuple[CudaRegion, int]] = {}
         for name, size in self.sizes.items():
             place, region = self.in_regions.get(name, (None, None))
@@ -70,12 +70,15 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Returns the key of the lease of the arena's memory, which now is the submitter's to give back; None: no lease."""
+        """Returns the key of the lease in the response arena; None: there is no lease.
+
+        From now on the submitter ends the lease.
+        """
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 
     def release(self) -> None:
-        """Frees the reserved memory of the response arena, because no output will use it. Idempotent."""
+        """Frees the reserved memory of the response arena. Idempotent."""
         if self.lease is not None:
             self.lease.release()
 

@@ -50,16 +50,12 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Opens a client's system region and adds it to the table.
+        """Opens a client's system region and adds it to the table. Returns the region, and how it is used.
 
-        If the name has a region already, the new one replaces it only once nothing can fail any more. If both are the same part
-        of one object, of which no page was lost, the existing mapping is kept.
-
-        Args:
-          fd: a descriptor that another worker has checked, or that is sealed; None: this worker opens the object by its key.
-        Returns: the region and how it is used: "guarded" or "sealed" (mapped), or "snapshot" (not mapped, only copied).
-        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: the object is refused, or cannot be mapped.
-          Unavailable: the process has too many open files; the last few are reserved for requests.
+        The use is "guarded" or "sealed" (mapped), or "snapshot" (only copied). ``fd``: a descriptor that another worker has
+        checked, or that is sealed; None: this worker opens the object by its key. Raises AlreadyExists: the name is taken.
+        Raises InvalidArgument or Internal: the object is refused, or cannot be mapped. Raises Unavailable: the process has too
+        many open files.
         """
         access = record.access
         try:
@@ -76,6 +72,8 @@ class RegionTable:
             if fd is not None:
                 os.close(fd)
             raise
+        # A region with this name is replaced only now, as nothing can fail any more. The same part of one object, of which no
+        # page was lost, keeps its mapping.
         held = self._regions.get(record.name)
         if isinstance(held, Region | SnapshotRegion) and _still_holds(held, fd, record):
             os.close(fd)
@@ -87,10 +85,10 @@ class RegionTable:
         return region, access
 
     def open_private(self, name: str, fd: int, byte_size: int) -> Region:
-        """Maps sealed memory as a region without a name in this table. Takes over its descriptor ``fd``, even when it raises.
+        """Maps sealed memory as a region without a name in this table. Always takes over the descriptor ``fd``.
 
-        Raises: InvalidArgument: the descriptor is not a writable memfd of ordinary pages and fixed size, or has another size.
-          Unavailable: no more can be mapped now, or the process has too many open files; the last few are reserved for requests.
+        Raises InvalidArgument: ``fd`` is no writable memfd of ordinary pages and fixed size, or has another size. Raises
+        Unavailable: no more can be mapped now, or the process has too many open files.
         """
         try:
             check_sealed(name, fd)
@@ -107,7 +105,7 @@ class RegionTable:
         return region
 
     def leave_private(self, region: Region) -> None:
-        """Closes a region that ``open_private`` has mapped, once no request uses it. The caller lets no new request find it."""
+        """Closes a region of ``open_private`` once no request uses it. The caller lets no new request find it."""
         self.private_byte_size -= region.byte_size
         self.leaving.append(region)
         self.settle()
@@ -117,11 +115,10 @@ class RegionTable:
             self._pinned.pin(region.view(0, region.byte_size), "a region", region.hold)
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
-        """Adds a client's GPU memory to the table.
+        """Adds a client's GPU memory to the table. Memory on another GPU is opened when a request needs it.
 
-        Memory on another GPU than the worker's is opened when a request needs it.
-
-        Raises: AlreadyExists: the name is taken.  InvalidArgument: the memory cannot be opened.  DeviceLost: the GPU failed.
+        Raises AlreadyExists: the name is taken. Raises InvalidArgument: the memory cannot be opened. Raises DeviceLost: the GPU
+        failed.
         """
         self._check_free(record)
         if record.near:
@@ -154,17 +151,17 @@ class RegionTable:
             raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
 
     def _adopt(self, region: AnyRegion) -> None:
-        """Adds a region to the table. Requests that use an earlier region with this name go on using the earlier one."""
+        """Adds a region to the table, in place of an earlier one with this name."""
         if (renewed := self._regions.get(region.name)) is not None:
+            # Requests that use it go on using it.
             self.leaving.append(renewed)
         self._regions[region.name] = region
         self.changes += 1
         self.settle()
 
     def find(self, name: str) -> AnyRegion:
-        """Returns the region of this name.
+        """Returns the region of this name. Raises NotFound: there is none.
 
-        Raises NotFound: there is no region of this name.
         Raises InvalidArgument: pages of the region were lost, or this worker cannot open it.
         """
         region = self._regions.get(name)
@@ -184,9 +181,9 @@ class RegionTable:
         return region
 
     def unregister(self, kind: str, name: str) -> int:
-        """Removes a region of this kind ("system" or "cuda") from the table, and closes it when no request uses it.
+        """Removes a region from the table, and closes it once no request uses it. Returns how many tensors of requests lie in it.
 
-        Returns how many tensors of requests in flight lie in the region; 0: none, or there is no region of this name and kind.
+        ``kind``: "system" or "cuda". Ignores an unknown name, and returns 0.
         """
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         region = self._regions.get(name)
@@ -201,13 +198,13 @@ class RegionTable:
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
-        """Calls ``done`` once all regions that were unregistered or replaced under this name before this call are closed."""
+        """Calls ``done`` once all regions that were removed or replaced under this name are closed."""
         leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
         self._waiting.append((leaving, done))
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Returns region name -> (tensors in the region, tensors in former regions of this name), for requests in flight.
+        """Returns region name -> how many tensors of requests lie in the region, and in former regions of this name.
 
         ``name``: the only region to count; "": all regions.
         """
@@ -219,14 +216,14 @@ class RegionTable:
         return found
 
     def leases(self) -> dict[str, int]:
-        """Counts the tensors of requests in flight that lie in regions, by kind ("system", "cuda"), former regions included."""
+        """Returns "system" and "cuda" -> how many tensors of requests lie in such regions. Former regions count."""
         found = {"system": 0, "cuda": 0}
         for region in (*self._regions.values(), *self.leaving):
             found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
         return found
 
     def settle(self) -> None:
-        """Closes unregistered and replaced regions that no request uses; the loop calls it as long as there are such regions."""
+        """Closes removed and replaced regions that no request uses."""
         if not self.leaving:
             return
         for region in [region for region in self.leaving if not region.leases]:
@@ -235,7 +232,7 @@ class RegionTable:
         self._call_waiters()
 
     def _call_waiters(self) -> None:
-        """Calls those functions given to ``when_closed`` whose regions have all been closed by now."""
+        """Calls the functions whose regions are all closed."""
         for entry in list(self._waiting):
             regions, done = entry
             if not any(region in self.leaving for region in regions):
@@ -261,7 +258,7 @@ def _is_private(region: AnyRegion) -> bool:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Returns whether a region is the part that ``record`` names of the object open as ``fd``, and none of its pages was lost."""
+    """Returns whether a region is intact and is the part of the object ``fd`` that ``record`` names."""
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)
@@ -272,7 +269,7 @@ def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSyste
 
 
 def check_intact(regions: Iterable[AnyRegion]) -> None:
-    """Raises InvalidArgument if a page of one of these regions was lost, so that zeros were read in its place."""
+    """Raises InvalidArgument if a page of one of these regions was lost. Zeros may have been read instead of it."""
     if not guard.any_faults():
         return
     for region in regions:
@@ -284,16 +281,12 @@ def check_intact(regions: Iterable[AnyRegion]) -> None:
 
 
 class RegionPolicy:
-    """Decides by the operator's rules (``[regions]``) whose shared memory may be registered as a region, and how it is used.
+    """Decides whose shared memory may be registered as a region, and how it is used."""
 
-    whose    objects of the daemon's own user, objects shared with its groups, and objects of the configured users and groups
-    for whom a client on a unix socket must itself be allowed to read and write the object: the daemon lends nobody its rights
-    how      "snapshot" (not mapped, only copied) where a rule says so, else "guarded" (mapped, with a guard against lost memory)
-             where a rule says so, else ``regions.access``; always "snapshot" if there is no guard
-
-    The names in the options are known to exist on this host.
-    """
-
+    # whose: objects of the daemon's own user, objects shared with its groups, and objects of the configured users and groups.
+    # For whom: a client on a unix socket must itself be allowed to read and write the object, because the daemon lends nobody
+    # its rights. How: "snapshot" or "guarded" where a rule says so, else ``regions.access``; always "snapshot" if there is no
+    # guard. The names in the options are known to exist on this host.
     def __init__(self, options: RegionsOptions) -> None:
         self._owners = {os.geteuid(), *map(accounts.user_id, options.owners)}
         self._groups = {os.getegid(), *os.getgroups(), *map(accounts.group_id, options.groups)}
@@ -305,7 +298,7 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, status: os.stat_result) -> None:
-        """Raises InvalidArgument if the client may not register this memory. ``status``: the memory's owner, group and mode."""
+        """Raises InvalidArgument if the client may not register this memory. ``status``: owner, group and mode of the memory."""
         welcome = status.st_uid in self._owners or (_group_may(status) and status.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(
@@ -318,7 +311,10 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, status: os.stat_result) -> str:
-        """Returns "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (only copied) for memory with status ``status``."""
+        """Returns how memory is used: "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (only copied).
+
+        ``status``: owner, group and mode of the memory.
+        """
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")
@@ -334,7 +330,7 @@ def _group_may(status: os.stat_result) -> bool:
 
 
 def _may_use(peer: Peer, status: os.stat_result) -> bool:
-    """Returns whether the kernel would let ``peer``, a client, read and write memory with owner, group and mode ``status``."""
+    """Returns whether the kernel would let the client read and write the memory."""
     if peer.uid == 0:
         return True
     if peer.uid == status.st_uid:

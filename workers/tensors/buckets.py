@@ -39,7 +39,10 @@ def powers_of_two(limit: int) -> tuple[int, ...]:
 
 
 def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ...]:
-    """Returns ``sizes`` (``what`` in errors) as a tuple. Raises InvalidArgument unless they ascend and lie in 1 to ``limit``."""
+    """Returns ``sizes`` as a tuple. Raises InvalidArgument unless they are ascending integers from 1 to ``limit``.
+
+    ``what`` names the sizes in the error.
+    """
     if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes) and sizes:
         ascending = all(a < b for a, b in itertools.pairwise(sizes))
         if ascending and sizes[0] >= 1 and sizes[-1] <= limit:
@@ -49,7 +52,7 @@ def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The batch sizes and axis sizes that inputs of one model version are padded to, so that few programs are needed."""
+    """The batch sizes and axis sizes to which inputs of one model version are padded."""
 
     signature: Signature
     #: Ascending and ending with max_batch_size; (1,) for a model without a batch dimension.
@@ -58,18 +61,18 @@ class Buckets:
     axes: Mapping[str, tuple[int, ...]]
 
     def rows(self, rows: int) -> int:
-        """Returns the batch size that ``rows`` rows are padded to: the smallest bucket that holds them, which must exist."""
+        """Returns the batch size to which ``rows`` rows are padded. A bucket must be large enough."""
         return self.batch[bisect.bisect_left(self.batch, rows)]
 
     @property
     def fixed(self) -> bool:
-        """True if every input has only one possible shape, apart from the batch dimension."""
+        """True if each input has only one possible shape, apart from the batch dimension."""
         return not self.signature.ragged and all(
             -1 not in spec.model_dims and not spec.optional for spec in self.signature.inputs.values()
         )
 
     def fitting(self, requests: Sequence[RequestTensors]) -> int:
-        """Returns how many requests, from the first on, fit together into the largest bucket of each ragged input; at least 1."""
+        """Returns how many of the requests, from the first on, fit into one batch of a model with ragged inputs; at least 1."""
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
             units = 0
@@ -81,9 +84,9 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[RequestTensors]) -> tuple[int, Shapes]:
-        """Returns the number of rows and the input shapes of the program that runs these requests to a model with ragged inputs.
+        """Returns the number of rows and the input shapes of the program for these requests. The model has ragged inputs.
 
-        ``key``: the shapes that all of these requests have (``RequestShapes.key``).
+        ``key``: the shapes that all these requests have (``RequestShapes.key``).
         """
         rows = self.rows(sum(request.rows for request in requests))
         shapes = list(key)
@@ -98,8 +101,9 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns to how many units (``ragged.unit``) an input of ``count`` units is padded; ``rows`` if no dim of it varies."""
+        """Returns how many units (``ragged.unit``) a ragged input has after padding."""
         if -1 not in spec.model_dims:
+            # No dim varies, so each row is one unit.
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
         at = bisect.bisect_left(sizes, count)
@@ -114,7 +118,10 @@ class Buckets:
         )
 
     def padded(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns what a tensor's ``shape`` is padded to; dims without a bucket, or beyond the largest, stay as they are."""
+        """Returns the shape to which a tensor is padded.
+
+        Dims without a bucket, or beyond the largest bucket, stay as they are.
+        """
         return tuple(self._bucket(axis, size) for axis, size in zip(spec.axes, shape, strict=True))
 
     def _bucket(self, axis: str | None, size: int) -> int:
@@ -125,7 +132,10 @@ class Buckets:
         return sizes[at] if at < len(sizes) else size
 
     def planned(self) -> Iterator[tuple[int, Shapes]]:
-        """Yields the rows and input shapes of each program to compile at load; nothing if a varying axis has no buckets."""
+        """Yields the rows and input shapes of each program to compile at load.
+
+        Yields nothing if a varying axis has no buckets.
+        """
         inputs = self.signature.inputs
         #: Axis -> its sizes; also name of a ragged input's largest request -> its sizes, where an input says how large that is.
         choices: dict[str, tuple[int, ...]] = {}
@@ -150,7 +160,7 @@ class Buckets:
                 yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
 
     def _source(self, spec: TensorSpec) -> TensorSpec:
-        """Returns the ragged input from which the worker makes the input ``spec``; ``spec`` itself if clients send it."""
+        """Returns the ragged input that ``spec`` is made from, else ``spec``."""
         return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
 
     def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:
@@ -164,18 +174,18 @@ class Buckets:
 
 
 def _ragged_axis(spec: TensorSpec) -> str | None:
-    """Returns the name of the only axis of a ragged input that varies; None: it has no name, or not exactly one axis varies."""
+    """Returns the name of a ragged input's varying axis; None: no name, or not one axis."""
     names = [axis for axis, dim in zip(spec.axes, spec.model_dims, strict=True) if dim == -1]
     return names[0] if len(names) == 1 else None
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns the key under which dicts from axis names to sizes have a ragged input's largest request; no axis is named so."""
+    """Returns a key, unlike any axis, for the size of a ragged input's largest request."""
     return f"most of {spec.name}"
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns slices that cut an output's ``shape``, without batch axis, to a request's sizes. ``lengths``: axis name -> size."""
+    """Returns slices that cut an output to a request's sizes. ``shape`` is without batch axis. ``lengths``: axis name -> size."""
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)
@@ -183,7 +193,7 @@ def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int])
 
 
 def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:
-    """Returns the batching key of a request's inputs to a model that is not jitted: equal keys may run in one batch."""
+    """Returns the batching key of a request to a model that is not jitted. Requests with equal keys may share a batch."""
     batches, inputs = signature.batches, signature.inputs
     return tuple(
         (name, None if name in inputs and inputs[name].ragged else array.shape[1:] if batches else array.shape)
@@ -192,7 +202,7 @@ def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:
 
 
 class RequestShapes:
-    """Computes the shapes of requests to one model version after bucketing, and the sizes of their named axes."""
+    """Computes the padded shapes of requests to one model version, and the sizes of their named axes."""
 
     def __init__(self, signature: Signature, buckets: Buckets) -> None:
         self._signature = signature
@@ -204,7 +214,7 @@ class RequestShapes:
         self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the bucketed shapes of ``arrays``, the inputs. Requests with equal shapes can share a batch.
+        """Returns the padded shapes of a request's inputs. Requests with equal shapes can share a batch.
 
         Raises InvalidArgument: an axis has different sizes in two inputs.
         """
@@ -226,7 +236,7 @@ class RequestShapes:
         return tuple(shapes)
 
     def lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Returns axis name -> size in ``arrays``. Raises InvalidArgument if axes of the same name have different sizes."""
+        """Returns axis name -> size. Raises InvalidArgument: axes of the same name have different sizes."""
         lengths: dict[str, int] = {}
         for spec in self._signature.inputs.values():
             array = arrays.get(spec.name)

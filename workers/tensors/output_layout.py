@@ -21,7 +21,7 @@ Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """Says where each output of a program lies in the buffers of a run. Layouts are equal only if they are one object."""
+    """Says where each output of a program lies in the buffers of a run. A layout is equal only to itself."""
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 
@@ -38,16 +38,16 @@ class OutputLayout:
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs of a run as bytes, with the layout that says where each output is in them."""
+    """The outputs of a run as bytes, with their layout."""
 
     layout: OutputLayout
     contents: list[bytes]
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of outputs (``arrays``) each of which has a buffer of its own.
+    """Returns the layout of outputs that each have a buffer of their own.
 
-    ``slots``: True: the first dimension of each array counts rows; False: each array is one row.
+    ``slots``: whether the first dimension of each array counts rows; False: each array is one row.
     """
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):
@@ -58,10 +58,7 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns ``contents``, a run's outputs, as bytes with their layout; the answers are cut out of these bytes later.
-
-    None: the outputs have more than ``UNCUT_BYTE_SIZE`` bytes, so that each answer is better cut out of the arrays.
-    """
+    """Returns a run's outputs as bytes with their layout; None: they have more than ``UNCUT_BYTE_SIZE`` bytes."""
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
         return None
     return BatchOutputs(layout, [content if isinstance(content, bytes) else content.tobytes() for content in contents])

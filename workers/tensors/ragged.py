@@ -42,27 +42,28 @@ _ITEM_SHAPE, _ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN
 
 
 def elements(request: RequestTensors, name: str) -> int:
-    """Returns how many elements a request has in the input ``name``; 0 if the request leaves the input out."""
+    """Returns how many elements a request has in the input ``name``; 0: the request leaves the input out."""
     array = request.arrays.get(name)
     return 0 if array is None else math.prod(array.shape)
 
 
 def unit(spec: TensorSpec) -> int:
-    """Returns how many elements make one unit of a ragged input, which is never divided: the product of its fixed dims."""
+    """Returns how many elements of a ragged input are never divided: the product of its fixed dims."""
     return math.prod(dim for dim in spec.model_dims if dim != -1)
 
 
 def flat(array: Array) -> Array:
-    """Returns all elements of an array in one dimension."""
     return array.reshape((math.prod(array.shape),))
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape that an input ``spec`` has in a batch: a ragged input, or one that the worker makes from a ragged one.
+    """Returns the shape that the input ``spec`` has in a batch. It is ragged, or the worker makes it from a ragged input.
 
-    ``source``: that ragged input; ``spec`` itself if clients send ``spec``. ``rows``: for how many rows the batch has
-    room. ``units``: for how many units of ``unit(source)`` elements all rows together have room. ``most``: the most
-    elements of ``source`` that one request of the batch may have.
+    Args:
+      source: that ragged input; ``spec`` itself if clients send it.
+      rows: the number of rows of the batch.
+      units: for how many units of ``unit(source)`` elements all rows together have room.
+      most: the most elements of ``source`` that one request of the batch may have.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)
@@ -80,9 +81,9 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 def batch_input(
     spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[RequestTensors]
 ) -> Array:
-    """Computes the batch input ``spec``: an array that describes the requests of a batch, such as how many elements each has.
+    """Computes an array that describes the requests of a batch, such as how many elements each has.
 
-    ``source``: the ragged input that ``spec`` describes. ``shape``: of the result. ``rows``: the batch size of the program.
+    ``source``: the ragged input that the array describes. ``shape``: the result's shape. ``rows``: the program's batch size.
     """
     assert spec.of_batch is not None
     kind, name = spec.of_batch.kind, source.name
@@ -111,7 +112,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -> list[Array]:
-    """Splits a batch's output among its requests: each gets a part in the shape of that request's ragged input ``source``."""
+    """Divides a batch's output among its requests. Each part has the shape of that request's ragged input ``source``."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0
@@ -127,10 +128,10 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 
 
 def declare_ragged(config: ModelConfig, module: ModuleType) -> dict[str, str]:
-    """Adds what model.py (``module``) declares about ragged inputs to a configuration.
+    """Adds the declarations of model.py about ragged inputs to a configuration.
 
-    Returns SEGMENT_IDS input -> the ragged input that it describes. The configuration itself has no place for such inputs.
-    Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
+    Returns the name of each SEGMENT_IDS input -> the ragged input that it describes. Raises InvalidArgument: a declaration is
+    malformed, or contradicts the configuration.
     """
     what, types = f"model '{config.name}'", model_config_pb2
     inputs = {tensor.name: tensor for tensor in config.input}
@@ -185,11 +186,11 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns ``described`` with the batch inputs and the batch outputs of a checked configuration, ``config``.
+    """Returns the signature with the batch inputs and batch outputs that a checked configuration declares.
 
     The worker makes a batch input from a ragged input, and divides a batch output among requests like a ragged input.
-    ``segments``: the result of ``declare_ragged``. Raises InvalidArgument: such a ragged input is not ragged, or one of its
-    axes is also an axis of an input that is not ragged.
+    ``segments``: the result of ``declare_ragged``. Raises InvalidArgument: such an input is not ragged, or an input that is not
+    ragged has one of its axes.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

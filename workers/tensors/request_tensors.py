@@ -19,7 +19,7 @@ NOTHING: Mapping[str, Array] = {}
 
 
 class RequestTensors(Sequenced):
-    """The attributes of a request that programs read. The subclass ``Request`` adds other attributes, and sets all of them."""
+    """The attributes of a request that programs read. The subclass ``Request`` sets all of them."""
 
     __slots__ = ("_added", "_arrays", "contents", "copied_byte_size", "prepared")
 
@@ -37,8 +37,7 @@ class RequestTensors(Sequenced):
     def arrays(self) -> dict[str, Array]:
         """The input arrays by name, in the model's shapes (after a configured reshape). Nobody writes to them.
 
-        An input in GPU memory or in a snapshot region is a ``LateTensor``, which is read later; any other is, if possible, a
-        view of the submitter's arena or of a client's region.
+        An input in GPU memory or in a snapshot region is a ``LateTensor``.
         """
         if self._arrays is None:
             # Made only for who asks: what is gathered into a batch goes there as bytes.
@@ -51,11 +50,11 @@ class RequestTensors(Sequenced):
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
-        """Replaces the request's input tensors by these arrays (input name -> array, in the model's shapes)."""
+        """Replaces the request's inputs. ``arrays``: input name -> array, in the model's shape."""
         self._arrays, self.contents = arrays, None
 
     def add(self, inputs: Mapping[str, Array]) -> None:
-        """Adds inputs that the server makes (name -> array), such as sequence controls, to those that the client sent."""
+        """Adds inputs that the server makes, such as sequence controls, by name."""
         if self.contents is None or any(array.dtype == np.object_ for array in inputs.values()):
             self._arrays, self.contents = {**self.arrays, **inputs}, None
             return
@@ -65,17 +64,17 @@ class RequestTensors(Sequenced):
 
     @property
     def small(self) -> bool:
-        """True if all input tensors came inside the request's record, and none in shared memory."""
+        """True if all input tensors came inside the request's record."""
         return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
 
     @property
     def label(self) -> str:
-        """The beginning of Triton's error messages, which has the request's id if the client gave one."""
+        """The beginning of Triton's error messages. It contains the client's id of the request."""
         return label(self.client_id)
 
     @property
     def stays(self) -> bool:
-        """True if outputs may be wanted on the GPU, by another model or in a client's memory there."""
+        """True if outputs may be wanted on the GPU: by another model, or in a client's memory there."""
         return False
 
 
@@ -86,5 +85,5 @@ def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple
 
 
 def label(client_id: str) -> str:
-    """Returns ``[request id: X] `` with the client's id of the request, as Triton begins its error messages."""
+    """Returns ``[request id: X] ``, the beginning of Triton's error messages. ``client_id``: the client's id of the request."""
     return f"[request id: {client_id or '<id_unknown>'}] "

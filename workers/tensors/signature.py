@@ -47,7 +47,7 @@ class BatchInput:
 class TensorSpec:
     """Describes one input or output of a model: name, datatype and dims, without the batch dimension.
 
-    Where the configuration reshapes a tensor, the shape that clients see (``dims``) differs from the model's (``model_dims``).
+    If the configuration reshapes a tensor, the shape that clients see (``dims``) differs from the model's (``model_dims``).
     """
 
     name: str
@@ -81,28 +81,28 @@ class TensorSpec:
         object.__setattr__(self, "plain", not self.reshaped and self.datatype not in ("BYTES", "BOOL"))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether a shape that a client sends, without the batch dimension, fits this tensor."""
+        """Returns whether a client's tensor may have this shape, without the batch dimension."""
         return _fits(shape, self.dims)
 
     def fits_model(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether an array of the model's code, of this ``shape`` without the batch, fits the declaration."""
+        """Returns whether the model's array may have this shape, without the batch dimension."""
         return _fits(shape, self.model_dims)
 
     def to_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that the model sees for a tensor that a client sent in ``shape``."""
+        """Returns the model's shape of a tensor that a client sent in ``shape``."""
         return _refill(shape, self.dims, self.model_dims) if self.reshaped else shape
 
     def to_client(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that a client sees for a tensor that the model has in ``shape``."""
+        """Returns the client's shape of a tensor that the model has in ``shape``."""
         return _refill(shape, self.model_dims, self.dims) if self.reshaped else shape
 
     def as_objects(self, array: Array) -> Array:
-        """Returns a computed output of strings as an object array of ``bytes``, and any other output as it is."""
+        """Returns an output of strings as an object array of ``bytes``, and any other output unchanged."""
         strings = self.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES"
         return in_slices(array) if strings else array
 
     def for_client(self, array: Array, batches: bool) -> Array:
-        """Returns ``array``, a model's tensor, in the shape that a client sees; ``batches``: its first axis is the batch."""
+        """Returns a model's tensor in the shape that clients see. ``batches``: whether its first axis is the batch."""
         if not self.reshaped:
             return array
         lead = array.shape[:1] if batches else ()
@@ -138,7 +138,7 @@ class StateSpec:
     axes: tuple[str | None, ...] = ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether a shape, without the batch dimension, fits this state."""
+        """Returns whether the state may have this shape, without the batch dimension."""
         return _fits(shape, self.dims)
 
 
@@ -175,7 +175,6 @@ class Signature:
 
     @property
     def required(self) -> int:
-        """The number of inputs that are not optional."""
         return sum(not spec.optional for spec in self.inputs.values())
 
 
@@ -189,7 +188,7 @@ class Declared:
 
 
 def meant_datatype(name: str) -> str | None:
-    """Returns the datatype that another name stands for, such as "float32", "F32" or "STRING"; None: no datatype has the name."""
+    """Returns the datatype of another name, such as "float32", "F32" or "STRING"; None: no datatype has this name."""
     if name.upper() in datatypes.ELEMENT_SIZES:
         return name.upper()
     try:
@@ -200,7 +199,7 @@ def meant_datatype(name: str) -> str | None:
 
 
 def _meant(text: str) -> str:
-    """Returns what to write in place of ``text``, a malformed declaration such as "FP32(3)"; "" if that is not known."""
+    """Returns what to write instead of a malformed declaration; "": unknown."""
     found = _NEARLY.fullmatch(text.replace(" ", ""))
     if found is None or (datatype := meant_datatype(found[1])) is None:
         return "; tensors have no floats of 8 bits, but of 16: FP16, BF16" if re.match("(?i)(FP?|FLOAT)8", text) else ""
@@ -210,7 +209,10 @@ def _meant(text: str) -> str:
 
 
 def parse_declaration(what: str, text: object) -> Declared:
-    """Parses ``text``, ``DATATYPE[dims]``; a dim is a number, a name or -1. Raises InvalidArgument, with ``what`` in it."""
+    """Parses a declaration ``DATATYPE[dims]``. Each dim is a number, a name or -1.
+
+    Raises InvalidArgument: the declaration is malformed. ``what`` names the tensor in the error.
+    """
     match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
         meant = _meant(text) if isinstance(text, str) else ""
@@ -249,7 +251,7 @@ def declare(
 
 
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
-    """Fills in datatype and dims of ``field``, a tensor in a configuration, from its declaration, if they are missing there.
+    """Completes datatype and dims of a tensor in a configuration from the tensor's declaration.
 
     ``what``: the tensor's name in errors. ``where``: the file with the declaration. Raises InvalidArgument: declaration and
     configuration contradict each other.
@@ -274,9 +276,7 @@ def signature(
 ) -> Signature:
     """Returns the signature of a model with this completed and checked configuration.
 
-    Args:
-      declared_axes: tensor name -> the names of its axes on the model's side, where model.py gives any.
-      labels: output name -> the lines of its label file.
+    ``declared_axes``: tensor name -> names of its axes in the model. ``labels``: output name -> the lines of its label file.
     """
     inputs = {field.name: _spec(field, declared_axes, ()) for field in config.input}
     outputs = {field.name: _spec(field, declared_axes, labels.get(field.name, ())) for field in config.output}

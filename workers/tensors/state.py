@@ -25,7 +25,7 @@ from tensord.workers.tensors.signature import StateSpec, agree, parse_declaratio
 
 
 def declare_state(config: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds the state that model.py (``module``) declares to a configuration. Returns state name -> the names of its axes.
+    """Adds the state that model.py declares to a configuration. Returns state name -> the names of its axes.
 
     Raises InvalidArgument: declaration and configuration contradict each other, or the model has no sequences.
     """
@@ -57,9 +57,9 @@ def declare_state(config: ModelConfig, module: ModuleType) -> dict[str, tuple[st
 
 
 def state_specs(config: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
-    """Returns the state that a completed configuration declares.
+    """Returns the state that a completed configuration declares. Raises Unsupported: the state is BYTES.
 
-    ``axes``: state name -> axis names, as ``declare_state`` returns. Raises Unsupported: the state is BYTES.
+    ``axes``: state name -> names of its axes.
     """
     made: list[StateSpec] = []
     for field in config.sequence_batching.state:
@@ -75,11 +75,9 @@ def state_specs(config: ModelConfig, axes: Mapping[str, tuple[str | None, ...]])
 
 
 def initial_state(config: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path) -> dict[str, Array]:
-    """Returns state name -> the array without batch dimension with which a sequence begins. Other states begin as zeros.
+    """Returns state name -> the array, without batch dimension, with which a sequence begins. Other states begin as zeros.
 
-    Args:
-      created: the initial state that the model's ``create`` returned: arrays by name, or None.
-      folder: the model's folder, with the files in ``initial_state/``.
+    ``created``: the initial state that the model's ``create`` returned: arrays by name, or None. ``folder``: the model's folder.
     Raises InvalidArgument: an initial state does not fit its declaration, cannot be read, or is given twice.
     """
     values: dict[str, Array] = {}
@@ -110,10 +108,7 @@ def initial_state(config: ModelConfig, specs: tuple[StateSpec, ...], created: ob
 
 
 def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
-    """Returns ``value``, the first value of the state ``spec``, in the state's shape; a single number fills the shape.
-
-    ``what``: names the state in errors. Raises InvalidArgument: the value does not fit.
-    """
+    """Returns an initial value in the state's shape. A single number fills it."""
     made = given = np.asarray(value)
     if given.dtype.kind in "biuf" and (given.ndim == 0 or not hasattr(value, "dtype")):
         # Numbers have no datatype of their own.

@@ -26,7 +26,7 @@ _IS_NONE = functools.partial(operator.is_, None)
 
 
 def name_of(keys: Any, kind: str) -> str:
-    """Returns the name of an array in a tree: the keys on its path, joined by dots. A path of a single number gives ``input_0``.
+    """Returns the name of an array in a tree: the keys on its path, joined by dots. A single number becomes ``input_0``.
 
     ``kind``: "input" or "output", with which such a name begins.
     """
@@ -35,12 +35,12 @@ def name_of(keys: Any, kind: str) -> str:
 
 
 def parameter_name(keys: Any) -> str:
-    """Returns a parameter's name in files: its keys joined by dots; ``array`` if the parameters are one array without keys."""
+    """Returns a parameter's name in files: its keys joined by dots; ``array``: there are no keys."""
     return jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
 
 
 def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
-    """Returns name -> declaration for each tensor in ``declared``, a tree of declarations, in order.
+    """Returns name -> declaration for each tensor in a tree of declarations, in order.
 
     ``what``: the model's name in errors. ``kind``: "input" or "output". Raises InvalidArgument: two tensors have the same name.
     """
@@ -51,7 +51,7 @@ def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
 
 
 def is_tree(module: ModuleType) -> bool:
-    """Returns whether model.py (``module``) declares inputs or outputs as another tree than a dict from names to tensors."""
+    """Returns whether model.py declares inputs or outputs as another tree than a dict of names to tensors."""
     return not all(_is_flat(getattr(module, kind, {})) for kind in ("inputs", "outputs"))
 
 
@@ -68,8 +68,8 @@ def taking_trees(
     Args:
       what: the model's name in errors.
       inputs, outputs: the declared trees; ``outputs`` None: outputs are named after the tree that the function returns.
-      added: names of inputs that the worker adds; the function finds them under these keys in its dict of inputs.
-      stateful: whether the function returns outputs and state; the wrapper returns the state unchanged.
+      added: names of inputs that the worker adds to the function's dict of inputs.
+      stateful: whether the function also returns state, which the wrapper returns unchanged.
     Raises InvalidArgument: the inputs are not a dict, so that nothing can be added to them.
     """
     flat = _is_flat(inputs)
@@ -103,10 +103,7 @@ def _is_flat(declared: object) -> bool:
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
-    """Returns names, declarations and structure of the ``declared`` tree. Raises InvalidArgument if a name repeats.
-
-    ``kind``: "input" or "output". ``what``: names the model in errors.
-    """
+    """Returns names, declarations and structure of a tree. No name may repeat."""
     found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_IS_NONE)
     names = [name_of(keys, kind) for keys, _ in found]
     for name, (_, leaf) in zip(names, found, strict=True):
@@ -121,7 +118,7 @@ def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[obj
 
 
 def _named(what: str, tree: object) -> dict[str, Any]:
-    """Returns the arrays in a tree of outputs by name. Raises Internal if two names are the same. ``what``: names the model."""
+    """Returns the arrays in a tree of outputs by name. No name may repeat."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     arrays = {name_of(keys, "output"): array for keys, array in found}
     if len(arrays) < len(found):

@@ -26,11 +26,10 @@ class Cancellation:
 
     @property
     def cancelled(self) -> bool:
-        """True once the load was cancelled."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Cancels the load, and calls the functions registered by ``interrupting``. Idempotent."""
+        """Cancels the load, and calls the functions that ``interrupting`` has registered. Idempotent."""
         with self._lock:
             self._cancelled = True
             interrupts, self._interrupts = self._interrupts, []
@@ -38,13 +37,12 @@ class Cancellation:
             interrupt()
 
     def check(self) -> None:
-        """Raises Cancelled if the load was cancelled."""
         if self._cancelled:
             raise Cancelled(REASON)
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """If the load is cancelled during the block, the thread that cancels it calls ``interrupt``.
+        """Registers ``interrupt`` during the block. Whoever cancels the load meanwhile calls it.
 
         Raises Cancelled: the load was cancelled before the block.
         """

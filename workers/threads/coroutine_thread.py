@@ -15,7 +15,10 @@ class CoroutineThread:
     """The thread that runs the coroutines of one instance of a model. Only the instance's own thread may use this object."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """Starts no thread yet. ``name``: the thread's name. ``code``: makes a context in which it runs the model's code."""
+        """Starts no thread yet. ``name``: the thread's name.
+
+        ``code``: makes a context in which the thread runs the model's code.
+        """
         self._name = name
         self._code = code
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -29,11 +32,11 @@ class CoroutineThread:
         return self._thread.ident or -1
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine in the thread, waits, and returns its result. Raises what the coroutine raises."""
+        """Runs a coroutine in the thread, waits, and returns the result. Exceptions of the coroutine are raised unchanged."""
         return self._start(coroutine).result()
 
     def begin(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[BaseException | None], None]) -> None:
-        """Starts a coroutine; at its end the thread calls ``ended`` with the exception that it raised, or None."""
+        """Starts a coroutine. At the end the thread calls ``ended`` with the exception that the coroutine raised, or None."""
 
         def done(future: concurrent.futures.Future[Any]) -> None:
             ended(concurrent.futures.CancelledError() if future.cancelled() else future.exception())

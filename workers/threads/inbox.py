@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Inbox:
-    """A queue of functions that any thread adds (``post``) and the worker's loop calls (``drain``)."""
+    """A queue of functions. Any thread adds functions (``post``), and the worker's loop calls them (``drain``)."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -26,9 +26,9 @@ class Inbox:
         return self._fd
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
-        """Queues a function for the worker's loop to call, and wakes the loop. Does nothing after ``close``.
+        """Queues a function for the worker's loop, and wakes the loop. Does nothing after ``close``.
 
-        ``soon``: False: the loop is not woken if it will call ``run`` in any case (see ``look``).
+        ``soon`` False: does not wake a loop that will call ``run`` in any case (see ``look``).
         """
         self._calls.append(call)
         # Who drains says so before it looks.
@@ -40,23 +40,23 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Sets (``looks``) whether the loop will call ``run`` without being woken; if so, ``post`` wakes it only if ``soon``.
+        """Sets whether the loop will call ``run`` without being woken.
 
-        Returns True if the loop must call ``run`` before it waits: functions are queued, and ``looks`` is False.
+        Returns whether the loop must call ``run`` before it waits.
         """
         self._looks = looks
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
         return bool(self._calls) and not looks
 
     def drain(self) -> None:
-        """Resets the eventfd that has woken the loop, and calls the functions that were queued so far."""
+        """Resets the eventfd that wakes the loop, and calls the functions that were queued so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         self._woken = False
         self.run()
 
     def run(self) -> None:
-        """Calls the functions that were queued so far, without resetting the eventfd."""
+        """Calls the functions that were queued so far. Does not reset the eventfd."""
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 

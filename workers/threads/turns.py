@@ -17,11 +17,15 @@ _BESIDE = 3
 class Turns:
     """Lets one thread after the other do some work, in the order in which the threads asked.
 
-    If a thread's work takes very long, another thread may work beside it; at most four work at the same time.
+    If a thread's work takes very long, another thread may work at the same time. At most four do.
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """Begins with no thread at work. ``long_seconds``: after so long in a step, a thread lets the next begin; 0: never."""
+        """Begins with no thread at work.
+
+        ``long_seconds``: after so many seconds in one step of its work, a thread no longer keeps the next one waiting; 0: it
+        always does.
+        """
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
@@ -30,10 +34,10 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits until the calling thread may work; the thread then works inside the ``with`` block.
+        """Waits until the calling thread may do its work, in the block.
 
-        Yields a function that the thread calls whenever the next step of its work begins. Raises Cancelled:
-        ``cancellation`` was cancelled during the wait.
+        Yields a function to call when the next step of it begins.
+        Raises Cancelled: ``cancellation`` was cancelled during the wait.
         """
         mine = object()
         self._wait(mine, cancellation)
@@ -61,7 +65,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns the seconds until one more thread may begin even if none ends; None: not before a thread ends."""
+        """Returns in how many seconds another thread may begin; None: when a thread ends."""
         if not self._under_way:
             return 0.0
         if not self._long or len(self._under_way) > _BESIDE:

@@ -34,7 +34,7 @@ class WorkThread:
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Has the thread call ``job``. The worker's loop then calls ``done`` with the result, or with the exception raised."""
+        """Has the thread call ``job``. The worker's loop then calls ``done`` with the result or the exception."""
         if not self._threads:
             self._start()
         self.pending += 1
@@ -56,14 +56,14 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Asks the worker's loop to call a function. The thread's own functions use this; it does not wait for the call."""
+        """Asks the worker's loop to call a function, without waiting. For functions that run in this thread."""
         self._inbox.post(call)
 
     @contextlib.contextmanager
     def standing_aside(self, always: bool = False) -> Iterator[None]:
         """Lets another thread run queued functions while the current function waits in the block.
 
-        If too many functions wait in such blocks already, no other thread is added, unless ``always`` is set.
+        If many functions wait in such blocks already, no other thread is added, unless ``always`` is True.
         """
         with self._lock:
             stands = always or self._aside < _MAX_ASIDE
@@ -82,14 +82,14 @@ class WorkThread:
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
-        """Starts a thread for queued functions, if more threads wait in ``standing_aside`` than have been replaced so far."""
+        """Starts a thread for queued functions if one is missing."""
         with self._lock:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
                 self._start()
 
     def finish(self) -> None:
-        """Waits until all queued functions have returned and the threads have ended. ``do`` may not be called after that."""
+        """Waits until all queued functions have returned and the threads have ended. Do not call ``do`` afterwards."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
