@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """Schedules the parts of a loop: knows which parts have work now, and when to ask each other part for work."""
+    """Schedules when a loop asks each of its parts for work."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 
@@ -35,11 +35,11 @@ class Agenda(Generic[P]):
         self.due_ns = NEVER
 
     def wake(self, part: P) -> None:
-        """Makes the next iteration ask a part for work. That iteration does not wait before it begins."""
+        """Makes the next iteration of the loop ask a part for work. That iteration begins without waiting."""
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:
-        """Sets when the loop asks a part for work, in place of the former time; ``NEVER``: it asks only after ``wake``."""
+        """Sets when the loop asks a part for work, in place of the former time; ``NEVER``: only after ``wake``."""
         former_ns = self._due.get(part, NEVER)
         if former_ns == when_ns:
             return
@@ -55,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Returns and removes the parts of the loop to ask now: first parts that have work, then parts that are due, by time."""
+        """Returns and removes the parts to ask now: first parts that were woken, then parts that are due, by time."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:
@@ -69,8 +69,9 @@ class Agenda(Generic[P]):
         return list(taken)
 
     def _clean(self) -> None:
-        """Removes outdated entries from the front of the heap, and all outdated entries once they are the majority."""
+        """Removes outdated entries from the heap."""
         heap, due = self._heap, self._due
+        # Behind the front they stay until they are the majority.
         if len(heap) > 4 * len(due) + 64:
             self._heap = heap = [entry for entry in heap if due.get(entry[2]) == entry[0]]
             heapq.heapify(heap)
@@ -79,7 +80,7 @@ class Agenda(Generic[P]):
         self.due_ns = heap[0][0] if heap else NEVER
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that every due time is in the heap, and that ``due_ns`` is the earliest of them."""
+        """Asserts, for tests, that every due time is in the heap, and that ``due_ns`` is the earliest one."""
         entries = {(when_ns, part) for when_ns, _, part in self._heap}
         assert all((when_ns, part) in entries for part, when_ns in self._due.items())
         assert self.due_ns == min(self._due.values(), default=NEVER)

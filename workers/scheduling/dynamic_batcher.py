@@ -51,7 +51,7 @@ class Company(NamedTuple):
 
 
 class DynamicBatcher(QueuePlanner[W]):
-    """Makes batches of the requests in the queue of one model version. Delays requests to fill batches, within ``BatchRules``."""
+    """Makes batches of the requests in one queue. Delays requests to fill batches, as ``BatchRules`` allow."""
 
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -78,7 +78,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns when requests with this key run together; None: none waits for others, or several sizes are preferred."""
+        """Returns when requests with this key run together; None: they are not delayed, or several sizes are preferred."""
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:
             return None
@@ -134,7 +134,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
 
     def _look(self) -> None:
-        """Computes anew when the next batch is due, for each batching key whose waiting requests have changed."""
+        """Computes when the next batch of each changed key is due."""
         while self._changed:
             key = self._changed.pop()
             if not self._queue.rows(key):
@@ -144,10 +144,11 @@ class DynamicBatcher(QueuePlanner[W]):
             self._due[key] = oldest_ns if self._ready_rows(key) else oldest_ns + self._rules.delay_ns
 
     def _ready_rows(self, key: Hashable) -> int:
-        """Returns how many rows of the first requests with a batching key can run now as a batch; 0: they wait for more rows."""
+        """Returns how many rows with this key can run as a batch now."""
         limit, preferred = self._limit(key), self._rules.preferred
         largest = min(preferred[-1], limit) if preferred else limit
         if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):
+            # They wait for more rows.
             return 0
         rows = best = 0
         for request in self._queue.waiting(key):

@@ -16,7 +16,7 @@ _LIMIT = 64
 
 
 class EnsembleStep(NamedTuple):
-    """One step of an ensemble: the model that it asks, and the names of the ensemble's tensors that go in and come out."""
+    """One step of an ensemble: the model that it asks, and the ensemble's tensors that are the model's inputs and outputs."""
 
     model: str
     #: 0: the newest.
@@ -38,7 +38,11 @@ class EnsembleGraph:
     def __init__(
         self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[EnsembleStep], most: int = 0
     ) -> None:
-        """Stores the graph. ``most``: how many responses of a streaming step later steps may work on at a time; 0: any number."""
+        """Stores the graph.
+
+        ``inputs``, ``outputs``: names of the ensemble's tensors. ``most``: how many responses of a streaming step later steps
+        may work on at a time; 0: any number.
+        """
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)
         self.most = most
@@ -55,12 +59,12 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the streaming step on which the inputs of step ``number`` depend, directly or through others; None: on none."""
+        """Returns the streaming step on which step ``number`` depends, directly or through others; None: it depends on none."""
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 
     def needed(self, outputs: Collection[str]) -> NeededSteps:
-        """Returns the steps that have to run to compute these outputs; empty: to compute all outputs."""
+        """Returns the steps that must run to compute these outputs; empty: all outputs."""
         wanted = frozenset(outputs or self.outputs)
         found = self._needed.get(wanted)
         if found is None:
@@ -70,7 +74,7 @@ class EnsembleGraph:
         return found
 
     def in_order(self) -> list[int]:
-        """Returns the numbers of the steps in topological order: each step comes after the steps whose outputs it takes."""
+        """Returns the numbers of the steps in topological order. Each step comes after the steps whose outputs it takes."""
         there, waiting, ordered = set(self.inputs), dict(enumerate(self.steps)), list[int]()
         while ready := [number for number, step in waiting.items() if there.issuperset(step.inputs.values())]:
             ordered += ready

@@ -42,7 +42,7 @@ class EnsembleAnswer(NamedTuple, Generic[T]):
 
 
 class EnsembleRun(Generic[T]):
-    """The state of one request to an ensemble. ``running`` counts steps that were started and have not ended."""
+    """The state of one request to an ensemble. ``running`` counts the steps that run."""
 
     __slots__ = ("_answered", "_controls", "_counts", "_graph", "_left", "_needed", "_open", "_values", "running")
 
@@ -64,7 +64,7 @@ class EnsembleRun(Generic[T]):
         self.running = 0
 
     def begun(self, tensors: Mapping[str, T]) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Starts the run with ``tensors``, the client's inputs. Returns the steps to run now, and answers that are complete."""
+        """Starts the run with the client's inputs, by name. Returns the steps to run now, and answers that are complete."""
         self._keep({name: tensors.get(name) for name in self._graph.inputs}, 0)
         out: list[StepStart[T] | EnsembleAnswer[T]] = [
             start for number in self._needed.numbers if (start := self._start(number, 0)) is not None
@@ -76,9 +76,8 @@ class EnsembleRun(Generic[T]):
     ) -> list[StepStart[T] | EnsembleAnswer[T]]:
         """Stores the outputs of one response of a started step. Returns the steps to run now, and answers that are complete.
 
-        Args:
-          outputs: the tensors, by the names that the step's model gives them.
-          controls: the sequence controls that the model has set for later steps; None: it has set none.
+        ``outputs``: the tensors by the names that the step's model gives them. ``controls``: the sequence controls that the
+        model has set for later steps; None: it has set none.
         """
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration
@@ -98,7 +97,7 @@ class EnsembleRun(Generic[T]):
         return out + self._answers()
 
     def ended(self, start: StepStart[T]) -> None:
-        """Counts a started step as ended, because it has given its last response or has failed. Call it once for each start."""
+        """Counts a started step as ended: it has given its last response or has failed. Call it once for each start."""
         self.running -= 1
         key = (self._needed.origins[start.step], start.iteration)
         if key[0] is not None:
@@ -107,12 +106,12 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many responses of a streaming step are in use: later steps work on them or still need them."""
+        """Returns how many responses of a streaming step later steps work on or still need."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether as many responses of a streaming step are in use as may be at a time."""
+        """Returns whether later steps work on as many responses of a streaming step as they may at a time."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
@@ -135,14 +134,10 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Returns a tensor's value for a step or an answer; None: the tensor was left out.
-
-        ``iteration``: the number of the streaming step's response for which the step runs. ``again``: whether the step runs
-        for each such response. If so, a value that depends on no streaming step is kept; any other value is dropped after its
-        last use.
-        """
+        """Returns a tensor's value for a step or an answer; None: it was left out."""
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
+        # Where the step runs for each response (``again``), what depends on no streaming step is kept.
         if self._dynamic(tensor) or not again:
             self._left[key] -= 1
             if not self._left[key]:
@@ -159,10 +154,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the numbers of the streaming step's responses for which step ``number`` may run now that ``tensor`` has come.
-
-        ``iteration``: the number of the response that ``tensor`` came with.
-        """
+        """Returns for which responses the step ``number`` may run now that ``tensor`` has come."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):
@@ -185,15 +177,12 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls of the first of ``tensors`` that has any; None: no tensor has any.
-
-        ``iteration``: for tensors that depend on a streaming step, the number of the step's response.
-        """
+        """Returns the sequence controls of the first tensor that has any."""
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
     def _answers(self) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Returns the answers to the client that have just become complete, in the order in which they are to be sent."""
+        """Returns the answers that have just become complete, in order."""
         out: list[StepStart[T] | EnsembleAnswer[T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(

@@ -57,7 +57,7 @@ Decision = Run | WaitUntil | Refuse[P] | None
 
 
 class Planner(ABC, Generic[P]):
-    """Decides which requests to one model version run together and when."""
+    """Decides which requests to one model version run together, and when."""
 
     #: Queues a request. Returns a ``Replacement`` if the request replaces an older one. Raises InvalidArgument: the request fits
     #: no sequence; Unavailable: there is no room. Then nothing has changed.
@@ -69,24 +69,24 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
-        """Cancels a waiting request. A request that is running continues. Returns all requests that will not run, with errors."""
+        """Cancels a waiting request. Returns all requests that will not run, each with its error. A running request continues."""
 
     @abstractmethod
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Removes requests that have waited too long. Returns these requests, each with its error."""
+        """Removes requests that have waited too long. Returns them, each with its error."""
 
     @property
     @abstractmethod
     def next_tick_ns(self) -> int:
-        """The earliest time at which ``tick`` may have something to do, in ns; 0: never."""
+        """The earliest time in ns at which ``tick`` may have something to do; 0: never."""
 
     @property
     def lives(self) -> bool:
-        """True while the dispatcher must continue to call ``decide`` although no request waits. By default it is False."""
+        """True while the dispatcher must continue to call ``decide`` although no request waits. By default it need not."""
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what to do for a free instance. If the decision is ``Refuse``, the refused requests have left the queue."""
+        """Returns what to do for a free instance. Requests in a ``Refuse`` have left the queue."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -99,44 +99,42 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def due_ns(self, instance: int = 0) -> int | None:
-        """Returns when the next batch of an instance should run, in ns; None: no request waits for the instance."""
+        """Returns the time in ns at which the next batch of an instance should run; None: no request waits for the instance."""
 
     @abstractmethod
     def take(self, now_ns: int, instance: int = 0) -> list[P]:
-        """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
+        """Removes and returns the requests of a free instance's next batch; empty: no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Marks requests as run, successfully or not, so that requests that wait for this may run. By default none waits."""
+        """Marks requests as run, successfully or not. Requests that waited for them may run afterwards."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
         """Drops a request that ``take`` returned and that will never run.
 
-        Returns requests that fail because of that, such as later requests of the same sequence, each with its error. By
-        default there are none.
+        Returns requests that fail because of that, such as later requests of the same sequence, each with its error.
         """
         return []
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Puts requests that were taken but could not run back into the queue. Returns those that fail, each with its error."""
+        """Puts back requests that were taken but could not run. Returns those that fail, each with its error."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
+        """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
         """Returns how many waiting rows with this batching key run as one batch without delay, as ascending ranges of numbers.
 
-        If the number of waiting rows lies between two ranges, ``take`` returns only a part of the rows. The last number of
-        the last range is the most rows that can share a batch. The result is empty if requests are delayed or never share
-        a batch; by default it is empty.
+        If the number of waiting rows lies between two ranges, ``take`` returns only a part of the rows. The last number of the
+        last range is the most rows that can share a batch. The result is empty if requests are delayed or never share a batch.
         """
         return ()
 
     def end_delays(self) -> None:
-        """Stops delaying requests for fuller batches, because no more requests will come. By default no request is delayed."""
+        """Stops delaying requests for fuller batches, because no more requests will come."""
 
     def stop(self) -> None:
-        """Prepares for the end of the worker: requests are no longer delayed, and new sequences are refused."""
+        """Prepares for the end of the worker. Requests are no longer delayed, and new sequences are refused."""
         self.end_delays()
 
 

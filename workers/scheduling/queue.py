@@ -32,7 +32,7 @@ from tensord.shm.errors import Replaced, Unavailable
 
 @dataclass(slots=True, eq=False, repr=False)
 class Waiting:
-    """The fields of a request that the scheduler reads; the subclass ``Request`` has the others."""
+    """The fields of a request that the scheduler reads. The subclass ``Request`` has other fields."""
 
     #: Requests of equal keys may run together.
     key: Hashable
@@ -62,14 +62,14 @@ class Waiting:
 
 
 class SetKey(NamedTuple):
-    """The batching key of requests that name a parameter set. Requests run together only if their shapes and sets are equal."""
+    """The batching key of requests that name a parameter set. Only requests with equal shapes and sets run together."""
 
     shapes: Hashable
     set: str
 
 
 def shapes_of(key: Hashable) -> Hashable:
-    """Returns the part of a batching key that stands for shapes, without the name of a parameter set."""
+    """Returns the shapes in a batching key, without the name of a parameter set."""
     return key.shapes if type(key) is SetKey else key
 
 
@@ -79,7 +79,7 @@ _Waiters = dict[Hashable, OrderedDict[int, W]]
 
 
 class Replacement(NamedTuple, Generic[W]):
-    """A waiting request (``old``) that was discarded, and the newer one (``new``) with its replace key that took its place."""
+    """A waiting request that was discarded (``old``), and the newer one with the same replace key (``new``)."""
 
     old: W
     new: W
@@ -109,7 +109,7 @@ class QueuePolicy:
 
 @dataclass(frozen=True, slots=True)
 class QueueRules:
-    """The policies of a queue's priority levels, and how many requests all levels together may hold."""
+    """The policies of a queue's priority levels, and how many requests may wait in all levels together."""
 
     max_size: int
     default_policy: QueuePolicy = field(default_factory=QueuePolicy)
@@ -122,12 +122,12 @@ class QueueRules:
 
     @property
     def single_line(self) -> bool:
-        """True if there is one priority level and it has no policy: only ``max_size``, deadlines and replace keys apply."""
+        """True if there is one priority level without a policy. Then only ``max_size``, deadlines and replace keys apply."""
         one_level = self.levels == self.default_level == 1 and not self.policies
         return one_level and self.default_policy == QueuePolicy() and not self.replaces
 
     def level(self, priority: int) -> int:
-        """Returns the priority level for a request's priority; the default level if there is no such level, as in Triton."""
+        """Returns the priority level of a request. An unknown ``priority`` gives the default level, as in Triton."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def policy(self, level: int) -> QueuePolicy:
@@ -135,7 +135,7 @@ class QueueRules:
 
 
 class Shares(dict[Hashable, int]):
-    """Counts the waiting requests of each owner (user). Owners without a waiting request have no entry."""
+    """Counts the waiting requests of each owner (user). Owners without a waiting request are left out."""
 
     __slots__ = ()
 
@@ -150,10 +150,11 @@ class Shares(dict[Hashable, int]):
             del self[owner]
 
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
-        """Returns whether an owner may queue another request although ``waiting`` requests fill the queue, which is for ``most``.
+        """Returns whether an owner may queue another request in a full queue.
 
-        The owner may if requests of other owners wait too, and if fewer requests of this owner wait than its share, which is
-        (2 * ``most`` - ``waiting``) / number of owners, but at least 1.
+        The owner may if other owners' requests wait, too, and if fewer requests of this owner wait than its share. The share is
+        (2 * ``most`` - ``waiting``) / number of owners, and at least 1. ``waiting``: the number of waiting requests. ``most``:
+        the number of requests for which the queue has room.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))
@@ -171,7 +172,7 @@ def in_turns(requests: list[W]) -> list[W]:
 
 
 class RequestQueue(Generic[W]):
-    """The waiting requests of one version. Level 1 runs before level 2. Within a level, the owners (users) take turns."""
+    """The waiting requests of one model version. Level 1 runs before level 2. Within a level, the owners (users) take turns."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -212,14 +213,14 @@ class RequestQueue(Generic[W]):
 
     @property
     def replaceable(self) -> bool:
-        """True while a request with a replace key waits, which a newer request with the same key would replace."""
+        """True while a request with a replace key waits. A newer request with the same key would replace it."""
         return bool(self._replaceable)
 
     def push(self, request: W) -> Replacement[W] | None:
-        """Appends a request. If a request with the same replace key waits, only the newer one stays, in the older one's place.
+        """Appends a request. A waiting request with the same replace key is discarded, and its place goes to the newer one.
 
-        Returns both requests if one, possibly the new one, was discarded in this way; else None.
-        Raises Unavailable if the queue is full. Nothing has changed then.
+        Returns both requests if one was discarded; else None. The discarded request may also be the appended one. Raises
+        Unavailable, and changes nothing, if the queue is full.
         """
         if request.replace_key or self._rules.replaces:
             waiting = self._replaceable.get(request.replace_key)
@@ -243,7 +244,7 @@ class RequestQueue(Generic[W]):
         return 0 < most <= waiting and not self._shares.below(owner, waiting, most)
 
     def _append(self, request: W, number: int) -> None:
-        """Inserts a request behind its owner's requests in list ``number`` of the queue, which is 2 * (priority level - 1)."""
+        """Inserts a request behind the other requests of its owner."""
         last, owner = self._last, request.owner
         if owner not in last and len(last) > 2 * len(self._shares) + 64:
             # Who has nothing waiting and is not ahead of the others begins like one that was never there.
@@ -278,10 +279,7 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request among the requests of its owner with its batching key, in the ascending order of ``sequence``.
-
-        ``number``: the list of the queue: 2 * (priority level - 1), or 1 more for requests whose timeout has passed.
-        """
+        """Inserts a request into its owner's requests in the order of ``sequence``."""
         self._insert(request, number)
         self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
         waiting = self._lines[number][request.key][request.owner]
@@ -289,10 +287,10 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(sequence)
 
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
-        """Puts back into the queue requests that were taken but could not run, ahead of later ones, even if the queue is full.
+        """Puts back requests that were taken but could not run, ahead of later ones, even if the queue is full.
 
         ``requests`` must be in the order of their arrival, and older than all waiting requests with their keys. Of two requests
-        with one replace key only the newer stays, in the older one's place. Returns each such pair.
+        with one replace key only the newer waits. Returns each such pair.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -317,7 +315,7 @@ class RequestQueue(Generic[W]):
         return replacements
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
-        """Has ``expire`` check a request, if the request can expire by its deadline or by the policy's timeout."""
+        """Has ``expire`` check a request that has a deadline or a timeout."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
             self._push_expiry(expires_ns, request)
@@ -351,14 +349,14 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """Iterates over the waiting requests with a key in the order of ``take``; the queue must not change meanwhile."""
+        """Iterates over the waiting requests with a key in the order of ``take``. The queue must not change meanwhile."""
         for number in self._order:
             owners = self._lines[number].get(key)
             if owners is not None:
                 yield from _in_order(owners)
 
     def oldest_ns(self, key: Hashable) -> int:
-        """Returns since when (monotonic, ns) the oldest request with a batching key waits. At least one request must wait.
+        """Returns since when (CLOCK_MONOTONIC, ns) the oldest request with a batching key waits. At least one must wait.
 
         A request that has replaced another counts from the arrival of the replaced request.
         """
@@ -366,10 +364,10 @@ class RequestQueue(Generic[W]):
         return min(_first(waiting).since_ns for owners in found for waiting in owners.values())
 
     def take(self, key: Hashable, max_rows: int) -> list[W]:
-        """Removes and returns the first requests with this batching key: as many as have at most ``max_rows`` rows together.
+        """Removes and returns the first requests with this batching key that together have at most ``max_rows`` rows.
 
-        If the first request alone has more rows, it is returned alone. Level 1 comes first. In each level, requests whose time is
-        up come last. The list is empty if no request has this key.
+        A first request that has more rows is returned alone. Level 1 comes first. In each level, requests whose timeout has
+        passed come last.
         """
         taken: list[W] = []
         rows = 0
@@ -400,7 +398,7 @@ class RequestQueue(Generic[W]):
         return taken
 
     def remove(self, request: W) -> bool:
-        """Removes a request from the queue. Returns False if the request does not wait in the queue."""
+        """Removes a request. Returns False if the request does not wait in the queue."""
         if request.line < 0:
             return False
         number = request.line
@@ -418,7 +416,7 @@ class RequestQueue(Generic[W]):
         return True
 
     def _withdraw(self, request: W, owners: _Waiters[W]) -> None:
-        """Removes a request from ``owners``, those of its batching key in its list, and from the count of its owner."""
+        """Removes a request from ``owners`` and from the count of its owner."""
         owner = request.owner
         waiting = owners[owner]
         del waiting[request.sequence]
@@ -428,13 +426,16 @@ class RequestQueue(Generic[W]):
         self._shares.leave(owner)
 
     def _forget_taken(self) -> None:
-        """Frees memory: removes from the front of the heap of expiry times the requests that no longer wait."""
+        """Removes requests that no longer wait from the front of the heap of expiries."""
         expiries = self.expiries
         while expiries and expiries[0][3].line < 0:
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns the expired requests that are to fail; other expired requests wait behind all that are in time."""
+        """Removes and returns the expired requests that are to fail.
+
+        Expired requests that the rules only delay are put behind all that are in time.
+        """
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             *_, request = heapq.heappop(self.expiries)
@@ -457,7 +458,7 @@ class RequestQueue(Generic[W]):
         return [request for each in owners for waiting in each.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Removes from the table of replace keys a request that has left the queue."""
+        """Removes a request that has left from the table of replace keys."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 
@@ -488,7 +489,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes ``key`` from ``line``, list ``number`` of the queue. Removes the list if it is empty; list 0 always stays."""
+        """Removes a key from a line of the queue, and an empty line from the queue."""
         del line[key]
         if not line and number:
             del self._lines[number]
@@ -539,7 +540,7 @@ def _first(waiting: OrderedDict[int, W]) -> W:
 
 
 def _in_order(owners: _Waiters[W]) -> Iterable[W]:
-    """Iterates over the requests of all owners in the order in which they are to run. ``owners`` must not change meanwhile."""
+    """Iterates over the requests of all owners in the order of their turns."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return waiting.values()
@@ -547,7 +548,7 @@ def _in_order(owners: _Waiters[W]) -> Iterable[W]:
 
 
 def _next_of(owners: _Waiters[W]) -> W:
-    """Returns the request that runs first among ``owners``, the waiting requests of one batching key on one priority level."""
+    """Returns the request that runs first."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return _first(waiting)
@@ -559,7 +560,7 @@ def _sequence(request: Waiting) -> int:
 
 
 class ParkedRequests(Generic[W]):
-    """Requests of equal shapes, in order, that wait for a compiled program. Of equal replace keys only the newest waits."""
+    """Requests of equal shapes that wait for a compiled program, in order. Of equal replace keys only the newest waits."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -573,10 +574,10 @@ class ParkedRequests(Generic[W]):
         return len(self.requests)
 
     def add(self, request: W) -> Replacement[W] | None:
-        """Adds a request that has just arrived. Of two requests with the same replace key only the newer one is held.
+        """Adds a request that has just arrived. Of two requests with the same replace key only the newer one stays.
 
-        Returns both requests if the older one was discarded, else None. Raises Unavailable: as many requests are held as may wait
-        in the queue.
+        Returns both requests if one was discarded, else None. Raises Unavailable: as many requests wait here as may wait in the
+        queue.
         """
         at = self._at.get(request.replace_key)
         if at is not None:
@@ -588,7 +589,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds ``batch``, requests from the queue, without a limit. Returns replaced requests, each with its replacement."""
+        """Adds requests from the queue, without a limit. Returns replaced requests, each with its replacement."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

@@ -31,7 +31,7 @@ Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """A place for one sequence on an instance. Of the free places of all instances, the lowest number is given out first."""
+    """Room for one sequence on an instance. The lowest free number of all instances is given out first."""
 
     number: int
     instance: int
@@ -82,7 +82,7 @@ class LiveSequence(Generic[S]):
 
     @property
     def ready(self) -> bool:
-        """True while the sequence's first waiting request may run: the sequence has a slot and none of its requests runs."""
+        """True while the first waiting request may run: the sequence has a slot, and none of its requests runs."""
         return self.slot is not None and not self.running and bool(self.waiting)
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class LiveSequence(Generic[S]):
 
 
 def state_lost(correlation_id: int | str, model: str) -> Unavailable:
-    """Returns the error for requests to a model's sequence whose state was lost in a run that failed."""
+    """Returns the error for requests to a sequence whose state was lost in a run that failed."""
     return Unavailable(
         f"sequence {correlation_id} of model '{model}' was lost after an execution error; start it again with the START flag"
     )
@@ -110,5 +110,5 @@ class IterativeIds:
 
     @staticmethod
     def next_round(controls: Controls) -> Controls:
-        """Returns the controls of the next run of a request that its model wants to run again. They have no START."""
+        """Returns the controls of another run of the same request. They have no START."""
         return controls._replace(start=False)

@@ -29,7 +29,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """How long an instance's batch may wait for more slots to have a request, and how many such slots are enough to run it."""
+    """When an instance's batch runs: how long it may wait for more ready slots, and how many are enough."""
 
     slots: int = 1
     delay_ns: int = 0
@@ -40,8 +40,7 @@ class DirectRules:
 class DirectBatcher(Generic[S]):
     """Makes one instance's batches for Triton's strategy "direct": a sequence's requests are always in the row of its slot.
 
-    A batch has one batching key, that of the slot that has been ready longest, and takes the next request of each ready slot
-    whose next request has this key. An instance has one batch in flight.
+    A batch has one batching key, that of the sequence that has been ready longest. An instance runs one batch at a time.
     """
 
     def __init__(self, rules: DirectRules) -> None:
@@ -53,15 +52,15 @@ class DirectBatcher(Generic[S]):
         self._limits: dict[Hashable, int] = {}
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Makes a ``live`` sequence available to ``take``: its first waiting request may run now."""
+        """Makes a sequence available to ``take``. Its first waiting request may run now."""
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Makes a ``live`` sequence unavailable to ``take``: its first waiting request may no longer run."""
+        """Makes a sequence unavailable to ``take``. Its first waiting request may no longer run."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
+        """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
         if rows:
             self._limits[key] = rows
         else:
@@ -76,7 +75,7 @@ class DirectBatcher(Generic[S]):
         self._delay_ns = 0
 
     def due_ns(self) -> int | None:
-        """Returns when the next batch should run, in ns; None: no sequence has a request that may run."""
+        """Returns the time in ns at which the next batch should run; None: no sequence has a request that may run."""
         if not self._ready:
             return None
         if not self._delay_ns:
@@ -85,7 +84,7 @@ class DirectBatcher(Generic[S]):
         return oldest_ns if len(self._ready) >= self._rules.enough else oldest_ns + self._delay_ns
 
     def take(self, now_ns: int) -> list[S]:
-        """Removes and returns the requests of the next batch, in the order of their slots; empty if no batch is due."""
+        """Removes and returns the requests of the next batch, in the order of their slots; empty: no batch is due."""
         due_ns = self.due_ns()
         if due_ns is None or (self._delay_ns and due_ns > now_ns):
             return []
@@ -113,7 +112,7 @@ def _number(live: LiveSequence[S]) -> int:
 class OldestBatcher(DynamicBatcher[S]):
     """Makes one instance's batches for Triton's strategy "oldest": the requests that have waited longest run first.
 
-    The requests of its sequences are batched like requests to a model without sequences.
+    Requests are batched like requests to a model without sequences.
     """
 
     def __init__(self, rules: BatchRules) -> None:
@@ -137,7 +136,7 @@ Strategy = DirectBatcher[S] | OldestBatcher[S]
 
 
 class SequenceBatcher(Planner[S]):
-    """Plans for one model version which requests of its sequences run together, on which instance, and when."""
+    """Plans for one model version which requests of sequences run together, on which instance, and when."""
 
     def __init__(
         self,
@@ -152,9 +151,10 @@ class SequenceBatcher(Planner[S]):
 
         Args:
           strategy: makes the strategy of one instance.
+          instances: the number of instances.
           events: the object to which the beginning and end of sequences are reported.
-          attach: adds the state of a request's sequence to the request's inputs; called before the request may run. None: the
-            model has no such state.
+          attach: adds the state of a request's sequence to the request's inputs, before the request may run; None: there is no
+            state.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach
@@ -168,7 +168,7 @@ class SequenceBatcher(Planner[S]):
     def arrived(self, request: S) -> None:
         """Queues a request in its sequence.
 
-        Raises: InvalidArgument: the request belongs to no sequence.  Unavailable: there is no room, the worker is about to
+        Raises InvalidArgument: the request belongs to no sequence. Raises Unavailable: there is no room, the worker is about to
         end, or the state of the sequence was lost. The request is not queued then.
         """
         live = self.table.admit(request)
@@ -192,7 +192,7 @@ class SequenceBatcher(Planner[S]):
         return answers
 
     def tick(self, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends sequences that were idle or waited too long; returns the requests that will not run, with their errors."""
+        """Ends sequences that were idle or waited too long. Returns the requests that will not run, each with its error."""
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []
@@ -201,10 +201,7 @@ class SequenceBatcher(Planner[S]):
         return answers
 
     def _lose(self, request: S, error: ServingError) -> list[tuple[S, ServingError]]:
-        """Ends the sequence of a request that has failed with ``error``.
-
-        Returns the sequence's waiting requests, each with its error. ``request`` is among them if it still waits.
-        """
+        """Ends the sequence of a failed request. Returns its waiting requests, each with its error."""
         live: LiveSequence[S] = request.live
         if live.ready and live.slot is not None:
             self._strategies[live.slot.instance].withdraw(live)
@@ -222,7 +219,7 @@ class SequenceBatcher(Planner[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Lets batches take the first waiting request of sequence ``live`` if that request may run now. None: does nothing."""
+        """Lets batches take the sequence's first waiting request if it may run now."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -231,9 +228,10 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Takes the first requests of ``asked`` that may run now, without queueing them. Returns their sequences, in that order.
+        """Takes requests that may run now, without queueing them. Returns their sequences, in the order of ``asked``.
 
-        After the run the caller calls ``table.have_run``.
+        Takes only the first requests of ``asked``, up to one that may not run. After the run the caller calls
+        ``table.have_run``.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
@@ -251,9 +249,9 @@ class SequenceBatcher(Planner[S]):
         return self._strategies[instance].due_ns()
 
     def take(self, now_ns: int, instance: int = 0) -> list[S]:
-        """Removes and returns the requests of a free instance's next batch, each with its ``slot`` set; empty if none is due.
+        """Removes and returns the requests of a free instance's next batch; empty: no batch is due.
 
-        With Triton's strategy "direct" the requests are in the order of their slots.
+        The ``slot`` of each request is set. With Triton's strategy "direct" the requests are in the order of their slots.
         """
         return [self.table.take(request.live) for request in self._strategies[instance].take(now_ns)]
 
@@ -279,23 +277,22 @@ class SequenceBatcher(Planner[S]):
     def close_client(self, client: int, correlation_id: int | str | None = None) -> None:
         """Ends sequences whose last request came on a client's lane. Their waiting requests still run.
 
-        ``correlation_id``: the id of the only sequence to end; None: all such sequences end, because the lane has ended.
+        ``client``: the number of the lane. ``correlation_id``: the only sequence to end; None: all such sequences end.
         """
         for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
             if correlation_id is None or live.correlation_id == correlation_id:
                 self.close(live.correlation_id)
 
     def close_all(self) -> None:
-        """Ends every sequence once its waiting requests have run, because no more requests will come."""
+        """Ends every sequence once its waiting requests have run."""
         self.table.forget_all()
         for live in self.table.close_idle():
             self._look(live)
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends those sequences of an instance that have begun, because their state is lost.
+        """Ends the sequences of an instance that have begun, because their state is lost.
 
-        Returns their waiting requests, each with its error. If no request of a sequence waits or runs, the sequence's next
-        request gets the error.
+        Returns their waiting requests, each with its error. If a sequence has no request, its next request gets the error.
         """
         answers: list[tuple[S, ServingError]] = []
         for live in self.table.begun(instance):

@@ -32,7 +32,7 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class Expiries(Generic[S]):
-    """The deadlines and queue timeouts of the requests in a ``SequenceTable``. ``watch`` also removes outdated entries."""
+    """The deadlines and queue timeouts of the requests in a ``SequenceTable``."""
 
     def __init__(self) -> None:
         #: (when, number, request): the first is the earliest.
@@ -40,16 +40,14 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Adds a request's deadline and, if its sequence has no slot, its queue timeout.
-
-        ``waiting``: how many requests wait, which decides when outdated entries are removed.
-        """
+        """Adds a request's deadline and, if its sequence has no slot, its queue timeout. ``waiting``: how many requests wait."""
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
             moments.append(request.arrived_ns + request.timeout_ns)
         for moment in moments:
             self._number += 1
             heapq.heappush(self._moments, (moment, self._number, request))
+        # Outdated entries, once they are the majority.
         if len(self._moments) > 4 * waiting + 64:
             self._moments = [entry for entry in self._moments if entry[2].line >= 0]
             heapq.heapify(self._moments)
@@ -68,7 +66,7 @@ class Expiries(Generic[S]):
 
     @property
     def earliest_ns(self) -> int | None:
-        """The earliest time, in ns, at which ``next`` may find a request; None: no request has a deadline or a timeout."""
+        """The earliest time in ns at which ``next`` may find a request; None: no request has a deadline or a timeout."""
         # Requests that wait no more are let go of, with the memory that they are in, unless one that waits is before them.
         while self._moments and self._moments[0][2].line < 0:
             heapq.heappop(self._moments)
@@ -82,8 +80,9 @@ class Expiries(Generic[S]):
 
 
 class Slots:
-    """Allocates and frees the slots of sequences on all instances. Remembers only slots that were ever used, to save memory."""
+    """Allocates and frees the slots of sequences on all instances."""
 
+    # Remembers only slots that were ever used, to save memory.
     def __init__(self, of_each: int, instances: int) -> None:
         self._instances = instances
         #: How many slots there are, and how many are free.
@@ -93,7 +92,7 @@ class Slots:
         self._fresh = 0
 
     def take(self) -> Slot:
-        """Marks the lowest free slot as used and returns it. Call it only if ``free`` is not 0."""
+        """Returns the lowest free slot, which is in use from now on. Call it only if ``free`` is not 0."""
         self.free -= 1
         # Whatever was used before is lower than what never was.
         if self._freed:
@@ -107,7 +106,7 @@ class Slots:
         heapq.heappush(self._freed, slot)
 
     def check_invariants(self, taken: set[Slot]) -> None:
-        """Asserts, for tests, that the slots in use (``taken``) and the slots given back are all that were ever used."""
+        """Asserts, for tests, that the slots in use and the slots given back are all that were ever used."""
         assert not taken & set(self._freed)
         assert all(slot.instance < self._instances for slot in taken)
         assert len(taken) + len(self._freed) == self._fresh <= self.count
@@ -132,7 +131,7 @@ class SequenceRules:
 
 
 class SequenceTable(Generic[S]):
-    """Holds the live sequences of one model version: those that have a slot, and the backlog, which waits for slots in order."""
+    """The live sequences of one model version. Some have a slot, and others wait for one in order."""
 
     def __init__(self, model: str, rules: SequenceRules, instances: int, events: RegisteredSequences) -> None:
         self.model = model
@@ -159,24 +158,20 @@ class SequenceTable(Generic[S]):
         self.stopping = False
 
     def __len__(self) -> int:
-        """Returns how many requests of sequences wait."""
         return self._waiting
 
     @property
     def live(self) -> int:
-        """How many sequences have a slot of an instance or wait for one."""
+        """The number of sequences that have a slot or wait for one."""
         return len(self._holders) + len(self._backlog)
 
     @property
     def backlog(self) -> int:
-        """How many sequences wait for a slot of an instance."""
+        """The number of sequences that wait for a slot."""
         return len(self._backlog)
 
     def with_slot(self, now_ns: int) -> int:
-        """Returns how many sequences have a slot.
-
-        Sequences whose idle time is over, but which have not been ended yet, do not count.
-        """
+        """Returns how many sequences have a slot. Sequences whose idle time is over do not count."""
         silent = 0
         for since_ns in self._idle.values():
             if since_ns + self._rules.idle_ns > now_ns:
@@ -186,20 +181,20 @@ class SequenceTable(Generic[S]):
 
     @property
     def free_slots(self) -> int:
-        """How many slots of the model version's instances are free."""
+        """The number of free slots of all instances."""
         return self._slots.free
 
     def find(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns the sequence that a request with this id and without START would continue; None: there is none."""
+        """Returns the sequence that a request with this id and without START would continue; None: no sequence."""
         return self._live.get(correlation_id)
 
     # -------------------------------------------------------------------------------------------------------- admission
 
     def admit(self, request: S) -> LiveSequence[S]:
-        """Queues a request in its sequence, or in a new sequence if the request has START.
+        """Queues a request in its sequence, or in a new sequence if the request has START. Returns the sequence.
 
-        Returns the sequence, which may be ready to run now. Raises: InvalidArgument: the request belongs to no sequence, or has
-        more than one row.  Unavailable: there is no room, the worker is about to end, or the state of the sequence was lost.
+        Raises InvalidArgument: the request belongs to no sequence, or has more than one row. Raises Unavailable: there is no
+        room, the worker is about to end, or the state of the sequence was lost.
         """
         correlation_id, start, end = request.controls
         if request.rows > 1:
@@ -257,7 +252,7 @@ class SequenceTable(Generic[S]):
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
         """Takes requests that arrived together and may run now, one row each, without queueing them.
 
-        Takes none if other requests wait, and stops at the first request that has to wait, belongs to a running sequence, or is
+        Takes none if other requests wait. Stops at the first request that has to wait, belongs to a running sequence, or is
         invalid. Returns the sequences of the taken requests, in the order of ``asked``.
         """
         chosen: list[LiveSequence[S]] = []
@@ -280,7 +275,7 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Records that the requests which ``run_now`` began have ended, successfully or not. ``chosen``: their sequences."""
+        """Records that the requests of ``run_now`` have ended, successfully or not. ``chosen``: their sequences."""
         idle = self._idle
         for live in chosen:
             live.running = False
@@ -290,7 +285,7 @@ class SequenceTable(Generic[S]):
                 idle[live] = now_ns
 
     def _begin_now(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns a new sequence whose first request runs now; None: the request has to wait or is invalid."""
+        """Returns a new sequence that runs now; None: the request has to wait."""
         if not correlation_id or self.stopping or not self._slots.free:
             return None
         try:
@@ -304,7 +299,7 @@ class SequenceTable(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- running
 
     def take(self, live: LiveSequence[S]) -> S:
-        """Removes and returns a ``live`` sequence's first waiting request, to run it. The sequence must be ``ready``."""
+        """Removes and returns the first waiting request of a ``ready`` sequence, to run it."""
         assert live.slot is not None
         request = live.waiting.popleft()
         request.line = -1
@@ -320,7 +315,7 @@ class SequenceTable(Generic[S]):
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
         """Marks a request as run. Returns the sequence that can run next because of that; None: no sequence can.
 
-        The returned sequence is the request's own, or the first of the sequences that wait for a slot.
+        The returned sequence is the request's own, or the first sequence that waited for a slot.
         """
         live = request.live
         live.running = False
@@ -332,9 +327,9 @@ class SequenceTable(Generic[S]):
         return None
 
     def restore(self, request: S) -> LiveSequence[S] | None:
-        """Puts back at the front of its sequence a request that was taken but could not run, and returns the sequence.
+        """Puts a request that was taken but could not run back at the front of its sequence. Returns the sequence.
 
-        Returns None if the sequence was cancelled. The request is not queued then, and the caller has to call ``done`` for it.
+        None: the sequence was cancelled. Then the request is not queued, and the caller has to call ``done`` for it.
         """
         live = request.live
         if live.cancelled:
@@ -348,7 +343,7 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """Ends a ``live`` sequence that has a slot. Returns the sequence that gets the slot, the first that waits; None: none."""
+        """Ends a sequence that has a slot. Returns the sequence that gets the slot."""
         slot = live.slot
         assert slot is not None
         del self._holders[slot]
@@ -362,7 +357,7 @@ class SequenceTable(Generic[S]):
         return first
 
     def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
-        """Sets the parameters for later requests of a ``live`` sequence; None: always the newest values of ``main``."""
+        """Sets the parameters for later requests of a sequence; None: always the newest values of ``main``."""
         self.holding += (parameters is not None) - (live.parameters is not None)
         live.parameters = parameters
 
@@ -379,10 +374,10 @@ class SequenceTable(Generic[S]):
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
-        """Ends a ``live`` sequence, because one of its requests was cancelled, has failed or has expired.
+        """Ends a sequence, because one of its requests was cancelled, has failed or has expired.
 
-        Returns the requests of the sequence that waited, and the other sequence that gets the slot now. The latter is None if no
-        sequence waits for a slot, or if a request of the ended sequence is still running.
+        Returns the sequence's waiting requests, and the sequence that gets the slot now. The latter is None if no sequence waits
+        for a slot, or if a request of the ended sequence is still running.
         """
         refused = list(live.waiting)
         live.waiting.clear()
@@ -401,7 +396,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a ``live`` sequence lost its state. The next request with its id fails, unless it has START."""
+        """Records that a sequence lost its state. The next request with its id fails, unless it has START."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns
@@ -409,7 +404,7 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends a sequence once its waiting requests have run. Returns the sequence that gets its slot now; None: none does."""
+        """Ends a sequence once its waiting requests have run. Returns the sequence that gets its slot now; None: no sequence."""
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -418,7 +413,10 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences whose idle time is over at ``now_ns``; None: all idle ones. Returns those to which the slots pass."""
+        """Ends sequences whose idle time is over at ``now_ns``; None: all idle ones.
+
+        Returns the sequences that get their slots.
+        """
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))
@@ -435,7 +433,7 @@ class SequenceTable(Generic[S]):
 
     @property
     def next_tick_ns(self) -> int:
-        """The earliest time, in ns, at which a request may expire or an idle sequence's slot may be passed on; 0: never."""
+        """The earliest time in ns at which a request may expire or an idle sequence's slot may be passed on; 0: never."""
         earliest = self.expiries.earliest_ns
         moments = [] if earliest is None else [earliest]
         if self._idle and self._backlog:
@@ -443,13 +441,13 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns the earliest time (ns) at which the idle time of any sequence may be over."""
+        """Returns the earliest time in ns at which any sequence's idle time may be over."""
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking
 
     def begun(self, instance: int) -> list[LiveSequence[S]]:
-        """Returns an instance's live sequences of which at least one request was taken to be run."""
+        """Returns an instance's sequences of which a request was taken to be run."""
         return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:

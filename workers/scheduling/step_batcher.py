@@ -31,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """Limits of a model version that runs requests step by step: slots, steps, and how many requests get a slot at a time."""
+    """The limits of a model version that runs requests step by step."""
 
     #: Requests that take part in steps at a time.
     slots: int
@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of the device: the requests that take part, the slots whose last step it is, and the slots that are left out."""
+    """One step on the device: the requests that take part, and the slots that are left out."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -69,7 +69,7 @@ class Step(NamedTuple, Generic[W]):
     goes_on: bool = False
 
     def parts(self, groups: Sequence[Sequence[SlotHolder[W]]]) -> list[Step[W]]:
-        """Splits the step into parts, which run one after the other: one part for the slots of each group of requests."""
+        """Divides the step into parts, which run one after the other. Each group of requests gets a part."""
         numbers = [frozenset([holder.number for holder in group]) for group in groups]
         whole = frozenset().union(*numbers)
         return [
@@ -79,7 +79,7 @@ class Step(NamedTuple, Generic[W]):
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
-    """An answer to a request that runs step by step. A step made it, or the call of ``insert`` that gave the request its slot."""
+    """An answer to a request that runs step by step, made by a step or by the insertion of the request."""
 
     request: W
     #: The request's row of the outputs.
@@ -90,7 +90,7 @@ class SlotAnswer(NamedTuple, Generic[W]):
 
 
 class StepBatcher(QueuePlanner[W]):
-    """Plans which requests of a model version get a slot (the decision ``Run``), and which requests take part in each step."""
+    """Plans which requests of a model version get a slot, and which requests take part in each step."""
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -143,7 +143,7 @@ class StepBatcher(QueuePlanner[W]):
             self._leave(request)
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Frees the slot of a request that takes part in no further step. Returns an empty list: no other request fails."""
+        """Frees the slot of a request that takes part in no further step. No other request fails."""
         self._leave(request)
         return []
 
@@ -154,30 +154,28 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------------ slots
 
     def slot(self, request: W) -> int:
-        """Returns a request's slot, its index in the batch's state on the device. The request must have a slot."""
+        """Returns a request's slot, which it must have."""
         return self._holders[request].number
 
     def with_slots(self) -> list[W]:
-        """Returns the requests that the model is answering step by step now: each has an index in the device's state."""
+        """Returns the requests that have a slot."""
         return list(self._holders)
 
     def _leave(self, request: W, marked_free: bool = False) -> bool:
-        """Frees a request's slot. Returns False if the request has no slot.
-
-        ``marked_free``: whether the device itself has marked the slot as free; if not, later steps leave the slot out.
-        """
+        """Frees a request's slot. Returns False if the request has no slot."""
         holder = self._holders.pop(request, None)
         if holder is None:
             return False
         holder.left = True
         self._running.pop(holder.number, None)
         heapq.heappush(self._free, holder.number)
+        # The device still steps the slot: later steps leave it out.
         if not marked_free:
             self._masked |= {holder.number}
         return True
 
     def pause(self, request: W) -> None:
-        """Leaves a request out of steps until ``resume``, without freeing its slot. Ignores a request that has no slot."""
+        """Leaves a request out of steps until ``resume``, without freeing its slot. Ignores a request without a slot."""
         holder = self._holders.get(request)
         if holder is not None:
             holder.paused = True
@@ -185,7 +183,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked |= {holder.number}
 
     def resume(self, request: W) -> None:
-        """Lets a request that was paused by ``pause`` take part in steps again. Ignores any other request."""
+        """Lets a paused request take part in steps again. Ignores any other request."""
         holder = self._holders.get(request)
         if holder is None or not holder.paused:
             return
@@ -195,7 +193,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked -= {holder.number}
 
     def step(self) -> Step[W] | None:
-        """Begins and returns a step; None: no request takes part, or the results of too many earlier steps were not read yet."""
+        """Begins and returns a step; None: no request takes part, or the results of too many earlier steps are not read yet."""
         if self._on_their_way >= AHEAD:
             return None
         self._room = self._rules.inserts_per_step
@@ -215,9 +213,9 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------ what came of it
 
     def inserted(self, requests: Sequence[W], flags: Sequence[int]) -> list[SlotAnswer[W]]:
-        """Returns the answers to send after requests were inserted into slots, and frees the slots of requests that are finished.
+        """Returns the answers to send after requests were inserted into slots. Frees the slots of finished requests.
 
-        ``flags``: for each request what the device has returned: EMITS (it has an output), FINISHED (it is over), both, or 0.
+        ``flags``: what the device has returned for each request: EMITS (it has an output), FINISHED (it is over), both, or 0.
         """
         answers: list[SlotAnswer[W]] = []
         for row, (request, said) in enumerate(zip(requests, flags, strict=False)):
@@ -228,13 +226,11 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], flags: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Returns the answers to send after a step, and frees the slots of requests that are finished.
+        """Returns the answers to send after a step, and the slots whose new output must be collected.
 
-        Args:
-          step: the oldest step on the device.
-          flags: for each slot what the device has returned: EMITS (its request has an output), FINISHED (it is over), both, or 0.
-          joined: for each slot whether its request collects its outputs for one answer; empty: no request does.
-        Returns: the answers; and the slots of requests that go on and whose new output must be collected.
+        Frees the slots of finished requests. ``step``: the oldest step on the device. ``flags``: what the device has returned
+        for each slot: EMITS (its request has an output), FINISHED (the request is over), both, or 0. ``joined``: for each slot,
+        whether its outputs are collected for one answer; empty: no slot's are.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
@@ -259,7 +255,7 @@ class StepBatcher(QueuePlanner[W]):
         return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
-        """Frees all slots because the device's state is lost. Returns the requests that had slots, all of which fail."""
+        """Frees all slots because the device's state is lost. Returns their requests, which all fail."""
         lost = list(self._holders)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.
