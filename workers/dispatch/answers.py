@@ -41,9 +41,9 @@ _INLINE_TENSORS = 8
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Returns the answer record that reports an error; a long message is cut off.
+    """Returns the answer record that reports an error. A long message is cut off.
 
-    ``version``: the model's; 0 if it is not known. ``final``: whether this is the request's last answer.
+    ``version``: the model's version; 0: it is not known. ``final``: whether this is the request's last answer.
     """
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
@@ -52,10 +52,10 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans where answers to this prepared request have the outputs of ``layout``: in the answer's record, or in a region.
+    """Plans where answers to a prepared request have the outputs of ``layout``: in the answer's record, or in a region.
 
-    Returns None if all outputs together have more than ``inline_byte_size`` bytes, if the client wants class labels in place
-    of an output, or if an output does not fit into its region.
+    None: all outputs together have more than ``inline_byte_size`` bytes, the client wants class labels, or an output does not
+    fit into its region.
     """
     rows, wishes = request.rows, request.outputs
     if rows * layout.row_byte_size > inline_byte_size:
@@ -81,10 +81,8 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, row: int) -> AnswerRecord | None:
     """Writes a request's outputs that go to regions, and returns the record of its answer with all other outputs.
 
-    Returns None, and writes nothing, if any region of the request is GPU memory. ``outputs``: of the batch, in which the request
-    begins at ``row``. ``plan``: says where the outputs lie and go.
-
-    Raises InvalidArgument: the memory of a region does not exist any more.
+    Returns None, and writes nothing, if any region of the request is GPU memory. ``outputs``: the outputs of the batch, in which
+    the request begins at ``row``. Raises InvalidArgument: the memory of a region does not exist any more.
     """
     rows, contents = request.rows, outputs.contents
     parts = [
@@ -108,13 +106,11 @@ def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, 
 
 
 def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-    """Chooses a place for each output, by its size in bytes, and reserves memory of the response arena if some outputs need it.
+    """Chooses a place for each output, and reserves memory of the response arena if some outputs need it.
 
-    Returns None if the arena has no room now. An output of more than ``inline_byte_size`` bytes never goes into the answer's
-    record.
-
-    Raises: Internal: an output does not fit into the region that the client wants it in.  InvalidArgument: the outputs are
-    larger than the whole arena.
+    Returns None if the arena has no room now. ``sizes``: output name -> bytes. An output of more than ``inline_byte_size`` bytes
+    never goes into the answer's record. Raises Internal: an output does not fit into its region. Raises InvalidArgument: the
+    outputs are larger than the whole arena.
     """
     in_regions = _fit(request, sizes)
     inline_left = inline_byte_size * _INLINE_TENSORS
@@ -139,10 +135,7 @@ def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: in
 
 
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Returns place and region of each output that goes to a region, by the output's name.
-
-    ``sizes``: output name -> bytes. Raises Internal: an output does not fit into the region that the client wants it in.
-    """
+    """Returns place and region of each output that goes to a region, by name."""
     places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
     for name, wanted in request.outputs.items():
         if wanted.region is None or name not in sizes:
@@ -169,15 +162,16 @@ def complete(
     places: Places | None = None,
     final: bool = True,
 ) -> AnswerRecord | None:
-    """Writes a request's outputs (``result``) to where the client wants them, and returns the record of the answer.
+    """Writes a request's outputs to where the client wants them, and returns the record of the answer.
 
-    Returns None, and writes nothing, if the response arena is full; the caller tries again later.
-
-    ``final``: whether this is the last answer. ``places``: places that were reserved before the program ran, which may have
-    written outputs there itself; None: places are chosen here. If this function raises, it releases the places.
-
-    Raises: Internal: an output does not fit into its region, or its dtype has no datatype.  InvalidArgument: the outputs are
-    larger than the whole arena, an output cannot be classified, or the memory of a region does not exist any more.
+    Returns None, and writes nothing, if the response arena is full.
+    Args:
+      result: the outputs by name.
+      places: places that were reserved before the program ran, which are released on errors; None: places are chosen here.
+      final: whether this is the last answer.
+    Raises Internal: an output does not fit into its region, or its dtype has no datatype.
+    Raises InvalidArgument: the outputs are larger than the whole arena, an output cannot be classified, or the memory of a
+    region does not exist any more.
     """
     try:
         chosen = _choose(request, result, signature)
@@ -199,12 +193,7 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes outputs to their places, except for outputs that the program has already written there.
-
-    ``chosen``: output name -> datatype, shape and content. Returns the descriptions of all outputs; and for each output that
-    lies in no region, its content or its place in the arena. Raises InvalidArgument if the memory of a region does not exist
-    any more.
-    """
+    """Writes outputs to their places. Returns their descriptions and contents."""
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []
     queued = _Queued()
@@ -212,6 +201,7 @@ def _put(
         for name, (datatype, shape, content) in chosen.items():
             place: RegionSlice | None = None
             size = _byte_size(content)
+            # By the program or the GPU.
             written = name in places.written
             if not written:
                 request.copied_byte_size += size
@@ -249,11 +239,7 @@ def _put(
 def _choose(
     request: Request, result: dict[str, Array], signature: Signature
 ) -> dict[str, tuple[str, tuple[int, ...], Content]]:
-    """Returns output name -> (datatype, shape, content) for the outputs in ``result`` that a request wants.
-
-    Raises: Internal: an output's dtype has no datatype of the protocol.  InvalidArgument: the client wants class labels of an
-    output whose datatype has none, or more labels than are allowed.
-    """
+    """Returns datatype, shape and content of each wanted output, by name."""
     chosen: dict[str, tuple[str, tuple[int, ...], Content]] = {}
     for name, array in result.items():
         wanted = request.outputs.get(name)
@@ -275,8 +261,9 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """Copies of an answer's outputs into GPU memory. Keeps the arrays until ``settle`` or ``abandon`` has awaited the copies."""
+    """Copies of an answer's outputs into GPU memory, which have not finished."""
 
+    # The arrays are kept until the copies have finished.
     __slots__ = ("_regions", "_sources")
 
     def __init__(self) -> None:
@@ -284,7 +271,7 @@ class _Queued:
         self._sources: list[Array | GpuArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins a copy of ``content`` to ``offset`` of a region. Raises InvalidArgument: it fails; DeviceLost: the GPU fails."""
+        """Begins a copy of ``content`` to ``offset`` of a region."""
         if not _byte_size(content):
             return
         self._regions.append(region)
@@ -304,14 +291,13 @@ class _Queued:
             region.settle()
 
     def abandon(self) -> None:
-        """Waits for the copies and ignores their errors, because the answer has become an error."""
+        """Waits for the copies and ignores their errors."""
         for region in self._regions:
             with contextlib.suppress(ServingError):
                 region.settle()
 
 
 def _write(view: memoryview, content: Content) -> None:
-    """Copies ``content``, an output, into mapped memory (``view``) of the same size."""
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, GpuArray):
@@ -325,13 +311,10 @@ _MOST = 1 << 15
 
 
 def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:
-    """Returns the ``count`` largest elements as strings "value:index", or "value:index:label" where ``spec`` has labels.
+    """Returns the ``count`` largest elements as strings "value:index", or "value:index:label" if the output has labels.
 
-    The strings are BYTES [k], or [batch, k] if the model batches, ordered from the largest; among equals the lower index comes
-    first.
-
-    Raises InvalidArgument: the classification extension is not defined for the datatype, or the client asks for too many
-    elements.
+    The strings are BYTES [k], or [batch, k] if the model batches, ordered from the largest. Among equal elements the lower index
+    comes first. Raises InvalidArgument: the datatype cannot be classified, or the client asks for too many elements.
     """
     datatype = datatype_of(values.dtype)
     if datatype is None or DATATYPES[datatype].json in ("", "string", "boolean"):
@@ -352,7 +335,8 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
 
 
 def _largest(row: Array, count: int) -> Array:
-    """Returns the indices of the ``count`` largest elements of a row, largest first, without sorting all of a long row."""
+    """Returns the indices of a row's ``count`` largest elements, largest first."""
+    # A long row is not sorted as a whole.
     if 8 * count < len(row):
         known = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
         among = np.flatnonzero(known >= np.partition(known, -count)[-count])
@@ -361,10 +345,8 @@ def _largest(row: Array, count: int) -> Array:
 
 
 def _ordered(row: Array) -> Array:
-    """Returns the indices of a row's elements, ordered from the largest value to the smallest; NaN comes last.
-
-    The values are not negated for the sort, because unsigned and extreme integers would wrap.
-    """
+    """Returns the indices of a row's elements by value, largest first, NaN last."""
+    # Not negated for the sort, because unsigned and extreme integers would wrap.
     ascending = np.argsort(row[::-1], kind="stable")
     largest = len(row) - 1 - ascending[::-1]
     if row.dtype.kind != "f":

@@ -41,14 +41,14 @@ class CachedAnswers:
         self._clock = clock
 
     def answer(self, version: ModelVersion, request: Request, cache: ResponseCache) -> bool:
-        """Answers a request from the cache, or with an error if its parameter set or a region's memory does not exist any more.
+        """Answers a request from the cache. Returns False if no answer is stored.
 
-        Returns whether the request was answered. Inputs in a client's region are copied first, because the client could change
-        them while they are compared.
+        If the request's parameter set or a region's memory does not exist any more, the request is answered with an error.
         """
         began_ns = self._clock()
         if request.regions:
             try:
+                # A client could change its region during the comparison.
                 request.keep({name: private(array) for name, array in request.arrays.items()})
                 check_intact(request.regions)
             except ServingError as error:
@@ -79,7 +79,7 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores an execution's answers, unless parameters or models have changed since its requests came. Logs a failure."""
+        """Stores the answers of an execution, unless parameters or models have changed since its requests came."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue
@@ -105,11 +105,7 @@ class CachedAnswers:
                 version.statistics.cache_miss.add(looked_ns + self._clock() - began_ns)
 
     def _parameters_of(self, version: ModelVersion, request: Request) -> tuple[object, ...]:
-        """Returns a key for the parameters with which the model would answer a request now.
-
-        For an ensemble the key covers all models of its steps. Raises: NotFound: the parameter set or a model does not exist.
-        InvalidArgument: a model takes no requests.
-        """
+        """Returns a key for the parameters with which the model would answer now."""
         graph = version.loaded.ensemble
         if graph is not None:
             # Every load and unload counts, so no other one can have been there in between.
@@ -117,10 +113,7 @@ class CachedAnswers:
         return () if version.sets is None else (chosen_by(version.sets, [request]).stamp,)
 
     def _chosen(self, graph: EnsembleGraph, request: Request) -> list[tuple[ModelVersion, ParameterSet]]:
-        """Returns the models of the steps of ``graph`` that have parameters, each with the parameter set that a request uses.
-
-        If a model has no set of the name that the request gives, the request uses the model's main set.
-        """
+        """Returns each model of an ensemble that has parameters, and the set that it uses."""
         name = request.own.parameter_set
         found: list[tuple[ModelVersion, ParameterSet]] = []
         for member in members_of(self._models, graph, request.outputs):
@@ -132,10 +125,7 @@ class CachedAnswers:
     def _still_holds(
         self, question: Question, version: ModelVersion, request: Request, ran: ParameterSet | None
     ) -> bool:
-        """Returns whether an answer was computed with the parameters that its request's cache key, ``question``, stands for.
-
-        ``ran``: the parameter set with which the model ran; None: the model has no parameters or is an ensemble.
-        """
+        """Returns whether an answer was computed with the parameters in its cache key."""
         if ran is not None:
             return question.parameters == (ran.stamp,)
         if version.loaded.ensemble is None:

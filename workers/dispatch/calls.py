@@ -63,7 +63,7 @@ class CallCircles:
     """Finds calls between a worker's models that are deadlocked, because each waits for another one to end."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """Stores ``calls``, the calls that have not ended, oldest first, with their requests. The caller keeps it up to date."""
+        """Stores the calls that have not ended, oldest first, with their requests. The caller keeps ``calls`` up to date."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
@@ -71,10 +71,10 @@ class CallCircles:
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Returns a deadlocked call, and the time (monotonic, ns) at which to search again.
+        """Returns a deadlocked call or None, and the time (CLOCK_MONOTONIC, ns) at which to search again.
 
-        Of several deadlocked calls the one that began last is returned; None: no call is deadlocked. The time is ``NEVER`` if
-        no search is needed before another call begins, is answered or ends.
+        Of several deadlocked calls the one that began last is returned. The time is ``NEVER`` if no search is needed before the
+        calls change.
         """
         again_ns = NEVER
         for call in reversed(self._calls):
@@ -91,7 +91,7 @@ class CallCircles:
         return None, again_ns
 
     def _is_stuck(self, inner: InnerRequest) -> bool:
-        """Returns whether ``inner`` is deadlocked: nothing it waits for, directly or through others, can go on by itself."""
+        """Returns whether a request is deadlocked: nothing that it waits for can go on."""
         visited: set[_Node] = {inner}
         left: list[_Node] = [inner]
         while left:
@@ -104,7 +104,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether ``origin`` is a request to this version, or was made on behalf of one; False if ``origin`` is None."""
+        """Returns whether ``origin`` is a request to this version, or was made on behalf of one. False for None."""
         while origin is not None:
             if origin.version is version:
                 return True
@@ -112,7 +112,7 @@ class CallCircles:
         return False
 
     def _waits_for(self, node: _Node) -> Iterable[_Node]:
-        """Returns the requests and instances of which any one can end the wait of ``node``; empty if ``node`` does not wait."""
+        """Returns what can end the wait of ``node``; empty: it does not wait."""
         return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
@@ -169,7 +169,7 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model receives a request's responses; None: a client or a model's own thread does."""
+        """Returns the instance that takes a request's responses; None: no instance does."""
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():
@@ -209,8 +209,9 @@ class Calls:
         """Stores the parts of the worker that calls need.
 
         Args:
+          clock: returns the time of CLOCK_MONOTONIC in ns.
           post: asks the loop to call a function; any thread may call it.
-          enter: queues a request that arrives at a time (monotonic, ns).
+          enter: queues a request that arrives at a time of this clock.
           withdraw: cancels a request.
           max_calls: the most calls that one execution of a model may have in flight.
         """
@@ -262,18 +263,15 @@ class Calls:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def cancelled(self, request: Request) -> None:
-        """Ends the calls made for a cancelled request, unless a call also serves a request that is not cancelled."""
+        """Ends the calls made for a cancelled request. A call that also serves another request continues."""
         waiting = [call for call in self._waiting if request in call.requests]
         for call in [*self._of.get(request, ()), *waiting]:
             if all(each.cancelled for each in call.requests):
                 self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:
-        """Fails one deadlocked call between models, if there is any, with Internal.
-
-        A call is deadlocked if every instance that could run it is itself waiting for that call to end. Searches only after a
-        call has begun, was answered or has ended, and at intervals while calls wait.
-        """
+        """Fails one deadlocked call between models, if there is any, with Internal."""
+        # Searches only after a call has begun, was answered or has ended, and at intervals while calls wait.
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)
         if found is not None:
@@ -318,7 +316,7 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        """Has the loop's next iteration begin calls that wait for a model. Call it when a load has ended or the models change."""
+        """Has the loop's next iteration begin calls that wait for a model."""
         if self._waiting:
             self._post(self._begin_waiting)
 
@@ -329,7 +327,7 @@ class Calls:
             self._begin(call)
 
     def _not_here(self, call: ModelCall, error: NotFound) -> None:
-        """Answers with NotFound a call to a model that this worker does not have; the error says whether another worker has."""
+        """Answers with NotFound a call to a model that this worker does not have."""
 
         def said(elsewhere: bool) -> None:
             why = (
@@ -344,10 +342,7 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Makes the request that ``call`` stands for; the caller queues it. Raises NotFound: this worker has no such model.
-
-        Raises another ServingError: the call is not valid, or too many calls are in flight.
-        """
+        """Makes the request that a call stands for. The caller queues it."""
         caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
             raise Unavailable(
@@ -420,15 +415,16 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """If the called model streams in a thread, asks the model to stop, which it may ignore. Otherwise cancels the call."""
+        """Asks the called model to end its stream early, or cancels the call."""
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
+            # The model may ignore it.
             inner.may_stop = True
         else:
             self._end(call, Cancelled())
 
     def _end(self, call: ModelCall, error: ServingError) -> None:
-        """Answers a call with an error immediately, if it has not ended, and cancels its request."""
+        """Answers a call that has not ended with an error, and cancels its request."""
         inner = self._open.get(call)
         if inner is not None:
             self._close(call)

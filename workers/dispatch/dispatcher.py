@@ -65,12 +65,11 @@ _CALLS = 32
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Calls the function immediately. It is the default of ``post`` where no other thread runs."""
     call()
 
 
 class Dispatcher:
-    """Queues, runs and answers all requests to one worker, in the thread of its loop, by the objects that it owns."""
+    """Queues, runs and answers all requests to one worker, in the thread of its loop."""
 
     def __init__(
         self,
@@ -88,6 +87,7 @@ class Dispatcher:
 
         Args:
           compiler: the thread that compiles what is needed while serving.
+          clock: returns the time of CLOCK_MONOTONIC in ns.
           check: raises an error if the worker's device has failed.
           gpu: the GPU's number; None: the worker computes on the processor.
           post: asks the loop to call a function; any thread may call it.
@@ -174,9 +174,10 @@ class Dispatcher:
         self._queue(version, request, now_ns)
 
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
-        """Submits a request that came on a client's lane: clears the fields that only a front may set, and checks limits.
+        """Submits a request that came on a client's lane. Clears the fields that only a front may set.
 
-        A request is answered with Unavailable if the lane has too many in flight or its user's answers hold too many bytes.
+        The request is answered with Unavailable if the lane has too many in flight, or if the user's answers take too many
+        bytes.
         """
         assert submitter.segments is not None
         self.lane_requests += 1
@@ -203,10 +204,7 @@ class Dispatcher:
         self._queue(version, request, now_ns)
 
     def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Queues a request, or answers it immediately: from the response cache, or with an error if the queue does not take it.
-
-        If the request replaces an older one in the queue, the older one is answered with an error.
-        """
+        """Queues a request, or answers it at once: from the response cache or with an error."""
         if version.cache is not None and self._cached.answer(version, request, version.cache):
             return
         waiting = version.compiling.get(request.key) if version.sequences is None else None
@@ -234,7 +232,7 @@ class Dispatcher:
             request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
-        """Makes the loop's next iteration ask a version's planner, because waiting requests of the version may now be ready."""
+        """Has the next iteration ask a version's planner, if requests wait."""
         if version in self._active:
             self.agenda.wake(version)
 
@@ -244,13 +242,13 @@ class Dispatcher:
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
-        """Cancels a request. If the request is running, it is answered when its run ends. Ignores an id that is not in flight."""
+        """Cancels a request. A running request is answered when its run ends. An unknown id is ignored."""
         request = submitter.in_flight.get(request_id)
         if request is not None:
             self.withdraw(request)
 
     def withdraw(self, request: Request) -> None:
-        """Cancels a request of a client or of one of this worker's models; also its ensemble steps and the calls made for it."""
+        """Cancels a request, its steps if it asks an ensemble, and the calls that models make for it."""
         version, request.cancelled = request.version, True
         request.submitter.returned = NEVER_LOOKED
         answers = version.planner.cancelled(request)
@@ -267,7 +265,7 @@ class Dispatcher:
         self.calls.cancelled(request)
 
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
-        """Counts a number of bytes of a request's responses as taken by its client, so that the request's model may send more.
+        """Counts bytes of a request's responses as taken by its client, so that the model may send more.
 
         Raises InvalidArgument: a client with a lane reports more bytes than were sent to it.
         """
@@ -278,7 +276,7 @@ class Dispatcher:
             self.responses.taken(request, record.byte_size)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Cancels all requests of a submitter whose lane has ended. Requests that are running get no answer when they end."""
+        """Cancels all requests of a submitter whose lane has ended. Running requests get no answer."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
             self.withdraw(request)
@@ -294,10 +292,7 @@ class Dispatcher:
         self._outbox.drop(submitter)
 
     def end_sequence(self, submitter: SubmitterLink[Request], record: EndSequence) -> None:
-        """Ends a sequence if its last request came on this submitter's lane; otherwise does nothing.
-
-        Raises InvalidArgument: the submitter is a front; only a client that has a lane of its own may ask for this.
-        """
+        """Ends a sequence if its last request came on this submitter's lane. Raises InvalidArgument: the submitter is a front."""
         if submitter.segments is None:
             raise InvalidArgument("only clients end sequences without a request")
         for version in self._models:
@@ -306,14 +301,14 @@ class Dispatcher:
                 self._changed(version)
 
     def _note_silent(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
-        """Schedules the check for idle sequences for the earliest time at which a sequence's idle time may be over."""
+        """Schedules the next check for idle sequences."""
         silent_ns = sequences.table.silent_ns(now_ns)
         if silent_ns < self._silent_ns:
             self._silent_ns = silent_ns
             self.agenda.put(self._end_silent, silent_ns)
 
     def _end_silent(self, now_ns: int) -> None:
-        """Ends all models' sequences whose idle time is over, and answers with an error each request that waited too long."""
+        """Ends all models' sequences whose idle time is over."""
         self._silent_ns = NEVER
         self.agenda.put(self._end_silent, NEVER)
         for version in self._models.everyone():
@@ -325,10 +320,11 @@ class Dispatcher:
                     self.agenda.wake(version)
 
     def _refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers refused or replaced requests with their errors; if the model answers in order, after earlier answers."""
+        """Answers refused or replaced requests with their errors."""
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)
+                # In the order of the model's answers, where it preserves it.
                 answer = functools.partial(self._outbox.refuse, request, Refusal.QUEUE_TIMEOUT, error, now_ns)
             else:
                 answer = functools.partial(self._outbox.fail_all, [(request, error)], now_ns)
@@ -339,11 +335,9 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run_due(self, now_ns: int) -> int | None:
-        """Does the work of one loop iteration.
+        """Does the work of one loop iteration. Returns the time (CLOCK_MONOTONIC, ns) at which to call this again.
 
-        Launches steps of models that run step by step, runs due batches of one other model, and gives batches to other threads.
-        Returns the time (monotonic, ns) at which to call this again: at once if the time is not after ``now_ns``. Returns None
-        if there is nothing to do before the next event.
+        A time that is not after ``now_ns`` means at once. None: there is nothing to do before the next event.
         """
         agenda, blocked, kept = self.agenda, self._outbox.blocked, self.responses.kept
         if blocked or kept:
@@ -370,7 +364,7 @@ class Dispatcher:
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
-        """Sends answers for which the response arena has room now. Replaces answers that waited too long by an error."""
+        """Sends answers for which there is room now, and fails those that waited too long."""
         for version, requests in by_version(self._outbox.retry(now_ns)).items():
             version.executing -= len(requests)
             self._restore(version, requests)
@@ -398,7 +392,7 @@ class Dispatcher:
             self.agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> bool:
-        """Carries out the decision of a version's planner. Returns True if the loop itself must run a batch of the version."""
+        """Carries out a planner's decision. Returns whether the loop must run a batch."""
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):
@@ -419,21 +413,14 @@ class Dispatcher:
         return False
 
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
-        """Runs a version's next batch in the loop.
-
-        ``alone``: no other model has work. Then this also runs further batches as long as many requests to short programs wait.
-        The answers of all these batches leave together, with one system call and one wake-up of the receiver.
-        """
+        """Runs a version's next batch in the loop. ``alone``: no other model has work."""
         done = self._run_batch(version, now_ns)
+        # Many requests to short programs: the answers of all these batches leave with one system call.
         while alone and done < 1 and len(version.planner) >= _MANY:
             done += self._run_batch(version, self._clock()) + 1 / _CALLS
 
     def _run_batch(self, version: ModelVersion, now_ns: int) -> float:
-        """Runs a version's next batch. If its program is not compiled yet, the requests wait outside the queue until it is.
-
-        Returns the estimated work of the run as a fraction of what one loop iteration may do; infinite: the caller must not run
-        another batch now.
-        """
+        """Runs a version's next batch. Returns the run's share of an iteration's work."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self._share = 0.0
@@ -451,6 +438,7 @@ class Dispatcher:
         if executable is None:
             executable = model.find(batch)
         if executable is None:
+            # The requests wait outside the queue until their program is compiled.
             self._compiler.park(version, batch, model.wanted_by(batch))
             return 0
         execution = Execution(batch, now_ns, executable)
@@ -469,7 +457,7 @@ class Dispatcher:
         return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes a version's next batch for an instance from its queue. Leaves out requests that the outbox makes wait."""
+        """Takes a version's next batch, without requests that the outbox makes wait."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -478,7 +466,7 @@ class Dispatcher:
         return kept
 
     def _restore(self, version: ModelVersion, requests: list[Request]) -> None:
-        """Puts back into the queue requests that could not run, ahead of later requests."""
+        """Puts requests that could not run back into the queue, ahead of later ones."""
         now_ns = self._clock()
         waiting = [request for request in requests if not self._gone(request, now_ns)]
         self._outbox.fail_all(version.planner.restore(waiting, now_ns), now_ns)
@@ -486,11 +474,7 @@ class Dispatcher:
         self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request that will not run because it was cancelled or its lane has ended.
-
-        Returns False, and does nothing, if the request may still run. If requests of the same sequence cannot run without it,
-        they are answered with errors, too.
-        """
+        """Answers a request that was cancelled or whose lane has ended. Returns False for any other."""
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)
@@ -522,7 +506,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Adds to the statistics the executions whose answers have left since the last call, and returns these executions."""
+        """Adds executions whose answers have left since the last call to the statistics. Returns these executions."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
@@ -533,7 +517,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds waiting requests to ``batch`` so that one program of ``grouped`` runs all. Returns the program; None: none fits."""
+    """Adds waiting requests to ``batch`` for one program, which it returns."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

@@ -85,7 +85,8 @@ class EnsembleRuns:
         """Stores the parts of the worker that ensembles need.
 
         Args:
-          enter: queues the request of a step, which arrives at a time (monotonic, ns).
+          clock: returns the time of CLOCK_MONOTONIC in ns.
+          enter: queues the request of a step, which arrives at a time of this clock.
           finish: answers the requests of an execution.
           withdraw: cancels the request of a step.
         """
@@ -105,7 +106,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs a batch as a pipeline if all steps of ``graph`` allow it, else begins its steps. Returns whether the batch ran."""
+        """Runs a batch as a pipeline if possible, else begins its steps. Returns whether a pipeline ran."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [
@@ -126,7 +127,7 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs a batch by a pipeline's ``program`` and answers it; returns False, with nothing answered, if it failed."""
+        """Runs and answers a batch by a pipeline. Returns False if it failed."""
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
@@ -142,7 +143,7 @@ class EnsembleRuns:
         return True
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
-        """Begins the first steps of ``graph`` for a request, or answers it with an error if a model or set is missing."""
+        """Begins the first steps for a request, or answers it with an error if a model or parameter set is missing."""
         run = self._runs[request] = _Run(version, graph, request, self._clock())
         try:
             for number in graph.needed(request.outputs).numbers:
@@ -176,7 +177,7 @@ class EnsembleRuns:
         self._work()
 
     def steps(self, request: Request) -> list[InnerRequest] | None:
-        """Returns the step requests for which a request to an ensemble waits; None: the ensemble does not work on the request."""
+        """Returns the step requests for which a request waits; None: no ensemble works on the request."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
 
@@ -283,10 +284,11 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts later steps on a run's stored responses, oldest first, until enough are in use or the client is too slow."""
+        """Starts later steps on a run's stored responses, oldest first."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
+                # Enough are in use, or the client is too slow.
                 if run.run.full(start.step) or self._must_wait(run):
                     return
                 if isinstance(result, ServingError) and run.run.worked_on(start.step):
@@ -310,7 +312,7 @@ class EnsembleRuns:
         self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
-        """Returns whether a run has to wait until its client has taken answers. If so, the run goes on by itself afterwards."""
+        """Returns whether a run waits for its client. It goes on by itself afterwards."""
 
         def go_on() -> None:
             self._take(run)
@@ -320,7 +322,7 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Records a run's first error, with which the run ends once all its steps have ended, and cancels the other steps."""
+        """Records a run's first error and cancels its steps. The run ends with them."""
         if run.error is None:
             self._set_error(run, from_code(error.code, f"in ensemble '{run.version.name}', {error.message}"))
         self._due.append((run, None))
@@ -332,10 +334,7 @@ class EnsembleRuns:
             self._withdraw(inner)
 
     def _end(self, run: _Run) -> None:
-        """Answers the request of a run if none of its steps runs any more.
-
-        If some step still runs, only sends the streaming response that was held back until now, if there is one.
-        """
+        """Answers the request of a run if none of its steps runs any more."""
         request, version = run.request, run.version
         if run.run.running or run.untaken or self._runs.get(request) is not run:
             self._send_unsent(run)
@@ -368,16 +367,14 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the response that a streaming ensemble's run has held back. Further responses follow it.
-
-        A response is held back until it is known whether it is the last one.
-        """
+        """Sends the response of a streaming ensemble that was held back."""
+        # Until it was known that another one follows.
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends a streaming ensemble's request: ``sender`` sends the response that was held back, and the run's error, if any."""
+        """Ends a streaming ensemble's request: sends what was held back, and the error."""
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None
@@ -394,11 +391,10 @@ class EnsembleRuns:
 
 
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
-    """Yields the model versions that run the steps of ``graph`` for these outputs now. If one is an ensemble, its models too.
+    """Yields the model versions that run the steps of ``graph`` now, also those of ensembles among them.
 
-    ``outputs``: the names of the wanted outputs; empty: all outputs.
-
-    Raises: NotFound: a model does not exist.  InvalidArgument: a model takes no requests.
+    ``outputs``: names of the wanted outputs; empty: all. Raises NotFound: a model does not exist. Raises InvalidArgument: a
+    model takes no requests.
     """
     for number in graph.needed(outputs).numbers:
         step = graph.steps[number]
@@ -411,16 +407,11 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Returns what an ensemble's answer reports about the parameter sets of its steps, with one more step added.
+    """Returns what an ensemble's answer reports about the parameter sets of its steps, after one more step.
 
-    Each key ends with the name of the step's model. If a model ran several times with different versions of its parameters, the
-    answer reports the lowest version.
-
-    Args:
-      before: what the answer reports about the previous steps.
-      name: the name of the added step's model.
-      ensemble: whether that model is an ensemble, whose keys end with the names of its own models already.
-      added: what the added step's answer reports.
+    Each key ends with the name of the step's model. If a model ran with several versions of its parameters, the answer reports
+    the lowest one. ``before``: the report on the previous steps. ``name``: the added step's model. ``ensemble``: whether that
+    model is an ensemble, whose keys end with the names of its own models. ``added``: the report of the added step.
     """
     said = dict(before)
     for key, value in added.items():
@@ -431,34 +422,32 @@ def told_by(
 
 
 def _has_set(member: ModelVersion, name: str) -> bool:
-    """Returns whether ``member``, a model, has the parameter set ``name``; True for an ensemble, whose steps check that."""
+    """Returns whether a model has a parameter set. An ensemble's steps check that."""
     if member.loaded.ensemble is not None:
         return True
     return member.sets is not None and member.sets.newest(name) is not None
 
 
 def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
-    """Raises NotFound if a request names a parameter set that none of ``members``, the ensemble's models, has."""
+    """Raises NotFound if no model of the ensemble has the request's parameter set."""
     name = request.own.parameter_set
     if name and not any(_has_set(member, name) for member in members):
         raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Returns ``arrays`` with a batch dimension added or removed to fit ``specs``. ``batches``: whether ``specs`` have it."""
+    """Adds or removes the batch dimension of arrays to fit ``specs``."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }
 
 
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
-    """Returns the sequence controls that a model's answer sets for later steps of its ensemble; None: the answer sets none.
+    """Returns the sequence controls that a model's answer sets for later steps of its ensemble; None: it sets none.
 
-    A flag (START or END) that the answer does not set is False. If the answer has no sequence id, the request's (``controls``)
-    is used.
-
-    Raises: InvalidArgument: a parameter has the wrong type, with Triton's message.
-    Source: triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
+    A flag (START or END) that the answer does not set is False. Without a sequence id in the answer the id in ``controls``,
+    those of the request, is used. Raises InvalidArgument, with Triton's message: a parameter has the wrong type. Source:
+    triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
     """
     if not _CONTROLS & parameters.keys():
         return None

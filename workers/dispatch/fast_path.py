@@ -61,15 +61,12 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Describes to the C extension requests that may share a run: each has one row, and all have the same version and shapes."""
+    """Requests that may share a run, as the C extension sees them: one row each, of the same shapes."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the model's programs by number of rows, for inputs of shapes ``key``.
-
-        ``runs``: runs the requests of sequences; None: the model has no sequences.
-        """
+        """Finds the programs for inputs of shapes ``key``. ``runs`` None: no sequences."""
         self.version = version
         self.model = model
         self._key = key
@@ -90,11 +87,11 @@ class _Batch:
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """Name, address of the first row, and number of bytes from row to row, of each input. All programs share this memory."""
+        """Name, first address and bytes from row to row of each input in all programs."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
-        """Returns the description of these requests as the C extension takes it."""
+        """Returns the description of these requests for the C extension."""
         made: list[AnyProgram] = []
         by_rows: list[int] = []
         for program in self.programs:
@@ -115,7 +112,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Adds ``done``, the runs of requests that the C extension has answered, to the statistics of the model version."""
+        """Adds runs of the C extension to the statistics of the model version."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)
@@ -125,7 +122,7 @@ class _Batch:
 
 
 class _Alone:
-    """Describes large requests with inputs of the same shapes to the C extension. Each of these requests has a run of its own."""
+    """Large requests of the same shapes, as the C extension sees them: each has a run of its own."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -133,13 +130,14 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns the C extension's description of the requests. It names no programs, because no two requests share a run."""
+        """Returns the description of these requests for the C extension."""
         sizes = self._version.batcher.at_once(self.executable.wanted.shapes)
         most = min(max((some[-1] for some in sizes), default=0), _native.MAX_ROWS)
+        # Without programs, because no two requests share a run.
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
 
     def count(self, done: NativeRuns) -> None:
-        """Adds ``done``, the runs of requests that the C extension has answered, to the statistics of the model version."""
+        """Adds runs of the C extension to the statistics of the model version."""
         self._version.statistics.add(done)
         # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)
@@ -155,16 +153,9 @@ def _native_batch(
     grouped: bool = False,
     sequences: _native.Sequences | None = None,
 ) -> _native.Batch:
-    """Returns the description by which the C extension recognises requests that repeat earlier ones.
-
-    Args:
-      owner: counts the answers of the extension.
-      share: a program's work for a row, as a fraction of what one iteration of the loop may do.
-      by_rows: for each number of waiting rows the index in ``programs`` of the program to run; -1: none.
-      waits: for how many ns a request waits for others to share its run, and how many rows do not wait; (0, 0): none waits.
-      grouped: whether a run applies the model to each row by itself.
-      sequences: functions that choose and fail requests of sequences; None: the model has no sequences.
-    """
+    """Returns the description of a kind of requests for the C extension."""
+    # ``by_rows``: for each number of waiting rows the index in ``programs``; -1: none. ``waits``: for how many ns a request
+    # waits for others, and how many rows do not wait.
     most_waiting, sets = version.loaded.queue_rules.max_size, version.sets
     told = owner, version.page_key, most_waiting, share, *waits, grouped, sets is not None and sets.stack is not None
     return *told, programs, by_rows, sequences, version.statistics.histograms
@@ -256,7 +247,7 @@ class FastPath(Poller):
                     statistics.slow_requests[why] += 1
 
     def _learn(self, version: ModelVersion, execution: Execution, request: Request) -> SlowReason | None:
-        """Has the C extension answer repeats of ``request``. Returns why it will not; None: it will, or ``execution`` failed."""
+        """Has the C extension answer repeats of a request. Returns why it will not."""
         preparation, submitter = request.preparation, request.submitter
         if preparation is None or submitter.closed:
             return SlowReason.NEW if request.sink is None else SlowReason.INSIDE
@@ -294,10 +285,7 @@ class FastPath(Poller):
     def _learn_together(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
     ) -> SlowReason | None:
-        """Has the C extension answer repeats of ``request`` in runs of several requests. Returns why it cannot, or None.
-
-        ``preparation``: the prepared request. ``regions``: those of its tensors, by name. ``layout``: of the run's outputs.
-        """
+        """Has repeats answered in runs of several requests. Returns why it cannot, or None."""
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
             return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
@@ -361,7 +349,7 @@ class FastPath(Poller):
     def _learn_alone(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
     ) -> SlowReason | None:
-        """Has the C extension answer each repeat of a large request in a run of its own. Returns why it cannot, or None."""
+        """Has each repeat of a large request answered in a run of its own. Returns why it cannot, or None."""
         version, executable = request.version, execution.executable
         model = version.jitted
         if model is None or version.sequences is not None or not isinstance(executable, Executable):
@@ -397,7 +385,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns a submitter's regions that ``places`` lie in, by name; None: a region is not mapped, or a place has 0 bytes."""
+        """Returns the regions of ``places`` by name; None: one cannot be used by C."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -417,7 +405,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Adds the C extension's answers to the statistics. ``figures``: tuples of the batch and the fields of ``NativeRuns``."""
+        """Adds answers of the C extension to the statistics."""
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -438,16 +426,14 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns a plan for answers to an execution's only request, and each output's name by its number in the plan.
-
-    Returns None if an output was not written straight to its place. ``preparation``: the prepared request.
-    """
+    """Returns a plan for repeats of an execution's request, and its outputs' names."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
         return (plan, {content: name for name, _, content, *_ in made.layout.outputs}) if plan.inside else None
     large = preparation.large
     if large is None or places is None or not places.written:
+        # An output was not written straight to its place.
         return None
     parts: list[PlannedOutput] = []
     for content, (name, size) in enumerate(places.sizes.items()):
@@ -464,10 +450,7 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether answers to repeats of a request will differ from the request's answer only in their tensors.
-
-    If so, that is true until the model's parameters change. ``execution``: the run that computed the request's answer.
-    """
+    """Returns whether answers to repeats will differ only in their tensors."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:
@@ -477,37 +460,32 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded end of a version's timelines: name and number of its main parameter set, if a push has replaced it."""
+    """Returns the encoded end of a version's timelines."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 
 
 def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
-    """Returns the parameter sets, by name, with which the C extension may run repeats of a request; None: only with ``main``.
-
-    The dict is the model version's own, not a copy: it changes with each push.
-    """
+    """Returns the parameter sets, by name, for repeats of a request; None: only ``main``."""
     version = request.version
     # The planner of sequences knows their sets, and answers that name their set are prepared for main alone.
+    # The version's own dict, which changes with each push.
     return None if version.sets is None or version.sequences is not None or request.tells else version.sets.named
 
 
 def _is_large(request: Request, preparation: Preparation, checked: Checked) -> bool:
-    """Returns whether a request's inputs are too large to copy into a batch. ``checked`` has the sizes of those in regions."""
+    """Returns whether a request's inputs are too large to copy into a batch."""
     return not request.small if preparation.own else sum(checked.sizes) >= _LARGE
 
 
 def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
-    """Returns whether ``numbered``, a prepared answer, was sent to the request's submitter and names the right parameter set."""
+    """Returns whether an answer is known to the submitter and names the right parameter set."""
     known = numbered in request.submitter.lane.published
     return known and (not request.tells or numbered.prepared.parameters == request.told)
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Frees the leases that a submitter gives back in a datagram. Returns whether anything is to be sent on its lane afterwards.
-
-    Raises InvalidArgument: the submitter does not hold a lease that it gives back.
-    """
+    """Frees the leases that a submitter gives back. Returns whether to flush its lane."""
     submitter.lane.read(datagram, [], False)
     if submitter.lane.unsaid:
         submitter.flush_soon()
@@ -515,8 +493,5 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
-    """Returns the address of a tensor in a region (``place``); 0 if ``place`` is None: the tensor is in a record.
-
-    Raises InvalidArgument: the ``byte_size`` bytes of the tensor are not all inside the region.
-    """
+    """Returns the address of a tensor in a region; 0: the tensor is in a record."""
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

@@ -41,7 +41,7 @@ class InstanceRuns:
 
         Args:
           prepare: reserves places for an execution's outputs before the run; called with the outputs' names and sizes in bytes.
-          take: takes a version's next batch from its queue; called with the time (monotonic, ns) and the instance's index.
+          take: takes a version's next batch from its queue; called with the time (CLOCK_MONOTONIC, ns) and the instance's index.
           finish: answers the requests of an execution that has run.
           changed: makes the worker's loop ask a version's planner again what to run.
         """
@@ -54,7 +54,7 @@ class InstanceRuns:
         self._changed = changed
 
     def fill(self, version: ModelVersion, now_ns: int) -> int:
-        """Gives due batches to free instances. Returns when the next batch is due (monotonic, ns), or ``NEVER``."""
+        """Gives due batches to free instances. Returns when the next batch is due (CLOCK_MONOTONIC, ns), or ``NEVER``."""
         next_ns = NEVER
         for number, instance in enumerate(version.loaded.instances):
             while not instance.busy:
@@ -76,7 +76,7 @@ class InstanceRuns:
         return not (instance.given and (version.planner.next_tick_ns or version.queue.replaceable))
 
     def withdraw(self, version: ModelVersion, now_ns: int) -> None:
-        """Makes instances without a due batch release the resources that they hold or wait for, so that others may run."""
+        """Has instances without a due batch release the resources that they hold or wait for."""
         for number, instance in enumerate(version.loaded.instances):
             due_ns = None if instance.busy else version.planner.due_ns(number)
             if instance.needs and not instance.busy and (due_ns is None or due_ns > now_ns):
@@ -123,7 +123,7 @@ class InstanceRuns:
 
     @staticmethod
     def take_back(version: ModelVersion, request: Request) -> bool:
-        """Takes a request back from its version's instance if the instance has not begun it; returns whether it did so."""
+        """Takes a request back from an instance that has not begun to run it. Returns whether it did so."""
         for instance in version.loaded.instances:
             for execution in instance.given:
                 if request in execution.requests:
@@ -135,18 +135,16 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells a version's queue how many batches the instance has but does not run yet; their requests count as queued.
-
-    Does nothing if the instance gets no batches in advance.
-    """
+    """Tells a version's queue how many batches its instance does not run yet."""
+    # Their requests count as queued.
     if version.runs_ahead:
         version.queue.ahead = max(0, len(version.loaded.instances[0].given) - 1)
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer``; if the version preserves order, only once all requests taken from the queue earlier are answered.
+    """Calls ``answer``. If the version preserves order, waits until all earlier requests are answered.
 
-    ``taken``: the request or the execution that ``answer`` is for; the order knows it since its requests left the queue.
+    ``taken``: the request or the execution that is answered.
     """
     if version.order is None:
         answer()

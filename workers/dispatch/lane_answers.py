@@ -39,7 +39,7 @@ _Error = tuple[float, str, str, str, str, str, str]
 
 
 class LaneAnswers:
-    """Counts, logs and traces the final answers to clients that have a lane; ignores answers to fronts."""
+    """Counts, logs and traces the final answers to clients that have a lane. Answers to fronts are ignored."""
 
     def __init__(self) -> None:
         #: Answers by error code, "OK" for success; answers of the C part are not counted here.
@@ -55,7 +55,7 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Begins to limit how many requests ``poller`` answers by itself before one has to be logged or traced.
+        """Begins to limit how many requests ``poller`` answers by itself before Python must log or trace one.
 
         ``access``: one in so many answers without an error is logged; 0: no answer is logged.
         """
@@ -63,11 +63,9 @@ class LaneAnswers:
         self.log_every(access)
 
     def trace_as(self, incarnation: int, options: TraceOptions, channel: Channel, agenda: Agenda[AgendaPart]) -> None:
-        """Prepares to trace requests as a front does; tracing begins when settings arrive.
+        """Prepares to trace requests as a front does. Tracing begins when settings arrive.
 
-        Args:
-          incarnation: the number of this process's start.
-          channel: takes finished traces, if they are exported over OTLP.
+        ``incarnation``: the number of this process's start. ``channel``: takes finished traces that are exported over OTLP.
         """
 
         def hand_over(traces: TracesEnded) -> bool:
@@ -85,13 +83,13 @@ class LaneAnswers:
         self.let_pass()
 
     def log_every(self, access: int) -> None:
-        """Logs every ``access``-th answer without an error from now on, and up to ten errors a second. 0: logs neither."""
+        """Logs every ``access``-th answer without an error from now on, and up to ten errors a second; 0: logs nothing."""
         self.passed()
         self._log.log_every(access, self.counts["OK"] + self._passed)
         self.let_pass()
 
     def trace(self, record: TraceChanged | TraceCleared, fds: list[int]) -> None:
-        """Changes how requests are sampled for traces. ``fds``: the shared counters, whose descriptors this method takes over."""
+        """Changes how requests are sampled for traces. Takes over the descriptors ``fds`` of the shared counters."""
         self.passed()
         if isinstance(record, TraceChanged):
             self.tracer.changed(record, fds)
@@ -100,7 +98,7 @@ class LaneAnswers:
         self.let_pass()
 
     def close(self) -> None:
-        """Writes traces that are not written yet, and flushes the channel to the supervisor, because the process ends."""
+        """Writes all traces, and flushes the channel to the supervisor, because the process ends."""
         self.tracer.close()
         if self._channel is not None:
             with contextlib.suppress(ChannelClosed):
@@ -113,16 +111,13 @@ class LaneAnswers:
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)
 
     def passed(self) -> None:
-        """Counts for the sampling of traces the requests that the C extension has answered since the last call."""
+        """Counts the requests that the C extension has answered since the last call for the sampling of traces."""
         count = self._poller.lane_requests
         self.tracer.passes.left -= count - self._passed
         self._passed = count
 
     def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
-        """Begins a trace of a client's request if the request is sampled.
-
-        Returns the request's record. If the request is traced, the record has the level of the trace.
-        """
+        """Begins a trace of a client's request if the request is sampled. Returns its record, with the trace level if so."""
         tracer, said = self.tracer, submitter.parent
         submitter.parent = None
         parent = ""
@@ -144,11 +139,7 @@ class LaneAnswers:
     def _end_trace(
         submitter: SubmitterLink[Request], request_id: int, error: ServingError | None, request: Request | None = None
     ) -> str:
-        """Ends the trace of a request that was answered, or whose client has gone.
-
-        Returns the trace's id, or "" if the request is not traced. ``error``: what the answer reports; None: no error.
-        ``request``: the request, if it was valid.
-        """
+        """Ends the trace of a request, if it has one. Returns its id or ""."""
         trace = submitter.traces.pop(request_id, None)
         if trace is None:
             return ""
@@ -177,7 +168,7 @@ class LaneAnswers:
             self._log.write("OK", names, request.own, request.arrived_ns, _client(submitter), trace_id, version)
 
     def rejected(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers with an error a submitter's record that is not a valid request, and counts the error as a failure."""
+        """Counts an error with which a submitter's invalid record was answered."""
         if submitter.segments is None:
             return
         trace_id = self._end_trace(submitter, record.request_id, error) if submitter.traces else ""
@@ -204,7 +195,7 @@ class LaneAnswers:
             self._log.write(error.code, names, own, arrived_ns, _client(submitter), trace_id, error=error.message)
 
     def recent(self) -> list[dict[str, Any]]:
-        """Describes the most recent errors for operators, in order: time, code, message, model, request id and client of each."""
+        """Describes the most recent errors for operators, oldest first: time, code, message, model, request id and client."""
         names = ("time", "code", "error", "model", "id", "client", "trace_id")
         return [{"protocol": "lane", **dict(zip(names, row, strict=True))} for row in self._recent]
 
@@ -213,12 +204,12 @@ class LaneAnswers:
 
 
 def _client(submitter: SubmitterLink[Request]) -> str:
-    """Returns the name of the user whose process has the submitter's lane."""
+    """Returns the name of the user whose process has the lane."""
     return "" if submitter.owner is None else submitter.owner.name
 
 
 def _model(submitter: SubmitterLink[Request], record: RequestRecord) -> str:
-    """Returns the name of the model that a submitter's record asks; "": its prepared request's number is unknown."""
+    """Returns the name of the model that a record asks; "": it is unknown."""
     prepared = record.prepared
     try:
         return (submitter.preparations[prepared].prepared if isinstance(prepared, int) else prepared).model

@@ -46,7 +46,7 @@ _MAX_BLOCKED = 4
 
 
 class Outbox:
-    """Sends one worker's answers to fronts and clients. Answers that find no room in the response arena wait here."""
+    """Sends one worker's answers to fronts and clients. Answers wait here for room in the response arena."""
 
     def __init__(self, options: Arenas, agenda: Agenda[AgendaPart] | None = None) -> None:
         self._options = options
@@ -68,7 +68,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether a request's answer must wait: its model answers in order, and an earlier answer waits for memory."""
+        """Returns whether a request's answer must wait for an earlier one of its model."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -84,7 +84,7 @@ class Outbox:
     ) -> None:
         """Answers accepted requests that will not run, each with its error, and counts them as failed.
 
-        ``why``: the reason of failure to count. Requests with the error Replaced are counted as replaced instead.
+        ``why``: the reason of failure to count. Replaced requests are counted as replaced instead.
         """
         for request, error in answers:
             reason = Failure.REPLACED if isinstance(error, Replaced) else why
@@ -92,7 +92,7 @@ class Outbox:
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
-        """Answers a request with an error because a queue is full or the request waited too long; counts and logs the refusal."""
+        """Answers a request with an error because a queue is full or the request waited too long. Counts and logs the refusal."""
         self._note(request, refusal, now_ns)
         self.fail(request, error)
 
@@ -106,7 +106,7 @@ class Outbox:
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def reject(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers with ``error`` a submitter's record that is not a valid request; ``error`` says why it is not."""
+        """Answers a submitter's invalid record with an error."""
         submitter.answer(failure(record.request_id, error))
         self.lane_answers.rejected(submitter, record, error)
 
@@ -121,10 +121,9 @@ class Outbox:
             self.lane_answers.ended(request, error)
 
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
-        """Reserves places for the large outputs of an execution of one request, so that its program can write them there itself.
+        """Reserves places for large outputs, so that the program of a request can write them there itself.
 
-        ``sizes``: output name -> bytes. If no place is found, nothing is reported: the answer looks for places again after the
-        run, and reports the error then.
+        ``sizes``: output name -> bytes. ``execution``: the run, of one request. A failure is not reported.
         """
         (request,) = execution.requests
         if request.sink is not None:
@@ -136,6 +135,7 @@ class Outbox:
             if any(wanted.classification for wanted in outputs.values()):
                 return
             sizes = {name: size for name, size in sizes.items() if name in outputs}
+        # The answer looks for places again after the run, and reports the error.
         with contextlib.suppress(ServingError):
             execution.places = find_places(request, sizes, self._options.inline_byte_size)
         if execution.places is not None:
@@ -162,7 +162,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers the request at index ``i`` of a run. Returns the reason of failure to count; None: the answer is no error."""
+        """Answers one request of a run. Returns the reason of failure to count, or None."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -176,22 +176,14 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Hands a result to the model's call or the ensemble's step that made the request, and returns the result.
-
-        If the request was cancelled, the result is replaced by Cancelled. ``moments``: the timestamps of the run; None: not
-        wanted.
-        """
+        """Hands a result to the call or step that made the request. Returns what it got."""
         if request.cancelled:
             result = Cancelled()
         hand_over(request, result, moments)
         return result
 
     def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
-        """Answers a client's request whose outputs are small, by a stored or a new plan, which says where outputs go.
-
-        The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if there can be no plan
-        or the answer cannot be sent now; then the caller must place the outputs otherwise.
-        """
+        """Answers a client's request with small outputs by a plan. Returns False if it cannot."""
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
             return False
@@ -220,7 +212,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Makes, stores and returns a plan for answers to repeats of a request from outputs of this layout; None: impossible."""
+        """Makes and stores a plan for repeats of a request; None: impossible."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -228,10 +220,9 @@ class Outbox:
         return plan
 
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
-        """Answers a request with a result, or queues the answer until the response arena has room for it.
+        """Answers a request with a result, or queues the answer until the response arena has room. Returns what the client gets.
 
-        Returns what the client gets: the result, or an error instead. ``places``: the places that ``prepare`` has reserved,
-        which the caller releases; None: none are reserved.
+        That is the result, or an error instead. ``places``: the places that ``prepare`` has reserved; None: none are reserved.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)
@@ -251,11 +242,7 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Writes ``result`` to ``places`` (None: places are chosen here), sends it and ends the request.
-
-        Returns True if the answer was sent, False if the response arena has no room for the answer now and the caller must try
-        again later, or the error with which to answer instead.
-        """
+        """Sends a result; False: the response arena has no room. May return an error to answer."""
         if request.submitter.closed:
             self.end(request)
             return True
@@ -293,7 +280,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until the arena has room, and returns True. If too much waits already, returns an error instead."""
+        """Queues an answer until the arena has room. Returns an error if too much waits."""
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)
@@ -307,7 +294,7 @@ class Outbox:
         return True
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Returns how many bytes of a submitter's answers may wait for memory before ``hold`` delays the submitter's requests."""
+        """Returns how many bytes of a submitter's answers may wait before ``hold`` acts."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
@@ -318,14 +305,14 @@ class Outbox:
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Decides whether a request must wait because too many bytes of answers to its submitter are not sent yet.
+        """Returns whether a request must wait because many bytes of answers to its submitter are not sent yet.
 
-        Returns True only if one of these answers is a large answer of the same model and shapes or, if the model preserves
-        order, any large answer of the model. If the request waits, ``retry`` returns it when it may run.
+        If so, ``retry`` returns the request when it may run. Only requests wait whose own answers are likely to be large.
         """
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
             return False
+        # A large answer of the same model and shapes waits or, if answers leave in order, any large one of the model.
         held = (version, request.key) in submitter.bulky
         if held or (version.ordered and any(bulky is version for bulky, _ in submitter.bulky)):
             submitter.held.append(request)
@@ -333,9 +320,9 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Sends answers for which the response arena has room now; answers that waited too long fail.
+        """Sends answers for which the response arena has room now. Answers that waited too long fail.
 
-        Returns the requests that ``hold`` had delayed and that may run now.
+        Returns the requests that ``hold`` had made wait and that may run now.
         """
         freed: list[Request] = []
         for submitter in list(self.blocked):
@@ -382,11 +369,11 @@ class Outbox:
 
     @property
     def next_give_up_ns(self) -> int:
-        """The time (monotonic, ns) by which ``retry`` must be called even if no arena memory was freed."""
+        """The time (CLOCK_MONOTONIC, ns) by which ``retry`` must be called even if no arena memory was freed."""
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, without answers, a gone submitter's requests that ``hold`` has delayed or whose answers wait for memory."""
+        """Ends the waiting requests of a submitter that is gone, without answers."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:
@@ -403,10 +390,7 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Prepares a large answer: the part that later answers repeat gets a number, which replaces the part in the record.
-
-    Returns the new record, and the part with its number. If the answer cannot be prepared, returns the old record and None.
-    """
+    """Gives the part of a large answer that later ones repeat a number, if possible."""
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own, but for what it says of the parameter set.
     if preparation is None or len(prepared.parameters) > len(request.told):

@@ -17,7 +17,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """The result of ``Poller.wait``: events, datagrams that Python has to handle, and answers that sockets could not take yet."""
+    """The result of ``Poller.wait``: events, datagrams that Python has to handle, and answers that sockets did not take."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
@@ -28,7 +28,7 @@ class Woken(NamedTuple):
 
 
 class Poller:
-    """Waits for events on an epoll file descriptor. ``look_ns``: how long it polls before it sleeps; 0: it sleeps immediately.
+    """Waits for events on an epoll file descriptor. ``look_ns``: how many ns it polls before it sleeps; 0: it sleeps at once.
 
     The methods about lanes and requests do nothing here. The subclass ``FastPath`` answers requests while it waits.
     """
@@ -41,22 +41,22 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Registers a submitter's lane, whose socket the epoll watches already, so that ``wait`` also answers its requests."""
+        """Registers a submitter's lane, so that ``wait`` also answers its requests. The epoll watches its socket already."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
-        """Unregisters a submitter's lane that has ended: ``wait`` no longer answers its requests."""
+        """Unregisters a submitter's lane that has ended."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         """Stores how an execution's requests were answered, so that ``wait`` may answer requests that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Drops what ``learn`` stored for a submitter's prepared request, because its number stands for another request now."""
+        """Drops what ``learn`` stored for a submitter's prepared request, because ``number`` stands for another one now."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Drops everything that ``learn`` has stored for a submitter's requests. ``learn`` may store it again."""
+        """Drops what ``learn`` stored for a submitter's requests. ``learn`` may store it again."""
 
     def forget_gone(self) -> None:
-        """Drops everything that ``learn`` has stored, because some of it belongs to model versions that were unloaded."""
+        """Drops everything that ``learn`` stored, because some model versions were unloaded."""
 
     @property
     def lane_requests(self) -> int:
@@ -64,18 +64,21 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Lets ``wait`` answer ``most`` more client requests; with ``joins``, none that comes with a trace context."""
+        """Lets ``wait`` answer ``most`` more client requests.
+
+        ``joins``: whether requests with a trace context are left to Python.
+        """
 
     def close(self) -> None:
-        """Releases everything that ``learn`` has stored, before the worker's loop ends."""
+        """Releases everything that ``learn`` stored, before the worker's loop ends."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
-        """Waits until there is an event or the time is up. Returns what arrived; all lists are empty if the time was up.
+        """Waits until there is an event or the time is up. Returns what arrived.
 
         Args:
-          timeout_ns: how long to wait at most; 0 or less: does not wait, only returns what is there.
-          idle: whether the worker has nothing else to run, so that requests that arrive now may be answered during the wait.
-          sleeps: whether to sleep immediately, without polling before.
+          timeout_ns: how long to wait at most; 0 or less: only returns what is there.
+          idle: whether the worker has nothing else to run, so that requests may be answered during the wait.
+          sleeps: whether to sleep at once, without polling before.
         """
         if timeout_ns <= 0:
             return Woken(self._epoll.poll(0), [], [])
@@ -89,7 +92,7 @@ class Poller:
         return Woken(events, [], [])
 
     def _look(self, until_ns: int) -> list[tuple[int, int]]:
-        """Polls until a time (monotonic, ns), without sleeping. Returns (file descriptor, epoll mask) of each event, if any."""
+        """Polls without sleeping until a time. Returns the events."""
         poll = self._epoll.poll
         now_ns = time.monotonic_ns()
         while now_ns < until_ns:

@@ -44,7 +44,7 @@ _Sent = tuple[Sent, bool, int]
 
 
 class Responses(ResponseReceiver):
-    """Sends the responses of one worker's streaming models. Responses that find the response arena full wait here."""
+    """Sends the responses of one worker's streaming models. Responses wait here for room in the response arena."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Responses(ResponseReceiver):
 
         Args:
           post: makes the worker's loop call a function; any thread may use it.
+          clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
           agenda: calls functions at their times; None: a new agenda, which nobody runs.
         """
@@ -80,17 +81,15 @@ class Responses(ResponseReceiver):
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the sender of a request's responses. If the request has none, creates one that sends exactly one response."""
+        """Returns the sender of a request's responses. If the request has none, makes one that sends exactly one response."""
         senders = request.version.senders
         found = senders.get(request)
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
-        """Creates the sender of a request's responses. ``single``: whether the sender sends exactly one response.
-
-        On a client's lane, the limit on bytes that were sent and not taken yet is divided among the lane's requests in flight.
-        """
+        """Makes the sender of a request's responses."""
         segments, max_ahead = request.submitter.segments, self.max_ahead
+        # The limit of a client's lane is divided among its requests in flight.
         if segments is not None:
             max_ahead = min(max_ahead, segments.limits.response_byte_size // segments.limits.in_flight)
         return ResponseSender(request, self, now_ns, single, max_ahead)
@@ -106,10 +105,13 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues ``result`` for the loop, after the sender's earlier ones. ``final``: whether it is the sender's last.
+        """Queues a response for the loop, after the sender's earlier ones.
 
-        ``byte_size``: how many bytes ``result`` counts as until it is sent. ``wake``: whether to wake the loop; if not, a later
-        call of ``gather`` takes the result.
+        Args:
+          result: the response; None: no response follows.
+          final: whether it is the sender's last.
+          byte_size: how many bytes it counts until it is sent.
+          wake: whether to wake the loop; False: a later call of ``gather`` takes the response.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
@@ -120,7 +122,7 @@ class Responses(ResponseReceiver):
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def open(self, requests: list[Request], now_ns: int) -> None:
-        """Creates a sender for each request that is about to run and may have several responses."""
+        """Makes a sender for each request that is about to run and may have several responses."""
         for request in requests:
             # One that goes round again has one.
             if request not in request.version.senders:
@@ -151,7 +153,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response that the loop made, after the sender's earlier ones; None: only says that no response follows."""
+        """Sends a response that the loop made, after the sender's earlier ones. ``result`` None: no response follows."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -164,14 +166,14 @@ class Responses(ResponseReceiver):
         return free and not sender.request.outputs and sender.leaves_as_it_is
 
     def taken(self, request: Request, byte_size: int) -> None:
-        """Counts ``byte_size`` more bytes of a request's responses as taken by the client, so that the model may send more."""
+        """Counts bytes of a request's responses as taken by the client, so that the model may send more."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.settle(byte_size)
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Raises InvalidArgument if a client cannot have taken ``byte_size`` more bytes of responses to a request."""
+        """Raises InvalidArgument if the client cannot have taken so many more bytes of responses to a request."""
         sender = request.version.senders.get(request)
         if sender is None:
             return
@@ -184,11 +186,11 @@ class Responses(ResponseReceiver):
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts as taken the next response to a request made inside the worker, so that the called model may send more."""
+        """Counts the next response as taken by the caller in this worker, so that the called model may send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Wakes a cancelled request's model, if it waits for the client; ends the request if the model has returned."""
+        """Wakes a cancelled request's model, if it waits for the client. Ends the request if the model has returned."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.wake()
@@ -196,7 +198,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def retry(self, now_ns: int) -> None:
-        """Sends responses for which the arena has room now. Ends requests with an error if their responses waited too long."""
+        """Sends responses for which the arena has room now. Requests whose responses waited too long end with an error."""
         for sender, (waiting, give_up_ns) in list(self.kept.items()):
             del self.kept[sender]
             while waiting and not sender.ended:
@@ -212,11 +214,11 @@ class Responses(ResponseReceiver):
 
     @property
     def next_give_up_ns(self) -> int:
-        """The time (monotonic, ns) by which ``retry`` must be called even if no arena memory was freed."""
+        """The time (CLOCK_MONOTONIC, ns) by which ``retry`` must be called even if no arena memory was freed."""
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """If ``now_ns`` has reached ``self.look_ns``, sends responses that threads queued without waking the worker's loop."""
+        """Sends responses that threads queued without waking the loop, if their time (``look_ns``) has come."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()
@@ -273,17 +275,13 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds the run of a sender's traced request to its timeline, with the outputs in ``result``; None: there are none."""
+        """Adds the run of a sender's traced request to its timeline."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to the lane of the sender's request. ``result`` None: the record only says that none follows.
-
-        Returns the number of bytes to count as sent until the client has taken them, None if the response arena is full, or the
-        error to send instead. ``final``: whether this is the request's last response.
-        """
+        """Writes a response to a lane. Returns the bytes to count; None: no room; or an error."""
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:
@@ -318,7 +316,7 @@ class Responses(ResponseReceiver):
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues ``result`` if it fits into a record. Returns how many bytes the client must acknowledge; 0: it does not fit."""
+        """Queues a response that fits into a record. Returns its bytes; 0: it does not fit."""
         request = sender.request
         if (
             not sender.plain
@@ -334,7 +332,7 @@ class Responses(ResponseReceiver):
         return response_byte_size(found[1])
 
     def _end_cancelled(self, sender: ResponseSender) -> None:
-        """Ends a cancelled request: answers it with Cancelled and closes its sender."""
+        """Answers a cancelled request with Cancelled and closes its sender."""
         request, error = sender.request, Cancelled()
         sender.catch_up()
         if request.sink is None and not request.submitter.closed:

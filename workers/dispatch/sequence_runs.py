@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """If no other request waits, runs requests of a version's sequences in batches that the C extension gathers."""
+    """Runs requests of a version's sequences in batches that the C extension gathers."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """Chooses nothing yet. ``submitters``: by their lanes' file descriptors. ``register``: writes the sequence page."""
+        """Chooses nothing yet. ``submitters``: by the file descriptors of their lanes. ``register``: writes the sequence page."""
         self._version = version
         self._model = model
         self._sequences = sequences
@@ -57,12 +57,10 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Chooses which of ``asked`` may run now: the first few. Returns how many these are.
+        """Chooses how many of the requests may run now: so many from the first on. Returns the number.
 
-        Args:
-          asked: (correlation id, START, END) of each request.
-          clients: for each request the file descriptor of its client's lane, or -1 if a front sent it; None: fronts sent all of
-            them.
+        ``asked``: correlation id, START and END of each request. ``clients``: for each request the file descriptor of its
+        client's lane, or -1 for a front; None: fronts sent all of them.
         """
         if self._sequences.table.holding:
             return 0  # not all of them are computed with the same parameters
@@ -84,7 +82,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs on ``executable`` what ``choose`` has chosen. C calls it once the inputs are gathered."""
+        """Returns a function that runs the chosen requests. C calls it once the inputs are gathered."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
@@ -103,7 +101,8 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """Marks the requests chosen by ``choose`` as run, successfully or not. Call it before any of their answers is sent."""
+        """Marks the chosen requests as run, successfully or not."""
+        # Before any of their answers is sent.
         self._sequences.table.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []
         if self._register.changed:
@@ -112,9 +111,8 @@ class SequenceRuns:
     def fail(self, requests: list[tuple[int, int, int]], error: Exception | None) -> None:
         """Answers requests with an error, because their run failed or its outputs were not as expected. None of them runs again.
 
-        Args:
-          requests: file descriptor of the lane, request id, and time of arrival (monotonic, ns) of each.
-          error: what the run raised; None: its outputs were wrong.
+        ``requests``: the lane's file descriptor, the request id, and the time of arrival (CLOCK_MONOTONIC, ns) of each.
+        ``error``: what the run raised; None: its outputs were wrong.
         """
         name, model, version = self._version.name, self._model, self._version
         lost = isinstance(error, StateLost)

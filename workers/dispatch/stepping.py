@@ -57,7 +57,7 @@ _MOST = 4096
 
 
 class _Joined(NamedTuple):
-    """A request that runs step by step, and whose responses are sent together with those of other requests."""
+    """A request whose responses are sent together with those of others."""
 
     sender: ResponseSender
     #: How many steps were noted by then, and how many will be when its client may be too far behind.
@@ -66,7 +66,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """Requests of one submitter that are answered together: their shared prepared answer, their slots in the state, their ids."""
+    """Requests of one submitter that are answered together."""
 
     submitter: SubmitterLink[Request]
     numbered: Numbered[PreparedAnswer]
@@ -75,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends the responses of each step together, to those requests whose slot (index in the state) has True in ``joined``."""
+    """Sends the responses of each step together, to the requests whose slots have True in ``joined``."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -95,7 +95,7 @@ class StepRows:
         self._lanes: list[_Lane] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Has the ``sender`` of ``slot`` respond together with others from the next step on, unless that is impossible."""
+        """Has a slot's request answered together with others from the next step on, if that is possible."""
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
@@ -106,7 +106,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """If a slot's request is answered with others, counts its responses so far. It is answered separately from now on."""
+        """Has a slot's request answered separately from now on. Counts its responses so far."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -123,14 +123,14 @@ class StepRows:
             self._lanes.clear()
 
     def leave_all(self) -> None:
-        """Answers all requests separately from now on."""
+        """Has all requests answered separately from now on."""
         for slot in list(self.members):
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses to the requests in ``slots`` together. Each slot must have True in ``self.joined``.
+        """Sends a step's responses to the requests in ``slots`` together. Each slot must have True in ``joined``.
 
-        Returns the senders whose clients' memory for responses may be full: their requests are answered separately from now on.
+        Returns the senders whose clients' memory for responses may be full. Their requests are answered separately from now on.
         ``rows``: the step's outputs, UINT8[all slots, size].
         """
         if slots != self._ready:
@@ -144,7 +144,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Groups these slots by their requests' lanes. Requests in other slots get their responses separately from now on."""
+        """Groups slots by their requests' lanes. Other slots are answered separately."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -160,11 +160,9 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Returns the senders whose clients' memory for responses may be full, or all once the times of 4096 steps are stored.
-
-        The requests of these senders are answered separately from now on, so that no more than 4096 times are ever stored.
-        """
+        """Has requests whose clients may be behind answered separately. Returns their senders."""
         steps = len(self._left_ns)
+        # All, once ``_MOST`` times are noted: never more are.
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
         for sender in full:
             sender.catch_up()
@@ -179,7 +177,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Given(NamedTuple):
-    """Work that was launched on the device and whose results were not read yet: a call of ``insert`` or of ``step``."""
+    """Work that the device has got, and whose results were not read yet."""
 
     what: list[Request] | Step[Request]
     run: DeviceRun
@@ -188,10 +186,13 @@ class _Given(NamedTuple):
 
 
 class SteppingRuns:
-    """Runs the steps of those models of a worker that work step by step, one model version after the other."""
+    """Runs the steps of those models of a worker that run step by step."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
-        """Begins without any model version. ``check``: raises an error if the worker's device has failed."""
+        """Begins without any model version.
+
+        ``clock``: returns the time of CLOCK_MONOTONIC in ns. ``check``: raises an error if the worker's device has failed.
+        """
         self._make = functools.partial(Stepping, responses=responses, page=page, clock=clock, check=check)
         #: Versions that have been stepped.
         self._versions: dict[ModelVersion, Stepping] = {}
@@ -199,7 +200,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Adds a model version to the versions whose steps ``step`` runs. The version is removed when it has no more requests."""
+        """Adds a model version whose steps ``step`` runs, until it has no more requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)
@@ -208,14 +209,13 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """True while a request to a model that makes its answers step by step waits for a slot in the device's state."""
+        """True while a request waits for a slot."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Launches each version's next calls of ``insert`` and ``step``, and sends the answers of calls that have finished.
+        """Launches each version's next insertions and steps, and sends the answers of those that have finished.
 
-        ``wait``: waits until each version's oldest launch has finished; otherwise only reads what has finished already. Returns
-        whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
+        ``wait``: whether to wait until each version's oldest launch has finished. Returns whether there is more to do at once.
         """
         pending = False
         for version, stepping in list(self.living.items()):
@@ -260,10 +260,7 @@ class Stepping:
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> bool:
-        """Launches as many calls of the model's ``step`` and ``insert`` as its planner allows to be on the device.
-
-        Returns whether there is more to do immediately: the results of a launch are to be read, or a request may begin.
-        """
+        """Launches as many steps and insertions as the planner allows. Returns whether there is more to do at once."""
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
             return True
@@ -282,7 +279,7 @@ class Stepping:
         return bool(given) or batcher.due_ns() is not None
 
     def _parts(self, step: Step[Request]) -> list[tuple[Step[Request], ParameterSet | None]]:
-        """Splits a step by parameter set. Returns pairs: a step of the requests that use one set, and the set (None: main)."""
+        """Splits a step by parameter set. Returns the parts, each with its set (None: main)."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
             groups.setdefault(_held(holder.request), []).append(holder)
@@ -295,7 +292,7 @@ class Stepping:
         return [(step, chosen)]
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
-        """Opens a sender for each request that was given a slot, and inserts the requests into the device's state."""
+        """Opens senders for requests that got a slot, and inserts the requests."""
         self._responses.open(requests, now_ns)
         for request in requests:
             # No function of the model has to notice a cancellation, so the request may be ended at once.
@@ -305,13 +302,14 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Begins requests by one call of the model's ``insert``. If the call fails, calls ``insert`` for each request alone."""
+        """Inserts requests into the device's state by one call."""
         try:
             sets = self._model.executables.sets
             chosen = chosen_by(sets, requests)
             run = self._model.insert(requests, [self._batcher.slot(request) for request in requests], chosen)
             if chosen is not sets.main:
                 self._version.steps_hold = True
+                # Each alone, so that only the one that fails gets the error.
                 for request in requests:
                     request.chosen = chosen
         except StateLost as lost:
@@ -330,9 +328,9 @@ class Stepping:
     # ------------------------------------------------------------------------------------------------------ from the device
 
     def read(self, wait: bool) -> None:
-        """Reads the results of calls of ``insert`` and ``step`` that have finished, and answers their requests.
+        """Reads the results of insertions and steps that have finished, and answers their requests.
 
-        ``wait``: waits until the oldest call has finished; otherwise only reads what has finished already.
+        ``wait``: whether to wait until the oldest has finished.
         """
         while self.given and (wait or self.given[0].run.ready):
             wait = False
@@ -365,15 +363,10 @@ class Stepping:
             self._answer(answers, rows, now_ns, join=many)
 
     def _answer(self, answers: list[SlotAnswer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
-        """Answers requests one by one.
-
-        Args:
-          answers: the requests, each with the number of its row in ``rows``.
-          join: whether requests that have not ended get their responses together from the next step on. Row numbers must then be
-            slot numbers.
-        """
+        """Answers requests one by one. ``join``: they may be answered together later."""
         if not answers:
             return
+        # With ``join`` row numbers are slot numbers.
         senders, layout = self._version.senders, self._model.rows
         # As bytes they are cut without an array for each.
         content = rows.tobytes() if self._small else b""
@@ -404,13 +397,13 @@ class Stepping:
                 self._pause(sender)
 
     def _pause(self, sender: ResponseSender) -> None:
-        """Leaves the sender's request out of steps until its client, which is slow, has taken some responses."""
+        """Leaves a request out of steps until its slow client has taken some responses."""
         request = sender.request
         if sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Fails all requests that have begun: ``error`` destroyed their state on the device. Waiting requests still run."""
+        """Fails all requests that have begun, because their state is lost."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()
@@ -434,5 +427,5 @@ class Stepping:
 
 
 def _held(request: Request) -> ParameterSet | None:
-    """Returns the parameter set that a request keeps for all its steps; None: the main set."""
+    """Returns the parameter set that a request keeps for all steps; None: main."""
     return request.chosen if isinstance(request.chosen, ParameterSet) else None

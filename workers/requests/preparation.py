@@ -24,10 +24,10 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Describes where one output lies in the results of a run, and where a request's rows of the output go in its answer.
+    """Describes where one output lies in the results of a run, and where its rows go in a request's answer.
 
-    Row n of the batch begins at byte ``start + n * step`` of the results. If ``in_lease``, the program writes the
-    request's rows into a lease of the response arena; then the output begins at byte ``start`` of the lease.
+    Row n of the batch begins at byte ``start + n * step`` of the results. If ``in_lease``, the program writes the rows into a
+    lease of the response arena instead, from byte ``start`` on.
     """
 
     #: The number of the content among those of the run.
@@ -56,18 +56,15 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers have only the number of ``numbered`` in place of the part that they share."""
+        """Returns a copy of the plan whose answers have the number of ``numbered`` in place of the part that they share."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
 def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], contents: Array | bytes) -> list[bytes]:
-    """Encodes an answer to each of ``request_ids``, which share one prepared answer.
+    """Encodes an answer to each of ``request_ids``. The answers share one prepared answer.
 
-    Args:
-      number: the number of the prepared answer.
-      sizes: how many bytes each output has.
-      contents: the outputs of each request one after the other, without gaps.
-    Raises ValueError: the contents have more or fewer bytes than the sizes say.
+    ``number``: the number of the prepared answer. ``sizes``: the bytes of each output. ``contents``: the outputs of each request
+    one after the other, without gaps. Raises ValueError: the contents do not have the bytes that the sizes say.
     """
     if available:
         return _native.answers(number, request_ids, sizes, contents)
@@ -95,7 +92,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """The result of checking inputs, by their names, datatypes and shapes, against one load of a model version."""
+    """The result of checking inputs for one load of a model version, by their names, datatypes and shapes."""
 
     #: The value that requests must have in common to run together.
     key: Hashable
@@ -107,12 +104,12 @@ class Checked(NamedTuple):
 
 
 class CheckedInputs(dict[Inputs, Checked]):
-    """A bounded cache of inputs that were checked for one load of a model version. Each load has a cache object of its own."""
+    """A bounded cache of inputs that were checked for one load of a model version."""
 
     __slots__ = ()
 
     def learn(self, inputs: Inputs, checked: Checked) -> None:
-        """Stores ``checked``, the result of checking valid inputs. If the cache is full, clears it first."""
+        """Stores the result of checking valid inputs. If the cache is full, clears it first."""
         if len(self) >= _MAX_CHECKED:
             self.clear()
         self[inputs] = checked
@@ -124,7 +121,7 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """Begins without results. ``number``: that of the prepared request on the lane; ``INLINE``: it came inside a request."""
+        """Begins without results. ``number``: the prepared request's number on the lane; ``INLINE``: it came inside a request."""
         self.number = number
         self.prepared = prepared
         #: True if all of its tensors are each request's own, and none lies in a region.
@@ -141,12 +138,10 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of validating a request, for later requests that use this preparation, and drops the answer plans.
+        """Stores the results of validating a request, for later requests. Drops the answer plans.
 
-        Args:
-          load: the cache of the loaded model version; the results are valid as long as the version is loaded.
-          checked: the result of checking the inputs; None: shapes differ from request to request.
-          outputs: the requested outputs by name.
+        ``load``: the cache of the loaded model version; the results are valid as long as it is loaded. ``checked``: the result
+        of checking the inputs; None: shapes differ from request to request. ``outputs``: the requested outputs by name.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None

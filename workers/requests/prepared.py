@@ -75,8 +75,11 @@ def validate(
 
     Args:
       own: the received record.
-      preparation: that of the prepared request that the record names or contains.
+      preparation: what is known of the prepared request that the record names or contains.
+      submitter: the sender of the request.
+      version: the model version that the request asks.
       regions: the regions that the request may name.
+      now_ns: the current time of CLOCK_MONOTONIC.
     Raises ServingError: the request is invalid. The message is for the client, and no region stays leased.
     """
     prepared, signature = preparation.prepared, version.signature
@@ -151,10 +154,7 @@ def validate(
 
 
 def _chosen(record: RequestRecord, version: ModelVersion) -> str | None:
-    """Returns the name of the parameter set that ``record`` names; None: it names ``main``, or the model has no sets.
-
-    Raises: NotFound: the set does not exist.  InvalidArgument: its name is too long.
-    """
+    """Returns the name of the request's parameter set; None: it is ``main``."""
     name, sets = record.parameter_set, version.sets
     _check_size(record, SET_PARAMETER, name)
     if sets is None or name == MAIN_SET:
@@ -164,11 +164,7 @@ def _chosen(record: RequestRecord, version: ModelVersion) -> str | None:
 
 
 def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersion) -> bool:
-    """Returns whether a client wants to be told the parameter set of its answer; False if the model has no parameter sets.
-
-    Raises InvalidArgument: the parameter ``TELLING_PARAMETER``, which asks for that, is not a boolean; or the parameters
-    name the set, for which the record has a field.
-    """
+    """Returns whether a client wants to be told the parameter set of its answer."""
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
         return False
@@ -184,11 +180,7 @@ def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersi
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the batching key of a request to parameter set ``name``. ``key``: the key of the request's shapes.
-
-    The result is ``key`` if a batch may mix parameter sets, or if the planner of sequences keeps the sets apart. Otherwise
-    the result also has the set's name.
-    """
+    """Returns the batching key of a request to the parameter set ``name``."""
     assert version.sets is not None
     # The planner of sequences knows their sets, and a stack has room for all of a batch.
     mixes = version.sequences is not None or version.sets.stack is not None
@@ -196,7 +188,7 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(record: RequestRecord) -> None:
-    """Raises InvalidArgument if a request's replace key is too long, or if a request with a replace key belongs to a sequence."""
+    """Raises InvalidArgument unless the request may have its replace key."""
     _check_size(record, "tensord_replace", record.replace_key)
     if record.sequence_id:
         raise InvalidArgument(
@@ -205,7 +197,7 @@ def _check_replace_key(record: RequestRecord) -> None:
 
 
 def _check_size(record: RequestRecord, parameter: str, value: str) -> None:
-    """Raises InvalidArgument if a request's parameter is too long. ``parameter``: the name; ``value``: the text."""
+    """Raises InvalidArgument if the value of a request's parameter is too long."""
     size, most = len(value.encode()), PARAMETERS[parameter].most
     if size > most:
         raise InvalidArgument(
@@ -227,13 +219,12 @@ def validate_inner(
     """Validates a request that a model or an ensemble's step makes inside the worker, and returns it.
 
     The request's tensors are arrays to which nobody writes, so none of them is copied.
-
     Args:
       prepared, own: the part that other requests may share, and the part that is the request's own.
-      arrays: the inputs, in the shapes that a client would send; the batch axis is added or removed where the model needs it.
+      arrays: the inputs by name, in the shapes that a client would send.
       outputs: the names of the wanted outputs; empty: all.
       sink: gets the responses.
-      origin: the request on whose behalf this one is made; None: there is none.
+      origin: the request on whose behalf this request is made; None: there is none.
     Raises ServingError: the request is invalid. The message is for the code that made it.
     """
     if own.replace_key:
@@ -264,10 +255,10 @@ def validate_inner(
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
-    """Returns ``array`` with or without a batch axis, as a model needs it. ``dims``: the model's shape without that axis.
+    """Returns ``array`` with or without a batch axis, as the model needs it.
 
-    If the model batches and the tensor has no batch axis, it gets one of length 1. If the model does not batch and the tensor has
-    a batch axis of length 1, the axis is removed. Any other tensor is returned unchanged.
+    ``dims``: the model's shape without that axis. ``batches``: whether the model has a batch axis. An added axis has length 1,
+    and only an axis of length 1 is removed. Any other tensor is returned unchanged.
     """
     shape = array.shape
     if batches and len(shape) == len(dims):
@@ -281,7 +272,7 @@ def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
 
 
 class _Shaped(NamedTuple):
-    """Stands in for an array where a batching key is computed, which needs only the array's shape."""
+    """Stands in for an array where only its shape counts."""
 
     shape: tuple[int, ...]
 
@@ -293,11 +284,7 @@ def _check(
     version: ModelVersion,
     contents: Sequence[Content] = (),
 ) -> Checked:
-    """Checks names, datatypes and shapes of a prepared request's inputs, or takes the result from the version's cache.
-
-    ``contents``: the bytes of the inputs. If an input is invalid, the bytes of the inputs after it are checked before the error
-    is raised, as in Triton. Raises ServingError: the inputs do not fit the model.
-    """
+    """Checks names, datatypes and shapes of a request's inputs."""
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
     checked = version.checked.get(described)
     if checked is not None:
@@ -317,6 +304,7 @@ def _check(
                 shaped[tensor.name] = _Shaped(_model_shape(signature, spec, tensor.shape))
         key = version.key(cast(Mapping[str, Array], shaped))
     except ServingError:
+        # As in Triton the bytes of the inputs after an invalid one are checked before.
         for tensor, content in zip(reversed(inputs[left:]), reversed(contents[left:]), strict=False):
             _array(record, signature, tensor, content)
         raise
@@ -331,7 +319,7 @@ def _check(
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, record: RequestRecord, signature: Signature
 ) -> None:
-    """Raises InvalidArgument if a required input is missing, an input is given twice, or an input is unknown to the model."""
+    """Raises InvalidArgument if an input is missing, unknown or given twice."""
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:
@@ -369,7 +357,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], record: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size. Raises InvalidArgument if inputs differ in it, or ``signature`` does not allow it."""
+    """Returns the batch size, in which all inputs must agree."""
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:
@@ -395,7 +383,7 @@ def _batch_size(inputs: Sequence[PreparedTensor], record: RequestRecord, signatu
 
 
 def _check_tensor(record: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
-    """Raises InvalidArgument if a tensor's datatype or shape does not fit the model's signature."""
+    """Raises InvalidArgument if a tensor's datatype or shape does not fit the model."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
@@ -411,7 +399,7 @@ def _check_tensor(record: RequestRecord, signature: Signature, tensor: PreparedT
 
 
 def _model_shape(signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that the model sees for a client's tensor of shape ``shape``, after the reshape of the configuration."""
+    """Returns the model's shape of a tensor that a client sent in ``shape``."""
     lead = shape[:1] if signature.batches else ()
     return lead + spec.to_model(shape[len(lead) :])
 
@@ -430,10 +418,7 @@ def _contents(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:
-    """Returns the bytes of each input in the request's order. Leases the inputs' regions, and appends the regions to ``leased``.
-
-    Raises ServingError: a region is unknown, or a place is not inside its region.
-    """
+    """Returns the bytes of each input. Leases the inputs' regions."""
     contents: list[Content] = []
     for tensor, place in placed(prepared.inputs, record.contents):
         if isinstance(place, bytes):
@@ -459,10 +444,7 @@ def _contents(
 
 
 def _closed(prepared: PreparedRequest, record: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns the prepared request with each variable dimension (-1) that the client sent computed from the input's size.
-
-    ``contents``: the bytes of each input. Raises InvalidArgument if no dimension fits the number of bytes.
-    """
+    """Returns the request with each variable dimension (-1) computed from the input's size."""
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
     tensors: list[PreparedTensor] = []
@@ -481,7 +463,7 @@ def _closed(prepared: PreparedRequest, record: RequestRecord, contents: list[Con
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Replaces each ``LateTensor`` in ``named`` by a tensor of its input's dtype and shape, whose bytes are read later."""
+    """Gives each ``LateTensor`` the dtype and shape of its input."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):
@@ -491,7 +473,7 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 def _arrays(
     prepared: PreparedRequest, record: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Returns the inputs' arrays by name. Raises InvalidArgument, naming ``record``: an input's bytes do not fit its shape."""
+    """Returns the inputs' arrays by name."""
     made = {
         tensor.name: _array(record, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
@@ -500,10 +482,7 @@ def _arrays(
 
 
 def _array(record: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
-    """Makes the array that the model gets for an input from the input's bytes, ``content``. ``tensor``: describes the bytes.
-
-    Raises InvalidArgument, naming ``record``: the bytes do not fit the datatype and shape of ``tensor``.
-    """
+    """Makes the array that the model gets for an input from the input's bytes."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
@@ -539,10 +518,7 @@ def _outputs(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
-    """Returns the prepared request's outputs by name. Leases the outputs' regions, and appends the regions to ``leased``.
-
-    Raises ServingError: an output is unknown or requested twice, or its region is unknown or too small.
-    """
+    """Returns the requested outputs by name. Leases the outputs' regions."""
     wanted: dict[str, RequestedOutput] = {}
     for output in prepared.outputs:
         if output.name in wanted:

@@ -43,7 +43,7 @@ _UNTOLD: Mapping[str, Parameter] = {}
 
 
 class Request(RequestTensors):
-    """A valid request of a client with its inputs, from its arrival in the worker to its last answer."""
+    """A valid request with its inputs, from its arrival in the worker to its last answer."""
 
     __slots__ = (
         "asked",
@@ -89,17 +89,16 @@ class Request(RequestTensors):
     ) -> None:
         """Makes a request with either ``arrays`` or ``contents``.
 
-        ``contents`` is given if no input is BYTES or BOOL and none is reshaped: the bytes are then those of the arrays.
-
         Args:
           key: requests with equal keys may share a batch.
           rows: the batch size.
-          arrays: the inputs as arrays; None: they are made from ``contents`` when they are needed.
+          arrays: the inputs as arrays, by name; None: they are made from ``contents`` when they are needed.
           outputs: the requested outputs by name; empty: all.
           regions: the regions that the request has leased, once per tensor.
           now_ns: when the request arrived, if its record does not say so.
           copied_byte_size: how many bytes of its tensors were copied so far.
-          preparation: the prepared request, for which answers to repeats are planned; None: none are planned.
+          contents: the bytes of each input, if these are the bytes of the arrays: no input is BYTES, BOOL or reshaped.
+          preparation: the prepared request, for which answers are planned; None: none are planned.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None
@@ -141,7 +140,7 @@ class Request(RequestTensors):
 
     @property
     def kept_byte_size(self) -> int:
-        """About how many bytes of memory a waiting request takes: its record, and what was copied of its tensors."""
+        """The approximate memory in bytes that a waiting request takes: its record, and copies of its tensors."""
         own, strings = self.own, 0
         shared = 0 if isinstance(own.prepared, int) else memory_of(own.prepared)
         if self._arrays is not None:
@@ -152,12 +151,12 @@ class Request(RequestTensors):
 
     @property
     def is_cancelled(self) -> bool:
-        """True once nobody waits for further answers to the request. A model may read this in any thread."""
+        """True once nobody waits for further answers to the request. Any thread may read it."""
         return self.cancelled
 
     @property
     def is_open(self) -> bool:
-        """True until the last answer to the request has been given."""
+        """True until the last answer to the request was given."""
         return self.submitter.in_flight.get(self.request_id) is self
 
     @property
@@ -165,18 +164,24 @@ class Request(RequestTensors):
         return self.sink is not None or any(isinstance(region, CudaRegion) for region in self.regions)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Stores when a run began and had computed, for ``timed``. ``gathered``: bytes copied to put the request into it."""
+        """Stores times of a run, for ``timed``: when it began, and when it had computed.
+
+        ``gathered``: bytes copied for the run.
+        """
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer. If the client asked and the request has run, adds times and the number of copied bytes."""
+        """Returns the answer, with times and the number of copied bytes if the client asked for them and the request has run."""
         ran = getattr(self, "ran", None)
         if ran is None:
             return answer
         return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
-        """Returns the region of this name that the request has leased, even if the name stands for another region by now."""
+        """Returns the region of this name that the request has leased.
+
+        Other requests may find another region by the same name.
+        """
         for region in self.regions:
             if region.name == name:
                 return region
@@ -193,32 +198,31 @@ class Request(RequestTensors):
 
 
 def controls_of(record: RequestRecord) -> Controls:
-    """Returns the sequence controls of a request: its sequence's id, and whether it starts or ends the sequence."""
+    """Returns a request's sequence controls: the sequence's id, and whether the request starts or ends the sequence."""
     return Controls(record.sequence_id, record.sequence_start, record.sequence_end)
 
 
 def named(client_id: str) -> str:
-    """Returns the beginning of a log line about a request, with the client's id of the request; "": the client gave no id."""
+    """Returns the beginning of a log line about a request, with the client's id; "": the client gave no id."""
     return label(client_id) if client_id else ""
 
 
 def traced(requests: Iterable[Request]) -> dict[str, str]:
-    """Returns the ``extra`` argument for a log line about these requests: the ids of the traces to which the requests belong."""
+    """Returns the ``extra`` argument for a log line about these requests, with the ids of their traces."""
     return {"trace_id": trace_id_of(request.timeline for request in requests)}
 
 
 class InnerRequest(Request):
-    """A request that a model, or an ensemble's step, makes inside the worker. Queues treat it like a client's request.
+    """A request that a model or an ensemble's step makes inside the worker. Queues treat it like a client's request.
 
-    It has ``request_id`` and ``submitter`` of the client's request on whose behalf it is made. Its inputs are arrays, on this
-    device or in host memory, instead of places. Its responses go to a function (``sink``) instead of a lane. Neither inputs nor
-    responses are copied.
+    It has ``request_id`` and ``submitter`` of the client's request on whose behalf it is made. Its inputs are arrays on this
+    device or in host memory. Its responses go to a function (``sink``). Neither is copied.
     """
 
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
-        """Sets ``sink``, which gets responses, and ``origin``, the request that this one is made for, or None. Returns itself."""
+        """Sets the function that gets responses, and the request on whose behalf this one is made. Returns this request."""
         self.sink: Sink = sink
         self.origin: Request | None = origin
         if self.timeline is not None and origin is not None and origin.timeline is not None:
@@ -245,7 +249,7 @@ class InnerRequest(Request):
 def not_kept(request: Request | None) -> None:
     """Excludes the answers to a request from response caches, because they depend on other models. None: does nothing.
 
-    If the request was made on behalf of other requests, their answers are excluded, too.
+    Also excludes the answers to the requests on whose behalf it was made.
     """
     while request is not None:
         request.asked = None
@@ -253,10 +257,10 @@ def not_kept(request: Request | None) -> None:
 
 
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
-    """Passes a response to the sink of a request that was made inside the worker, unless its last response was passed already.
+    """Passes a response to the ``sink`` of an ``InnerRequest``. Does nothing after the last response.
 
-    ``result``: the response; None if there is none and none follows. ``moments``: the times of the run; None if the request
-    did not run. ``final``: whether this is the last response.
+    ``result``: the response; None: there is none, and none follows. ``moments``: the times of the run; None: the request did not
+    run. ``final``: whether this is the last response.
     """
     assert isinstance(request, InnerRequest)
     if request.is_open:
@@ -268,10 +272,9 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
 
 
 def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
-    """Converts ``result``, a model's outputs, to read-only inputs of other models, with strings as bytes.
+    """Converts a model's outputs to read-only inputs of other models. Returns the inputs and the number of bytes copied.
 
-    Arrays that XLA made are used where they are. Arrays of the model's own code are copied, because the code may write to them
-    again. Returns the inputs and the number of bytes that were copied.
+    Only arrays of the model's own code are copied. Strings become bytes.
     """
     copied = 0
     own: dict[str, Array] = Response({}, result.parameters) if isinstance(result, Response) else {}

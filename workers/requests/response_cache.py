@@ -35,7 +35,7 @@ class Input(NamedTuple):
     content: Array
 
     def same(self, other: Input) -> bool:
-        """Returns whether this and the ``other`` input have the same name, datatype, shape and bytes."""
+        """Returns whether both inputs have the same name, datatype, shape and bytes."""
         return self[:3] == other[:3] and np.array_equal(self.content, other.content)
 
 
@@ -56,12 +56,10 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: tuple[object, ...] = ()
     ) -> Question:
-        """Returns the cache key of a request with the inputs ``arrays``; the key refers to their memory, and nothing is copied.
+        """Returns the cache key of a request. The key refers to the memory of ``arrays``, the inputs by name.
 
-        Args:
-          load: an object that stands for one load of a model version, by its identity.
-          outputs: the names of the outputs, if the model's answer depends on which ones are requested.
-          parameters: values that are equal exactly if the model computes with the same parameters.
+        ``load``: stands for one load of a model version by its identity. ``outputs``: the names of the outputs, if the model's
+        answer depends on which ones are requested. ``parameters``: equal exactly if the model computes with the same parameters.
         """
         wanted = tuple(sorted(outputs))
         digest = hashlib.blake2b(repr((id(load), hash(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
@@ -75,7 +73,7 @@ class Question(NamedTuple):
         return cls(digest.digest(), load, parameters, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
-        """Returns whether this and the ``other`` cache key are equal, and so have the same answer."""
+        """Returns whether both cache keys are equal, so that they have the same answer."""
         if self.load is not other.load or self.parameters != other.parameters:
             return False
         if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
@@ -84,7 +82,7 @@ class Question(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The number of bytes of the inputs."""
+        """The number of bytes of all inputs."""
         return sum(each.content.nbytes for each in self.inputs)
 
 
@@ -104,7 +102,7 @@ class _CachedAnswer(NamedTuple):
 
 
 class ResponseCache:
-    """Stores answers by the requests' inputs, up to a number of bytes. A worker has one, used by the thread of its loop only.
+    """Stores answers by the requests' inputs, up to a number of bytes. Only the thread of the worker's loop may use it.
 
     An entry counts the bytes of its inputs and outputs, and ``ENTRY_BYTE_SIZE`` in addition.
     """
@@ -121,7 +119,7 @@ class ResponseCache:
         return len(self._entries)
 
     def find(self, question: Question) -> Response | None:
-        """Returns the stored answer for a cache key (``question``); None: none is stored. The caller must not change it."""
+        """Returns the stored answer for a cache key; None: no answer is stored. The caller must not change the answer."""
         entry = self._entries.get(question.digest)
         if entry is None or not entry.question.same(question):
             return None
@@ -129,9 +127,9 @@ class ResponseCache:
         return entry.answer
 
     def insert(self, question: Question, answer: Mapping[str, Array]) -> Insertion:
-        """Stores a copy of the answer for a cache key (``question``). To make room, removes answers that were used longest ago.
+        """Stores a copy of the answer for a cache key. To make room, removes the answers that were not used for longest.
 
-        Returns KEPT, KNOWN if an answer for the key is stored already, or TOO_LARGE if the answer is larger than the whole cache.
+        Returns KEPT, KNOWN (an answer for the key is stored already) or TOO_LARGE (the answer is larger than the whole cache).
         """
         known = self._entries.get(question.digest)
         if known is not None and known.question.same(question):
@@ -152,7 +150,7 @@ class ResponseCache:
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
-        """Removes all answers of one load of a model version, because the version was unloaded or replaced."""
+        """Removes all answers of one load of a model version, which was unloaded or replaced."""
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)
 
@@ -160,7 +158,7 @@ class ResponseCache:
         self.byte_size -= self._entries.pop(digest).byte_size
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that ``byte_size`` is the sum over all entries, and within the bound."""
+        """Asserts, for tests, that ``byte_size`` is the sum over all entries, and within the limit."""
         assert self.byte_size == sum(entry.byte_size for entry in self._entries.values())
         assert self.byte_size <= self.max_byte_size
 

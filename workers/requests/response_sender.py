@@ -50,15 +50,10 @@ Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 def describe(
     result: Mapping[str, Array], wanted: Collection[str], most: int, strings: bool
 ) -> tuple[Described, tuple[bytes, ...]] | None:
-    """Returns (name, datatype, shape) of each requested output of a response, ``result``, and the bytes of each.
+    """Returns name, datatype and shape of each requested output of a response, and the bytes of each.
 
-    Returns None if the outputs do not fit into a record, if the protocol has no datatype for an output, or if an output
-    is BYTES and ``strings`` is False.
-
-    Args:
-      wanted: names of the requested outputs; empty: all.
-      most: how many bytes fit into a record.
-      strings: whether BYTES outputs, whose size differs from response to response, are accepted.
+    None: the outputs do not fit into a record, the protocol lacks the datatype of an output, or an output is BYTES and
+    ``strings`` is False. ``wanted``: names of the requested outputs; empty: all. ``most``: how many bytes fit into a record.
     """
     described: list[tuple[str, str, tuple[int, ...]]] = []
     contents: list[bytes] = []
@@ -91,11 +86,11 @@ class ResponseKind:
         self.byte_size = response_byte_size(()) + sum(self._sizes)
 
     def encode(self, request_id: int, contents: Iterable[bytes]) -> bytes:
-        """Encodes a response to ``request_id`` as a record. ``contents``: the bytes of each output, in this kind's order."""
+        """Encodes a response to ``request_id`` as a record. ``contents``: the bytes of each output, in the order of outputs."""
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
-        """Encodes a ``result``; None: the datatypes or shapes of its outputs are not this kind's. Any thread may call it."""
+        """Encodes a response; None: its outputs have other datatypes or shapes. Any thread may call it."""
         if len(result) != len(self._parts) and not request.outputs:
             return None
         contents: list[bytes] = []
@@ -111,10 +106,7 @@ class ResponseKind:
 
 
 class EncodedResponses:
-    """Encoded responses to one request, all with the same datatypes and shapes, which pass from a model's thread to the loop.
-
-    The model's thread adds records until the worker's loop has taken them. The request's last response is never among them.
-    """
+    """Encoded responses to one request, which pass from a model's thread to the loop. The last response is never among them."""
 
     __slots__ = ("_records", "kind", "taken")
 
@@ -125,15 +117,15 @@ class EncodedResponses:
         self.taken = False
 
     def add(self, record: bytes) -> bool:
-        """Adds a record to those that the worker's loop will take with this object; the model's thread calls this method.
+        """Adds an encoded response in the model's thread.
 
-        Returns False if the loop has taken this object before: then the caller must pass this object to the loop once more.
+        Returns False if the loop has called ``take`` before. Then the caller must pass this object to the loop once more.
         """
         self._records.append(record)
         return not self.taken
 
     def take(self) -> list[bytes]:
-        """Returns the records that the loop has not taken yet. Only the loop calls it."""
+        """Returns the encoded responses that the loop has not taken yet. Only the loop calls it."""
         # Said before it looks: whoever adds one looks afterwards.
         self.taken = True
         records = self._records[:]
@@ -145,7 +137,7 @@ class EncodedResponses:
 
 
 class SenderClosed(Exception):
-    """Raised when a model sends a response to a request to which it has sent the last response already."""
+    """Raised if a model sends a response after the last response."""
 
 
 #: A response on its way; None: only the mark that there is no further one.
@@ -153,24 +145,23 @@ Sent = Result | EncodedResponses | None
 
 
 class ResponseReceiver:
-    """Receives the responses of senders. This base class serves warm-up samples, which have no client: it drops the responses."""
+    """Receives responses of senders. This base class drops them, because warm-up samples have no client."""
 
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the object that encodes a sender's responses whose datatypes and shapes are those of ``result``.
+        """Returns the object that encodes responses with the datatypes and shapes of ``result``. Any thread may call this.
 
-        Any thread may call this. Returns None if the model's thread cannot encode the response itself.
+        None: the model's thread cannot encode the response itself.
         """
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Receives a sender's responses, in the order in which they are sent; any thread may call it.
+        """Receives a sender's responses, in the order in which they are sent. Any thread may call it.
 
-        This base class drops the response, and raises it if it is an error.
-
+        This base class drops responses and raises errors.
         Args:
-          result: the response; None: only says that no response follows.
+          result: the response; None: no response follows.
           final: whether no response follows.
           byte_size: how many bytes count as not taken by the client until ``sender.settle`` is called.
           wake: whether to wake the loop; False: something else is about to wake it.
@@ -204,6 +195,8 @@ class ResponseSender:
         """Opens the sender.
 
         Args:
+          request: the request that is answered.
+          receiver: gets the responses.
           began_ns: when the request began to run.
           single: whether the first response is the last one.
           max_ahead: how many bytes may be sent before the client has taken them; None: as many as the receiver allows.
@@ -253,16 +246,16 @@ class ResponseSender:
 
     @property
     def is_full(self) -> bool:
-        """True while ``send`` would wait, because the number of bytes that were sent and not taken has reached the limit."""
+        """True while ``send`` would wait, because too many sent bytes are not taken yet."""
         return self._posted - self._settled >= self._max_ahead and not self.is_cancelled
 
     @property
     def is_waited_for(self) -> bool:
-        """True while the model waits, in ``send`` or for ``when_room``, for the client to take responses."""
+        """True while the model waits for the client to take responses, by ``send`` or ``when_room``."""
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
-        """Records when the model began to work on the request. Only the first call counts, as a model may run several times."""
+        """Records when the model began to work on the request. Only the first call counts."""
         if not self.begun:
             self.begun = True
             self.began_ns = self.last_ns = now_ns
@@ -271,11 +264,11 @@ class ResponseSender:
         """Sends a response to the request, or only says that no further response follows.
 
         Args:
-          result: the outputs in the client's shapes, a dict that the caller must not use any more; or an error, after which more
-            responses may follow; or None, which requires ``final`` and sends no response.
+          result: the outputs in the client's shapes, a dict that the caller must not use any more. Or an error, after which more
+            responses may follow. Or None, which requires ``final`` and sends no response.
           final: whether no further response follows.
           wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
-            wait, the request of a client that is far too slow is ended with an error.
+            wait and the client is far too slow, the request ends with an error.
         Raises SenderClosed: the last response was sent before.
         """
         with self._lock:
@@ -312,9 +305,9 @@ class ResponseSender:
                 self._receiver.put(self, error, True, 0)
 
     def finish(self, wake: bool) -> None:
-        """Records that no further response follows, unless that was recorded before.
+        """Records that no further response follows. Does nothing if that was recorded before.
 
-        ``wake``: whether to wake the loop; False: the model's function returns now, which wakes it.
+        ``wake``: whether to wake the loop; False: the model's function returns now, which wakes the loop.
         """
         with self._lock:
             if not self._closed:
@@ -322,12 +315,12 @@ class ResponseSender:
                 self._receiver.put(self, None, True, 0, wake)
 
     def hold(self) -> None:
-        """Counts one more part of the model's code that may answer the request, until that part calls ``let_go``."""
+        """Counts another part of the model's code that may answer the request, until ``let_go``."""
         with self._lock:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one ``hold``. When all are undone, an unfinished request fails, unless the model is to run on it again."""
+        """Undoes one ``hold``. When all are undone, an unfinished request fails, unless the model will run on it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
@@ -337,7 +330,7 @@ class ResponseSender:
     def released(self, again: bool) -> bool:
         """Records that the model's function has returned. Returns whether the model's code may still answer the request.
 
-        The code may answer as long as a ``hold`` has not been undone. ``again``: whether the model is to run on it once more.
+        ``again``: whether the model will run on the request once more.
         """
         with self._lock:
             self._again = again
@@ -354,7 +347,7 @@ class ResponseSender:
         self._receiver.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Encodes ``result`` as a record; None: it cannot be encoded in this thread, and the loop must do so."""
+        """Encodes a response as a record; None: only the loop can encode it."""
         kind = self._kind
         record = None if kind is None else kind.record(self.request, result)
         if record is None:
@@ -363,10 +356,7 @@ class ResponseSender:
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Waits until the client has taken enough, or until nobody waits for the request. ``wait``: the argument of ``send``.
-
-        If ``send`` must not wait and the client is far too slow, returns the error with which the request ends; otherwise None.
-        """
+        """Waits for room. Returns the error if the request ends instead."""
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:
@@ -382,9 +372,9 @@ class ResponseSender:
         )
 
     def when_room(self, call: Callable[[], None]) -> bool:
-        """Registers ``call`` for one call by the loop: when the client has taken enough responses, or the request ends.
+        """Registers a function. The loop calls it once: when the client has taken enough responses, or the request ends.
 
-        Returns False, and does not register ``call``, if more can be sent now.
+        Returns False, and registers nothing, if more can be sent now.
         """
         self._on_room.append(call)
         if self.is_full:
@@ -401,20 +391,16 @@ class ResponseSender:
     def leaves_as_it_is(self) -> bool:
         """True if each small response is sent as one record, with nothing added.
 
-        This is not so if outputs go into regions, or if the request is traced or was made inside this worker.
+        That is false if outputs go into regions, or if the request is traced or was made inside this worker.
         """
         return self.plain and self.request.timeline is None and self.request.sink is None
 
     def respond_small(self, described: Described, contents: Iterable[bytes], now_ns: int) -> bool:
-        """Sends a response with a few bytes of each output.
+        """Sends a response with a few bytes of each output. Returns False if ``Responses.respond`` must send it instead.
 
-        Call it only if the response is neither the first nor the last of its request, and if no earlier response waits for room
-        in the response arena.
-
-        Args:
-          described: names, datatypes and shapes of the outputs, the same in all calls.
-          contents: the bytes of each output.
-        Returns: False if nothing was done, and ``Responses.respond`` must send the response.
+        Call it only for a response that is neither the first nor the last of its request, and only if no earlier response waits
+        for room in the response arena. ``described``: names, datatypes and shapes of the outputs, the same in all calls.
+        ``contents``: the bytes of each output.
         """
         request, kind = self.request, self._kind
         if not self.count or request.cancelled:
@@ -428,23 +414,23 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues ``records``, encoded by ``kind``, on the lane, which has room. No first response is among them."""
+        """Queues responses that ``kind`` has encoded on the lane. The lane must have room, and none may be the first response."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()
         request.version.statistics.responded_more(self, len(records), now_ns)
 
     def ahead(self, byte_size: int) -> None:
-        """Counts ``byte_size`` more bytes, which the loop has sent, as not yet taken by the client."""
+        """Counts more bytes that the loop has sent as not yet taken by the client."""
         self._posted += byte_size
 
     @property
     def room(self) -> int:
-        """The number of bytes that can be sent before the sender is full; 0 or less: it is full."""
+        """How many more bytes can be sent before ``send`` would wait. It may be negative."""
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Counts and returns the bytes of ``result`` as not yet taken by the client (None: 0). ``final``: no response follows."""
+        """Counts a response's bytes as not yet taken by the client. Returns the number; 0 for None."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():
@@ -459,7 +445,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Counts those responses of this sender that were sent together with other requests' and are not counted yet."""
+        """Counts responses that were sent together with other requests' and are not counted yet."""
         if self.counted is not None:
             self.counted()
 
@@ -470,7 +456,7 @@ class ResponseSender:
             self.wake()
 
     def wake(self) -> None:
-        """Calls the function that ``when_room`` stored, if any: more can be sent now, or nobody waits for responses any more."""
+        """Calls the function that ``when_room`` stored, if any."""
         try:
             call = self._on_room.pop()
         except IndexError:
@@ -478,7 +464,7 @@ class ResponseSender:
         call()
 
     def end(self) -> None:
-        """Records that the last response was sent, or that nobody is there to receive it. A waiting ``send`` continues."""
+        """Records that the last response was sent, or that nobody receives responses. A waiting ``send`` continues."""
         self.ended = True
         self.wake()
 
@@ -488,10 +474,11 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces the arrays in ``result`` that the model may still change by copies. Returns the number of bytes of all arrays."""
+    """Copies the arrays that the model may still change. Returns the bytes of all arrays."""
     size = 0
     for name, array in result.items():
         size += array.nbytes
+        # A read-only view of writable memory is one, too.
         if isinstance(array, np.ndarray) and (array.flags.writeable or isinstance(array.base, np.ndarray)):
             result[name] = array.copy()
     return size

@@ -50,7 +50,7 @@ NEVER_LOOKED = -1
 
 @dataclass(frozen=True, slots=True)
 class BlockedAnswer(Generic[R]):
-    """An answer for which the response arena has had no room, or that must wait behind another answer without room."""
+    """An answer that waits for room in the response arena."""
 
     request: R
     result: dict[str, Array] | ServingError
@@ -74,6 +74,7 @@ class SubmitterLink(Generic[R]):
 
         Args:
           peer: the number that the supervisor gave this submitter.
+          lane: the submitter's lane.
           due: the loop's list of submitters whose lanes are to be flushed; None: a list that nobody reads.
           segments: the regions in segments of a client's lane; None: the submitter is a front, which is trusted.
           protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for clients.
@@ -128,7 +129,7 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """Stores a prepared request's ``preparation`` under the number in ``record``, in place of any other that had the number.
+        """Stores what is known of a prepared request under its number in ``record``. Replaces another with the same number.
 
         Raises InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
         """
@@ -145,15 +146,12 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts an incomplete record's bytes. Raises InvalidArgument: the user's requests would hold more than allowed."""
+        """Counts an incomplete record's bytes. Raises InvalidArgument: the user's requests take more memory than allowed."""
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 
     def _hold(self, byte_size: int) -> None:
-        """Adds ``byte_size`` to the number of bytes that requests of this lane and of its user hold.
-
-        Raises InvalidArgument: the user's requests would hold more bytes than allowed. The bytes are counted nevertheless.
-        """
+        """Counts more bytes that requests of this lane take. Raises InvalidArgument: too many."""
         assert self.owner is not None
         try:
             if byte_size > 0:
@@ -171,7 +169,7 @@ class SubmitterLink(Generic[R]):
     def keep(self, request: Request) -> None:
         """Counts the memory of a client's request, until ``forget``. Call it before the request is in flight.
 
-        Raises Unavailable: the user's requests hold as many bytes as allowed. Nothing is counted then.
+        Raises Unavailable, and counts nothing, if the user's requests take as much memory as allowed.
         """
         byte_size = request.kept_byte_size
         try:
@@ -184,22 +182,22 @@ class SubmitterLink(Generic[R]):
         self._count(byte_size)
 
     def forget(self, request_id: int) -> None:
-        """Ends the count of a client's request. Does nothing if ``keep`` has not counted the request."""
+        """Ends the count of a client's request. Does nothing if the request is not counted."""
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Stops counting the memory that this lane, which has ended, held, except for requests that are still in flight."""
+        """Stops counting the memory of a lane that has ended, except for requests that are still in flight."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 
     @property
     def returns(self) -> int:
-        """How many leases were given back so far: on this lane if it is a front's, else on all lanes of the client's user."""
+        """How many leases were given back so far: on a front's lane, or on all lanes of a client's user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property
     def answers_byte_size(self) -> int:
-        """How many bytes answers to this client occupy in the response arena, while they wait for room or are not sent yet."""
+        """How many bytes answers to this client take in the response arena, while they wait for room, and until they are sent."""
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:
@@ -210,13 +208,16 @@ class SubmitterLink(Generic[R]):
             self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
-        """Asks the loop to send what is queued on the lane in this iteration. Several calls have the effect of one."""
+        """Has the loop send what is queued on the lane in this iteration."""
         if not self.unflushed:
             self.unflushed = True
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the encoder, made if need be, of small responses with outputs ``described``. ``final``: they are last ones."""
+        """Returns the encoder of small responses with these outputs. Makes it if there is none.
+
+        ``described``: names, datatypes and shapes of the outputs. ``final``: whether they are last responses.
+        """
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -228,13 +229,13 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small, not last responses with outputs ``described``; None: none was made. Thread-safe."""
+        """Returns the encoder of small responses with these outputs that are not last ones; None: none was made. Thread-safe."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer to the submitter. The loop sends everything queued once per iteration. A closed link drops the answer.
+        """Queues an answer to the submitter, which the loop sends in this iteration. Does nothing after the lane has ended.
 
-        ``numbered``: the prepared answer that the record names by its number; None: the record names none.
+        ``numbered``: the prepared answer that the record names by its number; None: it names none.
         """
         if not self.closed:
             self.lane.complete(record, numbered)
@@ -245,7 +246,7 @@ class SubmitterLink(Generic[R]):
 
 
 class LaneOwner(Budget):
-    """Counts and bounds the bytes of one user's requests and answers on all lanes; ``Budget`` does so for the answers."""
+    """Counts and bounds the bytes of one user's requests and answers on all lanes."""
 
     def __init__(self, name: str, max_byte_size: int, max_request_byte_size: int = 1 << 30) -> None:
         super().__init__(max_byte_size)
@@ -258,20 +259,20 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Removes the lane of a submitter that has ended. Returns whether it was the user's last lane."""
+        """Removes a submitter whose lane has ended. Returns whether it was the user's last one."""
         self.submitters.discard(submitter)
         return not self.submitters
 
     @property
     def share(self) -> int:
-        """How many bytes of answers a lane of the user may hold even if the user's lanes have reached their common limit.
+        """How many bytes of answers one lane may take if all lanes of the user have reached their common limit.
 
-        This is twice the limit, less the bytes of answers that all lanes of the user hold; the rest is divided by the lanes.
+        That is twice the limit, less the bytes of all lanes' answers, divided by the number of lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers exceed the allowed bytes, and this submitter's exceed its share."""
+        """Raises Unavailable if the user's answers exceed their limit, and this submitter's exceed its ``share``."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
@@ -280,7 +281,7 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if ``byte_size`` more bytes of requests exceed the user's limit and also the submitter's share."""
+        """Raises Unavailable if ``byte_size`` more bytes of requests exceed the user's limit and this submitter's share."""
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
         if held + byte_size > most and submitter.request_byte_size + byte_size > share:
@@ -290,7 +291,7 @@ class LaneOwner(Budget):
             )
 
     def reclaim(self) -> bool:
-        """Closes one unused segment in a response arena of this user's lanes. Returns whether there was such a segment."""
+        """Closes one unused segment in a response arena of this user's lanes. Returns whether there was one."""
         for submitter in self.submitters:
             if submitter.lane.arena.trim():
                 # The client is told, so that it unmaps it.
@@ -299,7 +300,7 @@ class LaneOwner(Budget):
         return False
 
     def describe_full(self, byte_size: int) -> str:
-        """Returns the error message for an answer of ``byte_size`` bytes that found no room in this user's arenas in time."""
+        """Returns the error message for an answer of ``byte_size`` bytes that found no room in time."""
         return (
             f"no room for an answer of {byte_size} bytes in the response arenas of this user: {self.used} of "
             f"{self.max_byte_size} are in use (clients.max_owner_response_byte_size)"

@@ -44,7 +44,7 @@ MAX_SPANS = 128
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A span that a model's code opens while it works on a request. It stays in memory until the request is answered."""
+    """A span that a model's code opens while it works on a request."""
 
     name: str
     attributes: dict[str, Parameter]
@@ -55,7 +55,7 @@ class Span:
     error: str = ""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the span. ``error``: the exception that left the span's block; None: the block ended without an exception."""
+        """Ends the span. ``error``: the exception that left the span's block; None: none did."""
         self.error = "" if error is None else type(error).__name__
         self.ended_ns = time.monotonic_ns()
 
@@ -91,8 +91,7 @@ class RequestTimeline:
     def within(self, open_here: Span | None) -> Span | None:
         """Returns the open span of this request that contains a new span; None: no span is open.
 
-        ``open_here``: the innermost open span of the calling context. It is ignored if it belongs to another request, as may
-        happen where one thread works on several requests in turn.
+        ``open_here``: the innermost open span of the calling context. It is ignored if it belongs to another request.
         """
         if open_here is not None and not open_here.ended_ns and open_here in self._spans:
             return open_here
@@ -106,10 +105,9 @@ class RequestTimeline:
         return True
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
-        """Adds a run of the request to the timeline, before its outputs are written to their places.
+        """Adds a run of the request to the timeline. At the trace level TENSORS also adds inputs and outputs (``result``).
 
-        ``moments``: when the run began, when it had its inputs, and when its outputs were computed, in ns. At the trace level
-        TENSORS the inputs and outputs (``result``) are added too.
+        ``moments``: when the run began, when it had its inputs, and when it had computed, in ns.
         """
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
@@ -119,24 +117,20 @@ class RequestTimeline:
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
 
     def responded(self, now_ns: int) -> None:
-        """Adds ``now_ns`` as the time of the first response, if the model sends several. Later calls do nothing."""
+        """Adds the time of the first response. Later calls do nothing."""
         if not self._has_responded:
             self._has_responded = True
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
-        """Ends the timeline now, when the outputs are in their places, and returns the answer with the timeline.
-
-        If the request came from a client with a lane, returns the answer unchanged.
-        """
+        """Ends the timeline now. Returns the answer with the timeline, or unchanged if the request came over a client's lane."""
         return msgspec.structs.replace(answer, trace=self.told()) if self.attaches else answer
 
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
-        """Adds the timeline ``child`` of a request that was made on this request's behalf and has ended.
+        """Adds the timeline of a request that was made on this request's behalf and has ended.
 
-        Args:
-          model: the model that the other request asked, with its version.
-          within: the span of the model's code in which the other request was made; None: there is none.
+        ``model``, ``version``: what the other request asked. ``within``: the span of the model's code in which the other request
+        was made; None: no span.
         """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
@@ -151,7 +145,7 @@ class RequestTimeline:
         self._within.append(within)
 
     def told(self) -> Timeline:
-        """Returns the timeline as a record. If the request has run, its computation counts as ended now."""
+        """Returns the timeline as a record. The computation of a request that has run ends now."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()
@@ -165,7 +159,7 @@ class RequestTimeline:
 
 
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Begins a traced request's timeline. ``context``: the trace that it is part of, if it names this request; None: none."""
+    """Begins a traced request's timeline. ``context``: the trace, if it names this request; None: no trace is known."""
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:
         timeline.context = context
@@ -175,23 +169,20 @@ def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
     """Returns the encoded fields that follow the timestamps in a ``Timeline`` without spans and without other requests.
 
-    ``parameters``: name and version of the parameter set that the request ran with, if a client has replaced the set's values;
-    None: no client has.
+    ``parameters``: name and number of the pushed parameter set that the request ran with; None: it ran with none.
     """
     return encoder.encode(Timeline((), parameters=parameters))[_UP_TO_MOMENTS:]
 
 
 def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as records for the answer. A span that is still open ends now.
-
-    ``within``: for each request that was made on behalf of the traced request, the span in which it was made, or None.
-    """
+    """Returns the spans as records. A span that is still open ends now."""
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []
     for number, span in enumerate(list(spans), 1):
         numbers[span] = number
         parent = 0 if span.parent is None else numbers.get(span.parent, 0)
+        # The requests that were made in the span.
         calls = tuple([place for place, each in enumerate(within) if each is span])
         ended_ns = span.ended_ns or now_ns
         told.append(OwnSpan(span.name, span.began_ns, ended_ns, span.attributes, parent, span.error, calls))
@@ -199,7 +190,7 @@ def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSp
 
 
 def trace_id_of(timelines: Iterable[RequestTimeline | None]) -> str:
-    """Returns the ids of the traces to which these requests belong, comma-separated, for a log line; "": none is traced."""
+    """Returns the ids of the traces of these requests, comma-separated, for a log line; "": none is traced."""
     found = {each.context.trace_id for each in timelines if each is not None and each.context is not None}
     return ",".join(sorted(found))
 
