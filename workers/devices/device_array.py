@@ -105,5 +105,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    # Lets shm.guard notice before the driver does that a client has truncated the file.
+    # So shm.guard notices before the driver does that a client has truncated the file.
     memory[-1]

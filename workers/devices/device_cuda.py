@@ -163,7 +163,6 @@ class CudaDevice:
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
         """Queues copies of inputs to staging memory: one transfer for all in host memory. Returns the bytes copied."""
-        # The offsets of the inputs are those in the staging memory.
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:

@@ -201,7 +201,6 @@ def _put(
         for name, (datatype, shape, content) in chosen.items():
             place: RegionSlice | None = None
             size = _byte_size(content)
-            # By the program or the GPU.
             written = name in places.written
             if not written:
                 request.copied_byte_size += size
@@ -336,7 +335,7 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
 
 def _largest(row: Array, count: int) -> Array:
     """Returns the indices of a row's ``count`` largest elements, largest first."""
-    # A long row is not sorted as a whole.
+    # Sorting all of a long row takes longer.
     if 8 * count < len(row):
         known = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
         among = np.flatnonzero(known >= np.partition(known, -count)[-count])

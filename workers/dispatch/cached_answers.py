@@ -48,7 +48,7 @@ class CachedAnswers:
         began_ns = self._clock()
         if request.regions:
             try:
-                # A client could change its region during the comparison.
+                # Copied, because a client could change its region during the comparison.
                 request.keep({name: private(array) for name, array in request.arrays.items()})
                 check_intact(request.regions)
             except ServingError as error:

@@ -418,7 +418,6 @@ class Calls:
         """Asks the called model to end its stream early, or cancels the call."""
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
-            # The model may ignore it.
             inner.may_stop = True
         else:
             self._end(call, Cancelled())

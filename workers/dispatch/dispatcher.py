@@ -324,7 +324,6 @@ class Dispatcher:
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)
-                # In the order of the model's answers, where it preserves it.
                 answer = functools.partial(self._outbox.refuse, request, Refusal.QUEUE_TIMEOUT, error, now_ns)
             else:
                 answer = functools.partial(self._outbox.fail_all, [(request, error)], now_ns)
@@ -438,7 +437,6 @@ class Dispatcher:
         if executable is None:
             executable = model.find(batch)
         if executable is None:
-            # The requests wait outside the queue until their program is compiled.
             self._compiler.park(version, batch, model.wanted_by(batch))
             return 0
         execution = Execution(batch, now_ns, executable)

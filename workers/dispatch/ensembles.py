@@ -368,7 +368,7 @@ class EnsembleRuns:
     @staticmethod
     def _send_unsent(run: _Run) -> None:
         """Sends the response of a streaming ensemble that was held back."""
-        # Until it was known that another one follows.
+        # It was held back until it was known that another one follows.
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
             run.sender.send(outputs, wait=False)

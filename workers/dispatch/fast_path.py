@@ -433,7 +433,6 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
         return (plan, {content: name for name, _, content, *_ in made.layout.outputs}) if plan.inside else None
     large = preparation.large
     if large is None or places is None or not places.written:
-        # An output was not written straight to its place.
         return None
     parts: list[PlannedOutput] = []
     for content, (name, size) in enumerate(places.sizes.items()):

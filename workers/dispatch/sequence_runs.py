@@ -102,7 +102,7 @@ class SequenceRuns:
 
     def _ran(self) -> None:
         """Marks the chosen requests as run, successfully or not."""
-        # Before any of their answers is sent.
+        # This comes before any of their answers is sent.
         self._sequences.table.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []
         if self._register.changed:

@@ -162,7 +162,7 @@ class StepRows:
     def _look(self) -> list[ResponseSender]:
         """Has requests whose clients may be behind answered separately. Returns their senders."""
         steps = len(self._left_ns)
-        # All, once ``_MOST`` times are noted: never more are.
+        # Once ``_MOST`` times are noted these are all: never more are noted.
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
         for sender in full:
             sender.catch_up()
@@ -309,13 +309,13 @@ class Stepping:
             run = self._model.insert(requests, [self._batcher.slot(request) for request in requests], chosen)
             if chosen is not sets.main:
                 self._version.steps_hold = True
-                # Each alone, so that only the one that fails gets the error.
                 for request in requests:
                     request.chosen = chosen
         except StateLost as lost:
             self._lose(lost.__cause__ or lost)
         except BaseException as error:
             if len(requests) > 1:
+                # Each alone, so that only those that fail get an error.
                 for request in requests:
                     self._insert([request], now_ns)
                 return

@@ -105,7 +105,7 @@ class ModelImports:
         root = ModuleType(package)
         root.__path__ = list(self.folders)
         root.__package__ = package
-        # By which ``of`` finds this object.
+        # ``of`` finds this object by it.
         root.__loader__ = self  # type: ignore[assignment]
         root.__spec__ = ModuleSpec(package, self, is_package=True)  # type: ignore[arg-type]
         root.__spec__.submodule_search_locations = list(self.folders)

@@ -29,7 +29,6 @@ class _Resident(NamedTuple):
     """A set on the device, in a heap that orders sets by their last use."""
 
     #: When the set was last used, as far as the heap knows: by then or later.
-    # There is one for each time that a set came to the device.
     used: int
     #: Tells the entries of one set apart, and orders those with the same ``used``.
     number: int

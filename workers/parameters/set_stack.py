@@ -179,7 +179,6 @@ class SetStack:
 
     def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
         """Returns the index of each wanted set in the stack. Adds missing sets."""
-        # At most ``slots`` sets may be wanted.
         known = self._slots
         missing = [each for each in dict.fromkeys(wanted) if each not in known]
         for each in wanted:

@@ -64,7 +64,7 @@ class SingleThreadDevice:
 def _opened() -> jax.Device:
     """Opens a CPU device that computes with one thread."""
     known = os.environ.get(THREADS_VARIABLE)
-    # No other thread may read it meanwhile, and no process inherit it.
+    # Only for a moment: no other thread may read it, and no process inherit it.
     os.environ[THREADS_VARIABLE] = "1"
     try:
         device: jax.Device = CPU_CLIENT.find()().devices()[0]

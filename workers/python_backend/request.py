@@ -219,7 +219,7 @@ class InferenceTrace:
 class PreferredMemory:
     """The kind of memory that a model wants for the outputs of a model that it calls. It has no effect."""
 
-    # Outputs are numpy arrays.
+    # Outputs are numpy arrays in any case.
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
         self.preferred_device_id = preferred_device_id

@@ -153,7 +153,7 @@ class RegionTable:
     def _adopt(self, region: AnyRegion) -> None:
         """Adds a region to the table, in place of an earlier one with this name."""
         if (renewed := self._regions.get(region.name)) is not None:
-            # Requests that use it go on using it.
+            # Requests that use the earlier region go on using it.
             self.leaving.append(renewed)
         self._regions[region.name] = region
         self.changes += 1
@@ -283,7 +283,7 @@ def check_intact(regions: Iterable[AnyRegion]) -> None:
 class RegionPolicy:
     """Decides whose shared memory may be registered as a region, and how it is used."""
 
-    # whose: objects of the daemon's own user, objects shared with its groups, and objects of the configured users and groups.
+    # Whose: objects of the daemon's own user, objects shared with its groups, and objects of the configured users and groups.
     # For whom: a client on a unix socket must itself be allowed to read and write the object, because the daemon lends nobody
     # its rights. How: "snapshot" or "guarded" where a rule says so, else ``regions.access``; always "snapshot" if there is no
     # guard. The names in the options are known to exist on this host.

@@ -304,7 +304,7 @@ def _check(
                 shaped[tensor.name] = _Shaped(_model_shape(signature, spec, tensor.shape))
         key = version.key(cast(Mapping[str, Array], shaped))
     except ServingError:
-        # As in Triton the bytes of the inputs after an invalid one are checked before.
+        # As in Triton, the bytes of the inputs after the invalid one are checked first.
         for tensor, content in zip(reversed(inputs[left:]), reversed(contents[left:]), strict=False):
             _array(record, signature, tensor, content)
         raise

@@ -478,7 +478,7 @@ def _own(result: dict[str, Array]) -> int:
     size = 0
     for name, array in result.items():
         size += array.nbytes
-        # A read-only view of writable memory is one, too.
+        # A read-only array may be a view of memory that the model can write to.
         if isinstance(array, np.ndarray) and (array.flags.writeable or isinstance(array.base, np.ndarray)):
             result[name] = array.copy()
     return size

@@ -182,7 +182,6 @@ def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSp
     for number, span in enumerate(list(spans), 1):
         numbers[span] = number
         parent = 0 if span.parent is None else numbers.get(span.parent, 0)
-        # The requests that were made in the span.
         calls = tuple([place for place, each in enumerate(within) if each is span])
         ended_ns = span.ended_ns or now_ns
         told.append(OwnSpan(span.name, span.began_ns, ended_ns, span.attributes, parent, span.error, calls))

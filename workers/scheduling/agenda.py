@@ -71,7 +71,7 @@ class Agenda(Generic[P]):
     def _clean(self) -> None:
         """Removes outdated entries from the heap."""
         heap, due = self._heap, self._due
-        # Behind the front they stay until they are the majority.
+        # Behind the front outdated entries stay until they are the majority.
         if len(heap) > 4 * len(due) + 64:
             self._heap = heap = [entry for entry in heap if due.get(entry[2]) == entry[0]]
             heapq.heapify(heap)

@@ -148,7 +148,6 @@ class DynamicBatcher(QueuePlanner[W]):
         limit, preferred = self._limit(key), self._rules.preferred
         largest = min(preferred[-1], limit) if preferred else limit
         if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):
-            # They wait for more rows.
             return 0
         rows = best = 0
         for request in self._queue.waiting(key):

@@ -137,7 +137,7 @@ class EnsembleRun(Generic[T]):
         """Returns a tensor's value for a step or an answer; None: it was left out."""
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
-        # Where the step runs for each response (``again``), what depends on no streaming step is kept.
+        # If the step runs for each response (``again``), a value that depends on no streaming step is kept.
         if self._dynamic(tensor) or not again:
             self._left[key] -= 1
             if not self._left[key]:

@@ -47,7 +47,7 @@ class Expiries(Generic[S]):
         for moment in moments:
             self._number += 1
             heapq.heappush(self._moments, (moment, self._number, request))
-        # Outdated entries, once they are the majority.
+        # Removes outdated entries once they are the majority.
         if len(self._moments) > 4 * waiting + 64:
             self._moments = [entry for entry in self._moments if entry[2].line >= 0]
             heapq.heapify(self._moments)
