@@ -22,8 +22,8 @@
 /* Objects that are kept. Those with a length are containers of the lane. */
 enum {
     LANE,
-    EPOCH,     /* list of the object that stands for what the memory and the models are now */
-    KNOWN_EPOCH, /* list of the one that the lane knows */
+    CLOSURES,  /* list of one object, which is replaced when a segment is closed */
+    KNOWN_CLOSURES, /* list: the one that was there when the worker was last told */
     RECEIVED,  /* bytearray: what comes */
     IN_FLIGHT, /* dict: id -> request */
     QUEUED,    /* dict: id -> request */
@@ -77,26 +77,13 @@ static int is_first_to_leave(const exchange_t *self) {
     return !(PyList_Size(object[OUTGOING]) || PyObject_Size(object[BACKLOG]) || PyObject_Size(object[RELEASES]));
 }
 
-int is_current(const exchange_t *self, PyObject *epoch) { return PyList_GetItem(self->object[EPOCH], 0) == epoch; }
-
 int is_answer(const exchange_t *self, PyObject *object) { return (PyObject *)Py_TYPE(object) == self->object[ANSWER]; }
-
-/* Returns whether the worker knows of all segments that were closed: of none, where it was told of none. */
-static int knows_closures(const exchange_t *self) {
-    PyObject *const *object = self->object, *epoch = PyList_GetItem(object[EPOCH], 0);
-    if (is_current(self, PyList_GetItem(object[KNOWN_EPOCH], 0)))
-        return 1;
-    if (PySet_Size(object[ANNOUNCED]) != 0)
-        return 0;
-    Py_INCREF(epoch);
-    return PyList_SetItem(object[KNOWN_EPOCH], 0, epoch) == 0;
-}
 
 /* Returns whether a request may be sent, after what has to be sent before it. */
 static int may_send(const exchange_t *self) {
     PyObject *const *object = self->object;
     return !(self->ended || ((lock_t *)object[SENDING])->held || PyDict_Size(object[QUEUED])) && PyDict_Size(object[IN_FLIGHT]) < self->most &&
-           knows_closures(self);
+           PyList_GetItem(object[CLOSURES], 0) == PyList_GetItem(object[KNOWN_CLOSURES], 0);
 }
 
 /* Has a receive end after the time that is left, or before: as LaneSocket.limit_wait does. Not 0: there is an exception. */
@@ -479,7 +466,7 @@ static const struct {
     int object, of;
     const char *attribute;
 } found_at[] = {{RECEIVED, LANE, "socket"},      {BACKLOG, RECEIVED, "backlog"},  {RECEIVED, RECEIVED, "received"},
-                {EPOCH, LANE, "memory"},         {EPOCH, EPOCH, "epoch"},         {KNOWN_EPOCH, LANE, "known_epoch"}, {IN_FLIGHT, LANE, "in_flight"},
+                {CLOSURES, LANE, "memory"},      {CLOSURES, CLOSURES, "closures"}, {KNOWN_CLOSURES, LANE, "known_closures"}, {IN_FLIGHT, LANE, "in_flight"},
                 {QUEUED, LANE, "queued"},        {OUTGOING, LANE, "_outgoing"},   {RELEASES, LANE, "answers"},     {HELD, RELEASES, "held"},
                 {RELEASES, RELEASES, "releases"}, {HELD, HELD, "sizes"},          {FOLLOWERS, LANE, "followers"},  {NUMBERS, LANE, "_numbers"},
                 {ONCE, LANE, "_once"},           {ANNOUNCED, LANE, "_announced"}, {KNOWN, LANE, "_prepared"},      {IDS, LANE, "ids"},

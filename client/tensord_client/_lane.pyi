@@ -252,11 +252,20 @@ class Repeated:
     timeout: float | None
 
     def keep(
-        self, exchange: Exchange, sender: Any, call: Any, placed: Placed, own: bytes, epoch: object, lock: Lock, /
+        self,
+        exchange: Exchange,
+        sender: Any,
+        call: Any,
+        placed: Placed,
+        own: bytes,
+        opened: list[object],
+        now: object,
+        lock: Lock,
+        /,
     ) -> None:
-        """Stores what calls are made with, until one needs Python. The caller holds ``lock``, which each call takes.
+        """Stores what calls are made with, as long as ``opened`` has the item ``now`` and no call needs Python.
 
-        ``epoch``: the object in the memory's ``epoch`` when the others were found. The others are those of ``Exchange.ask``.
+        The caller holds ``lock``, which each call takes. ``exchange`` is asked with ``sender``, ``call``, ``placed`` and ``own``.
         """
 
     def __call__(self, timeout: float | None = None) -> Answer: ...

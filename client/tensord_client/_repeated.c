@@ -10,7 +10,7 @@
 
 typedef struct {
     PyObject_HEAD
-    /* Seconds that a call waits, or None; and (Exchange, sender, call, Placed, own fields, epoch, Lock), else Python makes the next call. */
+    /* Seconds that a call waits, or None; and (Exchange, sender, call, Placed, own fields, list, its item then, Lock), else Python makes the next call. */
     PyObject *timeout, *found;
 } repeated_t;
 
@@ -28,8 +28,8 @@ static uint64_t deadline_of(PyObject *timeout, uint64_t now) {
 static PyObject *call_at_once(repeated_t *self, PyObject *found, PyObject *timeout) {
     uint64_t now = now_ns(), deadline = deadline_of(timeout == Py_None ? self->timeout : timeout, now);
     exchange_t *exchange = (exchange_t *)PyTuple_GetItem(found, 0);
-    lock_t *lock = (lock_t *)PyTuple_GetItem(found, 6);
-    if (deadline == 1 || !is_current(exchange, PyTuple_GetItem(found, 5)) || !take_lock(lock))
+    lock_t *lock = (lock_t *)PyTuple_GetItem(found, 7);
+    if (deadline == 1 || PyList_GetItem(PyTuple_GetItem(found, 5), 0) != PyTuple_GetItem(found, 6) || !take_lock(lock))
         Py_RETURN_NONE;
     PyObject *answer = ask_for(exchange, PyTuple_GetItem(found, 1), PyTuple_GetItem(found, 2), PyTuple_GetItem(found, 3), PyTuple_GetItem(found, 4), now, deadline);
     if (answer == NULL || !is_answer(exchange, answer)) {
@@ -64,7 +64,7 @@ static PyObject *call_it(repeated_t *self, PyObject *arguments, PyObject *named)
 /* Stores what the next calls are made with. */
 static PyObject *keep(repeated_t *self, PyObject *found) {
     PyObject *any;
-    if (!PyArg_ParseTuple(found, "O!OOO!SOO!", exchange_type, &any, &any, &any, placed_type, &any, &any, &any, lock_type, &any))
+    if (!PyArg_ParseTuple(found, "O!OOO!SO!OO!", exchange_type, &any, &any, &any, placed_type, &any, &any, &PyList_Type, &any, &any, lock_type, &any))
         return NULL;
     Py_INCREF(found);
     Py_XDECREF(self->found);

@@ -114,6 +114,8 @@ class LaneConnection(Sender):
         #: Held by the thread that asks the daemon, and by the one that connects over HTTP.
         self._asking, self._http_lock = threading.Lock(), threading.Lock()
         self.memory: Memory = Memory()
+        #: One object, replaced when a model is opened: whoever keeps it notices that by one comparison.
+        self.opened: list[object] = [object()]
         self.placement: Placement = Placement(self.memory)
         self._ids = itertools.count(_FIRST_ID)
         #: The encoded fields of a request that has none of its own; without a part in C there are no lanes.
@@ -172,7 +174,7 @@ class LaneConnection(Sender):
                     raise
         self._apart.add((model, version))
         self.models.pop((model, version), None)
-        self.memory.epoch[0] = object()
+        self.opened[0] = object()
         return self.http().open(model, version)
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
@@ -259,7 +261,7 @@ class LaneConnection(Sender):
         if opened.choose() is None:
             raise Unavailable(f"model '{model}' has no worker now")
         self.models[model, version] = opened
-        self.memory.epoch[0] = object()
+        self.opened[0] = object()
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
@@ -640,13 +642,14 @@ if wire is not None:
 
         def _found(self, call: Call) -> Answer | Pending[Answer]:
             """Sends the request as any other, and keeps what was found out for it, if that stays. The caller holds the lock."""
-            connection, epoch = self._connection, self._connection.memory.epoch[0]
+            connection, opened = self._connection, self._connection.opened
+            now = opened[0]
             came = connection.exchange(call)
             layout = call.layout
             if type(came) is Answer and layout is not None and layout.lane is not None and not call.traceparent:
                 exchange = layout.lane.exchange
                 if exchange is not None:
-                    self.keep(exchange, connection, call, layout.placed, layout.own, epoch, self._lock)
+                    self.keep(exchange, connection, call, layout.placed, layout.own, opened, now, self._lock)
             return came
 
         ask_slowly = Prepared.__call__

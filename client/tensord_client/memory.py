@@ -148,8 +148,8 @@ class Memory:
         self._next = 0
         #: Blocks that were collected: (segment, offset, byte size).
         self.returned: deque[tuple[ClientSegment, int, int]] = deque()
-        #: One object, replaced when a segment is closed or a model is opened: whoever keeps it notices that by one comparison.
-        self.epoch: list[object] = [object()]
+        #: One object, replaced when a segment is closed: whoever keeps it notices that by one comparison.
+        self.closures: list[object] = [object()]
         #: The most segments, and the most bytes of all together; None: the daemon has not told yet.
         self.max_count: int | None = None
         self.max_byte_size: int | None = None
@@ -269,7 +269,7 @@ class Memory:
     def _close(self, segment: ClientSegment) -> None:
         del self.segments[segment.number]
         segment.close()
-        self.epoch[0] = object()
+        self.closures[0] = object()
 
     def close(self) -> None:
         """Closes all segments. Later calls of ``empty`` raise Unavailable; arrays that exist stay valid. Idempotent."""

@@ -96,8 +96,8 @@ class ClientLane:
         self._numbers: dict[bytes, bytes] = {}
         self._once: set[bytes] = set()
         self._announced: set[int] = set()
-        #: The object of the memory's ``epoch`` that the worker was told of.
-        self.known_epoch: list[object] = [None]
+        #: The object in ``memory.closures`` when the worker was last told which segments were closed.
+        self.known_closures: list[object] = [memory.closures[0]]
         #: Requests, with their ids, that are sent together when the event loop's iteration ends.
         self._outgoing: list[tuple[bytes, int]] = []
         #: Requests, by their ids, that are more than the worker takes at a time; they count as in flight.
@@ -156,7 +156,7 @@ class ClientLane:
         with self.lock:
             if self.socket.closing:
                 raise LaneEnded
-            if placed.segments or self.memory.epoch[0] is not self.known_epoch[0]:
+            if placed.segments or self.memory.closures[0] is not self.known_closures[0]:
                 self.announce(placed.segments)
             in_turn = not self.queued and len(self.in_flight) < self._most
             if in_turn:  # What is queued may outlive its number.
@@ -187,8 +187,8 @@ class ClientLane:
 
         The caller holds ``lock``. ``segments``: the numbers of the segments that the worker needs for the next request.
         """
-        if self.memory.epoch[0] is not self.known_epoch[0]:
-            self.known_epoch[0] = self.memory.epoch[0]
+        if self.memory.closures[0] is not self.known_closures[0]:
+            self.known_closures[0] = self.memory.closures[0]
             for gone in [number for number in self._announced if self.memory.segments.get(number) is None]:
                 self._announced.discard(gone)
                 self._flush_outgoing()

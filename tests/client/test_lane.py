@@ -330,7 +330,8 @@ def test_a_prepared_call_asks_python_again_once_something_has_changed(
     assert [ask(number) for number in range(5)] == [0] * 5
     connection.find_lanes(addsub(1), time.monotonic() + _PATIENCE, anew=True)
     leave_one(connection)
-    assert [ask(number) for number in range(5)] == [1, 1, 0, 0, 0]
+    # The worker has been told of all that was closed, so that the first call after is Python's only until it is sent.
+    assert [ask(number) for number in range(5)] == [1, 0, 0, 0, 0]
     large = [connection.empty(48 << 20, np.uint8) for _ in range(3)]
     large.clear()
     connection.memory.collect()

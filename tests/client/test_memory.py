@@ -96,13 +96,13 @@ def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
 
 def test_what_nobody_uses_goes_back_to_the_host(memory: Memory) -> None:
     """A few free segments are kept; the others are closed, which lanes notice, so that they tell the workers."""
-    before = memory.epoch[0]
+    before = memory.closures[0]
     arrays = [memory.empty(48 << 20, "u1") for _ in range(4)]
     assert memory.byte_size >= 192 << 20
     del arrays
     memory.collect()
     assert memory.byte_size <= 64 << 20
-    assert memory.epoch[0] is not before
+    assert memory.closures[0] is not before
 
 
 def test_arrays_of_many_threads_never_overlap(memory: Memory) -> None:
