@@ -50,13 +50,13 @@ _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class CacheDirectory:
-    """The files of a cache directory, by name; atomic operations keep it consistent for several threads and processes."""
+    """The files of a cache directory, by name. Several threads and processes may use it at the same time."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the directory, or makes it if it is missing; afterwards only this user may enter it (mode 0700).
+        """Opens the directory, or makes it if it is missing. Afterwards only this user may enter it (mode 0700).
 
-        If other users could write to it, removes the cache's files. Raises OSError: the directory cannot be made,
-        belongs to another user, or could be replaced by another user.
+        If other users could write to it, removes the cache's files. Raises OSError: the directory cannot be made, belongs to
+        another user, or could be replaced by another user.
         """
         self.path = Path(os.path.realpath(path))
         self._seldom = Seldom()
@@ -79,7 +79,7 @@ class CacheDirectory:
     def read(self, name: str) -> bytes | None:
         """Returns the content of the file ``name``; None: it does not exist, or cannot be read.
 
-        A file that another user could have written, or whose HMAC is wrong, is removed, and None is returned.
+        A file that another user could have written, or whose HMAC is wrong, is removed.
         """
         try:
             with self._alone() as directory_fd:
@@ -96,7 +96,7 @@ class CacheDirectory:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes ``content`` to a file, atomically. Raises OSError: it fails, or other users can change the directory."""
+        """Writes a file atomically. Raises OSError: writing fails, or other users can change the directory."""
         with self._alone() as directory_fd:
             head = _MAGIC + _seal(self._secret(directory_fd), name, content)
             with _written(directory_fd, head, content) as new:
@@ -104,10 +104,10 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def sole(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Holds the lock of ``name`` during the ``with`` block, so that only one thread of all processes makes that file.
+        """Holds the lock of ``name`` during the block, so that only one thread of all processes makes that file.
 
-        The lock ends with its process. If locking is impossible the block runs without a lock. ``check``: called
-        again and again while waiting for the lock; an error that it raises ends the wait.
+        The lock ends with its process. If locking is impossible, the block runs without a lock. ``check``: called again and
+        again during the wait for the lock; an error that it raises ends the wait.
         """
         try:
             lock = self._locked(f"{name}{_LOCK}", check)
@@ -124,11 +124,7 @@ class CacheDirectory:
             os.close(lock)
 
     def _locked(self, name: str, check: Callable[[], None]) -> int:
-        """Waits until the lock file ``name`` is locked for the caller. Returns its file descriptor, which the caller closes.
-
-        ``check``: called again and again during the wait; what it raises ends the wait. Raises OSError: the file cannot be opened
-        or locked.
-        """
+        """Waits for the lock file ``name``. Returns its file descriptor, locked."""
         while True:
             with self._alone() as directory_fd:
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=directory_fd)
@@ -146,14 +142,15 @@ class CacheDirectory:
             os.close(lock)
 
     def say_unusable(self, error: OSError) -> None:
-        """Logs ``error``, which makes the cache unusable, at most once a minute: a full disk causes it for every program."""
+        """Logs an error that makes the cache unusable, at most once a minute."""
+        # A full disk causes it for every program.
         if self._seldom.is_due():
             # An error without a number was raised here, and already names the directory.
             reason = f"directory {self.path}: {error.strerror}" if error.errno else error.strerror or error
             _log.warning("executables are not cached: %s", reason)
 
     def remove(self, name: str, reason: Exception) -> None:
-        """Removes the file ``name`` of the cache, which cannot be used, and logs the reason."""
+        """Removes the file ``name``, which cannot be used, and logs the reason."""
         with contextlib.suppress(OSError), self._alone() as directory_fd:
             self._remove(directory_fd, name, reason)
 
@@ -166,7 +163,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """Yields the opened directory's file descriptor. Raises OSError: it cannot be opened, or other users can change it."""
+        """Yields the directory's file descriptor, unless other users can change it."""
         with self._opened() as (directory_fd, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")
@@ -174,12 +171,9 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, int]]:
-        """Opens the directory, and makes it if it is missing; yields its file descriptor and its mode.
-
-        Links in the path were resolved once, when this object was made. If a link is changed later, the directory to
-        which it leads then is checked in the same way. Raises OSError: the directory belongs to another user, or another user
-        could replace a directory above it.
-        """
+        """Opens or makes the directory. Yields its file descriptor and mode."""
+        # Links in the path were resolved when this object was made. The directory to which a changed link leads is checked as
+        # well.
         *above, last = self.path.parts[1:]
         with contextlib.ExitStack() as stack:
             directory_fd = os.open("/", _PLACE)
@@ -195,7 +189,7 @@ class CacheDirectory:
             yield directory_fd, stat.S_IMODE(found.st_mode)
 
     def _secret(self, directory_fd: int) -> bytes:
-        """Returns the directory's HMAC key, and makes it if it is missing. If two processes make one, both use the first."""
+        """Returns the directory's HMAC key. Makes the key if it is missing."""
         try:
             return _read_secret(directory_fd)
         except FileNotFoundError:
@@ -204,12 +198,13 @@ class CacheDirectory:
             # Files that were sealed with it are removed when they are read.
             self._remove(directory_fd, _SECRET, error)
         with _written(directory_fd, secrets.token_bytes(_SECRET_BYTES)) as new, contextlib.suppress(FileExistsError):
+            # If two processes make one, both use the first.
             os.link(new, _SECRET, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
         return _read_secret(directory_fd)
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens or makes (0700) directory ``name`` in directory ``above``. Returns its descriptor, which ``stack`` closes."""
+    """Opens or makes (0700) a directory. ``stack`` closes its descriptor."""
     try:
         directory_fd = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:
@@ -221,7 +216,7 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(directory_fd: int, path: Path) -> None:
-    """Raises PermissionError if another user could rename or replace entries of ``path``, a directory above the cache."""
+    """Raises PermissionError if another user could replace entries of a directory above."""
     found = os.fstat(directory_fd)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):
@@ -234,10 +229,7 @@ def _check_above(directory_fd: int, path: Path) -> None:
 
 
 def _content(directory_fd: int, name: str, secret: bytes) -> bytes:
-    """Returns the content of the file ``name`` without the HMAC in front of it. ``secret``: the HMAC's key.
-
-    Raises OSError if the file cannot be read, and ValueError if another user may have written it or its HMAC is wrong.
-    """
+    """Returns the content of a file without the HMAC in front of it."""
     whole = _bytes(directory_fd, name)
     content = whole[_HEAD:]
     if whole[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(
@@ -261,10 +253,7 @@ def _read_secret(directory_fd: int) -> bytes:
 
 
 def _bytes(directory_fd: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Returns all bytes of the file ``name`` in the directory. ``others``: permission bits that the file must not have.
-
-    Raises OSError: the file cannot be read; ValueError: it is no regular file, belongs to another user, or has such a permission.
-    """
+    """Returns all bytes of a file. ``others``: permissions that it must not have."""
     try:
         # O_NONBLOCK, because opening a pipe would wait.
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
@@ -288,10 +277,7 @@ def _bytes(directory_fd: int, name: str, others: int = _WRITABLE) -> bytes:
 
 @contextlib.contextmanager
 def _written(directory_fd: int, *parts: bytes) -> Iterator[str]:
-    """Writes a new file with a random name into the directory, and yields the name.
-
-    Removes the file after the block unless it was renamed.
-    """
+    """Writes a new file with a random name, which it yields."""
     name = _NEW + secrets.token_hex(16)
     try:
         with open(
@@ -301,12 +287,13 @@ def _written(directory_fd: int, *parts: bytes) -> Iterator[str]:
                 file.write(part)
         yield name
     finally:
+        # The caller may have renamed it.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory_fd)
 
 
 def _locks(fd: int) -> bool:
-    """Tries to lock the file ``fd`` without waiting. Returns whether it is locked. Raises OSError: files have no locks here."""
+    """Tries to lock a file without waiting. Returns whether it is locked."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -315,7 +302,7 @@ def _locks(fd: int) -> bool:
 
 
 def _remove_all(directory_fd: int) -> None:
-    """Removes the cache's files from a directory, but not files with other names."""
+    """Removes the cache's files from a directory."""
     for name in os.listdir(directory_fd):
         if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
             with contextlib.suppress(OSError):
@@ -323,7 +310,7 @@ def _remove_all(directory_fd: int) -> None:
 
 
 def _remove_old(directory_fd: int) -> None:
-    """Removes temporary files and locks of killed processes that are over an hour old from the directory."""
+    """Removes old temporary files and locks of killed processes."""
     for name in os.listdir(directory_fd):
         if name.startswith(_NEW) or name.endswith(_LOCK):
             with contextlib.suppress(OSError):

@@ -33,16 +33,17 @@ Step = Callable[..., Any]
 
 
 class StateLost(Exception):
-    """A failed run has lost the state of all sequences of a model's instance; ``__cause__`` is the error of the run."""
+    """Raised if a failed run has lost the state of all sequences of an instance. ``__cause__`` is the error of the run."""
 
 
 class Carry:
-    """The state of one instance's sequences on the device. Used by the instance's thread only."""
+    """The state of one instance's sequences on the device. Only the instance's thread may use it."""
 
     def __init__(self, signature: Signature, initial: Mapping[str, Array], device: jax.Device | None = None) -> None:
-        """Begins without arrays; the first run makes them. ``device``: where they are; None: on JAX's default device.
+        """Begins without arrays, which the first run makes.
 
-        ``initial``: state name -> the array with which a sequence begins; other states begin as zeros.
+        ``initial``: state name -> the array with which a sequence begins; other states begin as zeros. ``device``: where the
+        arrays are; None: JAX's default device.
         """
         self._signature = signature
         self._initial = initial
@@ -51,14 +52,11 @@ class Carry:
         self._arrays: dict[str, jax.Array] | None = None
 
     def run(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """Launches a batch on the device. Returns its outputs, which may not be computed yet.
+        """Launches a batch on the device. Returns the outputs, which may not be computed yet.
 
-        The caller must call ``failed`` if waiting for the outputs fails.
-
-        Args:
-          step: the program with its parameters: (inputs, ``argument``, carry) -> (outputs, carry).
-          argument: each row's index in the carry, and whether its sequence begins, from ``rows_argument``.
-        Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
+        The caller must call ``failed`` if waiting for the outputs fails. ``step``: the program with its parameters.
+        ``argument``: each row's index in the carry, and whether its sequence begins, from ``rows_argument``. Raises StateLost:
+        the run failed and the state of all sequences is lost. After any other error all state is as before.
         """
         with precision(self._signature.wide):
             carry = self._open()
@@ -83,7 +81,8 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes the array for state ``spec``. Its last row has the initial value; the others are written before they are read."""
+        """Makes the array of a state. The last row has the initial value."""
+        # Other rows are written before they are read.
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.get(spec.name, 0)
         made: jax.Array = jax.device_put(array, self._device)
@@ -94,7 +93,7 @@ class Carry:
 
 
 def check_state_size(signature: Signature, instances: int, limit: int) -> None:
-    """Raises InvalidArgument if the state in ``signature`` takes more than ``limit`` bytes for all instances together."""
+    """Raises InvalidArgument if the state of all instances takes more than ``limit`` bytes."""
     needed = instances * carry_byte_size(signature)
     if signature.states and needed > limit:
         raise InvalidArgument(
@@ -104,15 +103,15 @@ def check_state_size(signature: Signature, instances: int, limit: int) -> None:
 
 
 def carry_byte_size(signature: Signature) -> int:
-    """Returns how many bytes of device memory the state in ``signature`` takes for all sequences of one instance."""
+    """Returns how many bytes of device memory the state of all sequences of one instance takes."""
     return (signature.slots + 1) * sum(spec.dtype.itemsize * math.prod(spec.dims) for spec in signature.states)
 
 
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
-    """Returns the argument INT32[2, rows] that tells a program each row's index in the carry, and 1 if its sequence begins.
+    """Returns the argument INT32[2, rows] of a program: each row's index in the carry, and 1 if its sequence begins.
 
-    ``used``: (index in the carry, whether the sequence begins) of the first rows. The other rows belong to no request: they
-    get indices outside of the carry, begin with the initial state, and their new state is dropped.
+    ``used``: index in the carry, and whether the sequence begins, of the first rows. Other rows belong to no request. They get
+    indices outside of the carry, so that their new state is dropped.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(
@@ -126,10 +125,10 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Wraps ``apply``, which takes and returns one state for each row; the wrapper takes and returns the carry instead.
+    """Wraps ``apply``, which takes and returns one state for each row, so that it takes and returns the carry.
 
-    The carry is all sequences' state. JAX traces the wrapper: (parameters, inputs, rows, carry) -> (outputs, carry).
-    ``rows`` holds each row's index in the carry and whether its sequence starts, as ``rows_argument`` makes it.
+    The carry is the state of all sequences. JAX traces the wrapper: (parameters, inputs, rows, carry) -> (outputs, carry).
+    ``rows`` is made by ``rows_argument``.
     """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -150,7 +149,10 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 
 
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the outputs and the new state that a function ``returned``, by name. Raises Internal: they are not as declared."""
+    """Returns the outputs and the new state in what a function ``returned``, by name.
+
+    Raises Internal: they are not as declared.
+    """
     what = f"model '{signature.model}'"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Internal(f"{what}: apply returned {type(returned).__name__}, a pair (outputs, state) is expected")

@@ -45,7 +45,7 @@ Argument = tuple[str, np.dtype[Any], tuple[int, ...]]
 
 
 class RunOutputs(NamedTuple):
-    """The outputs of one run, as arrays by name, and also as contents in host memory unless they stay on a GPU."""
+    """The outputs of one run, as arrays and as contents in host memory."""
 
     arrays: dict[str, Array]
     #: The same outputs in host memory, in the order of the signature or packed; None: they stay on a GPU.
@@ -68,36 +68,39 @@ class Inputs(Protocol):
 
     @property
     def fit(self) -> bool:
-        """True if the memory has room for the arguments; if not, the arguments cannot be gathered here."""
+        """True if the memory has room for the arguments."""
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The arrays in which the arguments are gathered, by argument name."""
+        """The arrays that gather the arguments, by argument name."""
 
     def send(self) -> dict[str, Any]:
-        """Returns the arguments by name; for a GPU, sends them there first. Raises Unavailable (no memory) or DeviceLost."""
+        """Returns the arguments by name. For a GPU, sends them there first.
+
+        Raises Unavailable: there is no memory. Raises DeviceLost: the GPU failed.
+        """
 
 
 class ExecutionDevice(ABC):
-    """A device that programs run on: everything in which a processor and a GPU differ. Each object is used by one thread only."""
+    """A device that programs run on: everything in which a processor and a GPU differ. Each object serves one thread."""
 
     #: True if arguments have to be sent to the device, and outputs to be fetched.
     remote: bool
 
     @abstractmethod
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
-        """Makes an executable for the ``wanted`` shapes from a compiled program, to be run by this object's thread."""
+        """Makes an executable of a compiled program for this object's thread. ``wanted``: the program's shapes."""
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Returns host memory for gathering these arguments of a program. If there is no room, ``fit`` of the result is False."""
+        """Returns host memory for these arguments of a program. Its ``fit`` is False if there is no room."""
 
     @abstractmethod
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
-        """Waits for ``arrays``, outputs of a program, and returns their contents on the host. Raises what the run raised."""
+        """Waits for outputs of a program, and returns their contents on the host. Errors of the run are raised unchanged."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns the object that runs small programs with ``sets`` on one thread; None: this device has no such thread."""
+        """Returns the object that runs small programs on one thread; None: this device has no such thread."""
         return None
 
     @abstractmethod
@@ -105,16 +108,16 @@ class ExecutionDevice(ABC):
         """Returns an object for the same device, for use by another thread."""
 
     def check(self) -> None:
-        """Checks the device. Raises DeviceLost: an error has made it unusable for this process, which happens to GPUs alone."""
+        """Raises DeviceLost if an error has made the device unusable for this process. Only GPUs raise it."""
         return
 
     def close(self) -> None:
-        """Frees the memory, if any, that this object has allocated on the device. The method may be called more than once."""
+        """Frees the memory that this object has allocated on the device. Idempotent."""
         return
 
 
 class Executable(ABC):
-    """A compiled program with the buffers in which its batches are gathered; used by one execution thread."""
+    """A compiled program with the memory in which its batches are gathered. Only one thread may use it."""
 
     #: True if a thread beside the loop may copy its outputs to their places.
     delivers = False
@@ -124,7 +127,7 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """Makes an executable of ``program`` for the thread that has ``device``. ``inputs``: the memory for gathering inputs."""
+        """Makes an executable of ``program``. ``inputs``: the memory for gathering inputs."""
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows
@@ -153,49 +156,49 @@ class Executable(ABC):
         )
 
     def twin(self, device: ExecutionDevice) -> Executable:
-        """Returns an executable of the same program, with separate buffers, for the thread that uses ``device``."""
+        """Returns an executable of the same program with memory of its own, for the thread that uses ``device``."""
         return device.executable(self.wanted, self._signature, self._compiled)
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of a run as a fraction of what one iteration of the worker's loop may do; infinite if above 1 or unknown."""
+        """The work of a run as a fraction of what one iteration of the worker's loop may do; infinite: above 1 or unknown."""
         return share_of(self.program)
 
     @functools.cached_property
     def memory_needed(self) -> int | None:
-        """The number of bytes of a run's outputs and temporary memory, without parameters and inputs; None: not known."""
+        """The bytes of a run's outputs and temporary memory, without parameters and inputs; None: unknown."""
         return memory_needed(self.program)
 
     # -------------------------------------------------------------------------------- gathered by whoever likes, in the host
 
     @property
     def gathers(self) -> bool:
-        """True if the program's inputs may be gathered in host memory: always on a processor, on a GPU if they are small."""
+        """True if the inputs may be gathered in host memory: always on a processor, and on a GPU if they are small."""
         return self._inputs.fit
 
     @functools.cached_property
     def gathered(self) -> dict[str, Array]:
-        """The arrays in which the host gathers the inputs, by input name."""
+        """The arrays in which the inputs are gathered, by input name."""
         return self._inputs.arrays
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """For each input's gather buffer: the input's name, the address of its first row, and the bytes from row to row."""
+        """The name of each input, the address of its first row in the gathered inputs, and the bytes from row to row."""
         return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the inputs that were gathered in ``memory`` as arguments of the program; on a GPU they are sent there first.
+        """Returns the gathered inputs as arguments of the program. On a GPU they are sent there first.
 
-        Raises Unavailable: the GPU has no memory left; DeviceLost: the GPU has failed.
+        Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
         """
         with self._precision():
             return self._inputs.send()
 
     def parameters(self, chosen: Chosen = None) -> Any:
-        """Returns the parameters for a run, as ``call`` takes them, after bringing them to the device if they are not there.
+        """Returns the parameters for a run, as ``call`` takes them. Brings them to the device if they are not there.
 
-        ``chosen``: the set, or the set of each request; None: ``main``. Raises Unavailable: there is no room for them on the
-        device; or whatever the device raises.
+        ``chosen``: the set, or the set of each request; None: ``main``. Raises Unavailable: the device has no room for them.
+        Errors of the device are raised unchanged.
         """
         sets = self.sets
         if sets.stack is not None:
@@ -206,10 +209,10 @@ class Executable(ABC):
         return chosen.on(self._at)
 
     def run(self, chosen: Chosen = None) -> list[Content]:
-        """Runs the program on the inputs in ``memory``, which may then be filled anew. Returns the outputs in host memory.
+        """Runs the program on the gathered inputs, which may be overwritten afterwards. Returns the outputs in host memory.
 
         ``chosen``: the parameter set, or the set of each request; None: ``main``. Raises Unavailable: the device has no room for
-        the parameters; or whatever the program raises.
+        the parameters. Errors of the program are raised unchanged.
         """
         parameters = self.parameters(chosen)
         with self._precision():
@@ -217,9 +220,9 @@ class Executable(ABC):
         return self.read(made)
 
     def read(self, arrays: Mapping[str, Any]) -> list[Content]:
-        """Waits for a run and returns the contents of its outputs in host memory. Raises what the run raised.
+        """Waits for a run and returns its outputs in host memory. Errors of the run are raised unchanged.
 
-        ``arrays``: output name -> array, which ``call`` has returned without waiting for the values.
+        ``arrays``: the result of ``call``: output name -> array.
         """
         return self.device.contents_of([arrays[name] for name in self._signature.outputs])
 
@@ -227,22 +230,22 @@ class Executable(ABC):
 
     @abstractmethod
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
-        """Copies the inputs of a batch side by side. Returns them as arguments for ``compute``, and how many bytes were copied.
+        """Copies the inputs of a batch side by side. Returns the arguments for ``compute``, and the number of bytes copied.
 
-        A single request's inputs may be used where they lie. On a GPU, raises Unavailable if no memory is left for the inputs,
-        and DeviceLost if the GPU has failed.
+        A single request's inputs may be used where they lie. Raises Unavailable: the GPU has no memory left. Raises DeviceLost:
+        the GPU failed.
         """
 
     def compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Runs the program and waits for its outputs. Raises what the run raises.
+        """Runs the program and waits for its outputs. Errors of the run are raised unchanged.
 
         Args:
           parameters: the result of the method ``parameters``.
           arguments: the result of ``gather``.
-          places: for a single request: the memory, in its answer or in the client's regions, that its outputs are to be written
-            to; None: no memory is reserved yet.
+          requests: the requests of the batch.
+          places: for a single request, the memory that its outputs are to be written to; None: no memory is reserved.
         """
         if self._signature.wide:
             with self._precision():
@@ -253,17 +256,17 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Runs the program and waits for its outputs, after ``compute`` has set JAX's 64-bit mode as the model needs it."""
+        """Runs the program in JAX's 64-bit mode of the model."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits for a run and returns its outputs: in host memory, or on a GPU if they are large or a request needs them there.
+        """Waits for a run and returns its outputs. Large outputs, or those that a request needs there, stay on a GPU.
 
-        ``arrays``: output name -> array, which ``call`` has returned without waiting for the values. Raises what the run raised.
+        ``arrays``: the result of ``call``: output name -> array. Errors of the run are raised unchanged.
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns a run's outputs as bytes, out of which each answer is cut later; None: they are too large, or stay on a GPU."""
+        """Returns a run's outputs as bytes, of which each answer gets a part; None: they are too large, or stay on a GPU."""
         if outputs.contents is None:
             return None
         if self._layout is None:
@@ -272,18 +275,17 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> number of bytes, if the caller should reserve memory in the answer for the run to write to.
+        """Returns the bytes of each output by name, if the caller should reserve memory in the answer for the run; else None.
 
-        None: the caller should reserve the memory after the run. ``whole``: whether there is a single request, whose answer has
-        the program's outputs with no rows cut off.
+        ``whole``: whether a single request gets all rows of the program's outputs.
         """
 
     def offer(self, places: Places) -> None:
-        """Records in ``places``, the memory of an answer, which outputs the next run may write there. By default: none."""
+        """Chooses which outputs the next run may write to the memory in ``places``. By default it chooses none."""
         return
 
     def settle(self, places: Places) -> None:
-        """Makes sure that no later run writes to the memory that ``offer`` has noted in ``places``.
+        """Makes sure that no later run writes to the memory that ``offer`` has chosen.
 
         The caller must have sent the answer or given it up, and must not use the outputs any more.
         """
@@ -300,14 +302,14 @@ class Executable(ABC):
     ) -> SingleRun | None:
         """Returns an object that runs repeats of a prepared request one at a time, without batches; None: that is not possible.
 
-        ``inputs``: each input and its number of bytes. ``names``: number of an output's content in ``plan`` -> output name.
-        ``regions``: name -> region, for the regions that the request names.
+        ``inputs``: each input and its number of bytes. ``names``: an output's number in ``plan`` -> its name. ``regions``: the
+        regions that the request names.
         """
         return None
 
     @property
     def output_sizes(self) -> dict[str, int]:
-        """The number of bytes of each output of the compiled program, by output name, including rows that no request fills."""
+        """The bytes of each output of the program, by output name. Rows that no request fills count."""
         info: Any = self.program.out_info
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}
@@ -318,14 +320,14 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns specification and shape of each input of the program ``wanted``, without the optional inputs that it lacks."""
+    """Returns specification and shape of each input of a program. Optional inputs that it lacks are left out."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]
 
 
 def arguments_of(signature: Signature, wanted: Wanted) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Returns name, dtype and shape, with the batch, of each argument of the program ``wanted`` except its parameters."""
+    """Returns name, dtype and shape, with the batch, of each argument of a program except its parameters."""
     lead = (wanted.rows,) if signature.batches else ()
     return [
         (spec.name, spec.dtype, shape if spec.whole else (*lead, *shape)) for spec, shape in specs_of(signature, wanted)

@@ -48,7 +48,7 @@ _LOADS_FOR_DEVICES = "execution_devices" in inspect.signature(serialize_executab
 
 
 class CompileCounts:
-    """Counts programs that were compiled and programs that were found in the cache; any thread may use it."""
+    """Counts programs that were compiled and programs that were found in the cache. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class CompileCounts:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Counts one compilation, and the time spent in the ``with`` block. A compilation that fails is counted, too."""
+        """Counts one compilation, and the time spent in the block. Failed compilations count."""
         began_ns = time.monotonic_ns()
         try:
             yield
@@ -66,12 +66,10 @@ class CompileCounts:
                 self._ns += time.monotonic_ns() - began_ns
 
     def found(self) -> None:
-        """Counts a program that was found in the cache."""
         with self._lock:
             self._cache_hits += 1
 
     def figures(self) -> Compiles:
-        """Returns the counts so far."""
         with self._lock:
             return Compiles(self._count, self._ns, self._cache_hits)
 
@@ -80,9 +78,9 @@ class CompileCounts:
 
 
 def cache_directory(configured: str) -> CacheDirectory | None:
-    """Opens the directory for executables, which only this user may access. Logs a warning and returns None if that fails.
+    """Opens the directory for executables, which only this user may access. Returns None, and logs a warning, if that fails.
 
-    ``configured``: ``executables.cache_directory``; "": systemd's cache directory (CACHE_DIRECTORY), or else the user's.
+    ``configured``: ``executables.cache_directory``; "": systemd's cache directory (CACHE_DIRECTORY) or, without one, the user's.
     """
     if configured:
         path = Path(configured)
@@ -103,7 +101,7 @@ def cache_directory(configured: str) -> CacheDirectory | None:
 
 @functools.cache
 def _platform() -> str:
-    """Returns, as a text, what an executable depends on besides its program: versions of JAX, device, processor, XLA flags."""
+    """Returns what an executable depends on besides its program, as a text."""
     device = jax.devices()[0]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -117,7 +115,7 @@ def _platform() -> str:
 
 
 class ExecutableCache:
-    """Stores executables in a cache directory, and finds them by a digest of everything that they depend on; for any thread."""
+    """Stores executables in a cache directory. It finds them by a digest of everything that they depend on. Thread-safe."""
 
     def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
         """Stores executables in ``directory``; None: nowhere. ``programs``: JAX's own cache; None: JAX does not use one."""
@@ -135,17 +133,17 @@ class ExecutableCache:
         make: Callable[[], CompiledProgram],
         cancellation: Cancellation,
     ) -> tuple[CompiledProgram, bool]:
-        """Returns the executable for a key from the cache, or made by ``make``, and whether it was made.
+        """Returns an executable from the cache, or made by ``make``, and whether it was made.
 
-        Of several workers that share the directory only one makes a program; the others wait for it and then find it.
-
+        Of several workers that share the directory only one makes a program. The others wait for it.
         Args:
+          key: the key of the executable.
           usual: where the program runs, unless it was stored for the single-thread device.
           small: opens the single-thread device; None: no program runs there.
           what: names the program in the log.
           make: compiles the program.
-          cancellation: tells whether the load of the model was given up.
-        Raises Cancelled: that load was given up; or whatever ``make`` raises.
+          cancellation: tells whether the load of the model was cancelled.
+        Raises Cancelled: the load was cancelled. Errors of ``make`` are raised unchanged.
         """
         cancellation.check()
         if (found := self.load(key, usual, small)) is not None:
@@ -158,11 +156,12 @@ class ExecutableCache:
             return self.make(key, what, make), True
 
     def make(self, key: str, what: str, make: Callable[[], CompiledProgram]) -> CompiledProgram:
-        """Compiles a program with ``make`` and stores it under a key. Returns it with its size. Raises whatever ``make`` raises.
+        """Compiles a program with ``make`` and stores it under a key. Returns it with its size.
 
-        JAX's own cache is bypassed: an executable from JAX's cache can be serialised again and loaded, but then lacks functions
-        when it is run (measured with jaxlib 0.10.2 on CPU). ``what``: names the program in the log.
+        Errors of ``make`` are raised unchanged. ``what``: names the program in the log.
         """
+        # JAX's own cache is bypassed: an executable from it can be serialised again and loaded, but then lacks functions when
+        # it is run (measured with jaxlib 0.10.2 on CPU).
         with (
             contextlib.nullcontext() if self._programs is None else self._programs.passed_over(),
             self.compiles.compiling(),
@@ -172,7 +171,7 @@ class ExecutableCache:
 
     @staticmethod
     def key(parts: Iterable[str | bytes]) -> str:
-        """Returns the key of an executable: a digest of this platform and of ``parts``, texts that determine the program."""
+        """Returns the key of an executable: a digest of this platform and of ``parts``, which determine the program."""
         digest = hashlib.sha256(_platform().encode())
         for part in parts:
             content = part.encode() if isinstance(part, str) else part
@@ -181,10 +180,10 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
-        """Loads the executable for a key from the cache, and counts it as found there.
+        """Loads the executable for a key from the cache; None: the cache has none that can be used.
 
-        Returns None if the cache has none, or if it is for the single-thread device and that device cannot be opened. ``usual``:
-        where other programs run. ``small``: opens the single-thread device; None: no program runs there.
+        ``usual``: where programs run, except on the single-thread device. ``small``: opens the single-thread device; None: no
+        program runs there.
         """
         name = _name(key)
         content = None if self._directory is None else self._directory.read(name)
@@ -204,11 +203,14 @@ class ExecutableCache:
         return found
 
     def has(self, key: str) -> bool:
-        """Returns whether there is an executable for a key, which this process may be unable to load."""
+        """Returns whether the cache has an executable for a key. This process may be unable to load it."""
         return self._directory is not None and self._directory.read(_name(key)) is not None
 
     def store(self, key: str, program: CompiledProgram, what: str = "a program") -> CompiledProgram:
-        """Stores ``program``, ``what`` in the log, under a key. Returns it with its size in the cache, or unchanged on error."""
+        """Stores a program under a key. Returns it with its size in the cache, or unchanged on error.
+
+        ``what``: names it in the log.
+        """
         if self._directory is None:
             return program
         try:
@@ -227,7 +229,7 @@ class ExecutableCache:
         return program._replace(byte_size=len(content))
 
     def good_rows(self, key: str, *, found: bool = False) -> bool:
-        """Returns whether a note under ``key`` says that a model's rows are independent; ``found``: writes the note first."""
+        """Returns whether a note under ``key`` says that a model's rows are independent. ``found``: whether to write it first."""
         if self._directory is not None and found:
             with contextlib.suppress(OSError):
                 self._directory.write(f"{key}.rows", b"good")
@@ -254,7 +256,7 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
 
 
 class JaxCache:
-    """A cache directory for JAX's own keys; any thread may use it. Implements ``jax._src.compilation_cache_interface``."""
+    """A cache directory for JAX's own keys. Thread-safe. Implements ``jax._src.compilation_cache_interface``."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
@@ -264,7 +266,7 @@ class JaxCache:
 
     @contextlib.contextmanager
     def passed_over(self) -> Iterator[None]:
-        """Bypasses this cache during the ``with`` block: what the calling thread compiles is neither looked up nor stored."""
+        """Bypasses this cache in the block: what the calling thread compiles is neither looked up nor stored."""
         self._thread.passed_over = True
         try:
             yield
@@ -287,12 +289,13 @@ class JaxCache:
         return getattr(self._thread, "passed_over", False)
 
     def _name(self, key: str) -> str:
-        """Returns the file name for a key: its hash, because JAX begins a key with a function's name of any length."""
+        """Returns the file name for a key."""
+        # Hashed, because JAX begins a key with a function's name of any length.
         return hashlib.sha256(f"{self._variant}\n{key}".encode()).hexdigest() + ".program"
 
 
 def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
-    """Has JAX store every compiled program in ``directory``. Returns the cache; None without directory, or if JAX refuses."""
+    """Has JAX store every compiled program in ``directory``. Returns the cache; None: no directory, or JAX refuses."""
     if directory is None:
         return None
     try:

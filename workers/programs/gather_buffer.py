@@ -20,7 +20,7 @@ from tensord.workers.tensors.request_tensors import RequestTensors
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Returns a new array of this shape and ``dtype``, not initialised, that begins at a multiple of ``ALIGNMENT`` bytes."""
+    """Returns a new array, not initialised, that begins at a multiple of ``ALIGNMENT`` bytes."""
     byte_size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.empty(byte_size + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
@@ -28,7 +28,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 class HostInputs:
-    """The arguments of a program in ordinary host memory, which is allocated when it is first asked for."""
+    """The arguments of a program in ordinary host memory, which is allocated when it is first used."""
 
     #: True if the memory has room for the arguments.
     fit = True
@@ -47,12 +47,15 @@ class HostInputs:
 
 
 class GatherBuffer:
-    """The memory of one argument of a program, with one place for each row of a batch. For the execution thread only."""
+    """The memory of one argument of a program, with room for the rows of a batch. Only the execution thread may use it."""
 
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
     def __init__(self, name: str, array: Array, lead: bool) -> None:
-        """Stores ``array``, for argument ``name``. ``lead``: True: its first axis counts rows; False: the array is one row."""
+        """Stores ``array``, the memory of the argument ``name``.
+
+        ``lead``: whether its first axis counts rows; False: it is one row.
+        """
         self._name = name
         self.array = array
         self._slots = array if lead else array[None]
@@ -60,7 +63,7 @@ class GatherBuffer:
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
     def fill(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies the requests' tensors into the batch's rows, and zeros the other rows. Returns how many bytes were copied."""
+        """Copies the requests' tensors into the batch's rows, and zeros the other rows. Returns the number of bytes copied."""
         name, size, flat = self._name, self._slot_byte_size, self._bytes
         row = at = copied = 0
         for request in requests:
@@ -82,7 +85,7 @@ class GatherBuffer:
 
 
 class RaggedBuffer:
-    """The memory of one ragged argument: the elements of all requests one after another; used by the execution thread only."""
+    """The memory of one ragged argument: the elements of all requests one after another. Only the execution thread may use it."""
 
     __slots__ = ("_name", "array")
 
@@ -92,7 +95,7 @@ class RaggedBuffer:
         self.array = array
 
     def fill(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies the requests' elements into the memory, and zeros the rest. Returns how many bytes were copied."""
+        """Copies the requests' elements into the memory, and zeros the rest. Returns the number of bytes copied."""
         at = 0
         for request in requests:
             array = flat(request.arrays[self._name])
@@ -103,7 +106,7 @@ class RaggedBuffer:
 
 
 def copy_into(part: Array, array: Array) -> None:
-    """Copies an array to the start of ``part`` of a buffer, and zeros the rest. An array without a batch axis is one row."""
+    """Copies an array to the start of ``part``, and zeros the rest. An array without a batch axis becomes one row."""
     if len(array.shape) < part.ndim:
         part = part[0, ...]  # a view, also of a single number
     if array.shape != part.shape:

@@ -35,7 +35,7 @@ _KERNEL = re.compile(r"\bcalls=%?([\w.\-]+)")
 
 @functools.cache
 def gpu_versions() -> tuple[str, ...]:
-    """Returns the versions of JAX's GPU plugin, the driver, cuDNN and NVIDIA's other libraries; empty without a GPU."""
+    """Returns the versions of JAX's GPU plugin, the driver, cuDNN and NVIDIA's other libraries; empty: there is no GPU."""
     if "cuda" not in backends():
         return ()
     found = {f"{name}=={one.version}" for one in metadata.distributions() if _PACKAGE.match(name := one.name or "")}
@@ -48,7 +48,7 @@ def gpu_versions() -> tuple[str, ...]:
 
 
 def copies_memory(text: str) -> bool:
-    """Returns whether a compiled program copies memory other than in kernels. ``text``: the result of ``Compiled.as_text``."""
+    """Returns whether a compiled program copies memory outside of kernels. ``text``: the result of ``Compiled.as_text``."""
     kernels = set(_KERNEL.findall(text))
     name = ""
     for line in text.split("\n"):

@@ -68,7 +68,7 @@ Make = Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], C
 
 
 class NotGroupable(Exception):
-    """A program for several requests might compute other results than the program for a single request."""
+    """Raised if a program for several requests might compute other results than the program for a single request."""
 
 
 class PackedTensor(NamedTuple):
@@ -84,12 +84,9 @@ class PackedTensor(NamedTuple):
 
 
 class Packing:
-    """Packs a request's tensors into one array (row) for each dtype, because each argument and result makes a call slower.
+    """Packs a request's tensors into one array (row) for each dtype."""
 
-    FP32    | a: 3 elements | b: 2 elements |
-    INT64   | n: 1 element |
-    """
-
+    # Each argument and result makes a call slower.
     __slots__ = ("parts", "rows")
 
     def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
@@ -109,20 +106,21 @@ class Packing:
         self.rows = list(zip(numbers, sizes, strict=True))
 
     def pack(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Returns rows that hold these tensors; called while a function is traced."""
+        """Returns the rows that contain these tensors. Call it while JAX traces a function."""
         rows: list[list[Any]] = [[] for _ in self.rows]
         for part in self.parts:
             rows[part.row].append(jnp.ravel(tensors[part.name]))
         return tuple([jnp.concatenate(tensors_of_row) for tensors_of_row in rows])
 
     def unpack(self, rows: Any) -> dict[str, Any]:
-        """Returns the tensors in these rows, by name: views if the rows are numpy arrays. The rows may also be traced by JAX."""
+        """Returns the tensors in these rows, by name. They are views if the rows are numpy arrays.
+
+        JAX may also trace the rows.
+        """
         return {part.name: rows[part.row][part.start : part.stop].reshape(part.shape) for part in self.parts}
 
 
 class _Place(NamedTuple):
-    """The memory for one input of one request."""
-
     name: str
     array: Array
     #: The memory of the array, as bytes.
@@ -130,7 +128,7 @@ class _Place(NamedTuple):
 
 
 class GroupedMemory:
-    """The memory in which the inputs of requests are laid side by side for one program. Used by the execution thread only."""
+    """The memory in which the inputs of requests are laid side by side for one program. Only the execution thread may use it."""
 
     def __init__(self, packing: Packing, inputs: Inputs) -> None:
         self._packing = packing
@@ -138,13 +136,13 @@ class GroupedMemory:
 
     @functools.cached_property
     def stacks(self) -> list[Array]:
-        """One array for each dtype among the inputs, with one row for each request."""
+        """One array for each dtype of inputs, with one row for each request."""
         arrays = self._inputs.arrays
         return [arrays[str(number)] for number in range(len(self._packing.rows))]
 
     @functools.cached_property
     def places(self) -> list[list[_Place]]:
-        """For each request in turn, the memory for each of its inputs."""
+        """For each request in turn, the memory of each of its inputs."""
         return [
             [
                 _Place(name, array, array.reshape(-1).view(np.uint8).data)
@@ -158,16 +156,19 @@ class GroupedMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments of the program that computes the first ``count`` requests.
+        """Returns the gathered inputs as arguments for the first ``count`` requests.
 
-        Raises Unavailable: the GPU has no memory left; DeviceLost: the GPU has failed.
+        Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
         """
         self._count[...] = count
         return self._inputs.send()
 
 
 class GroupedProgram:
-    """A program that computes ``rows`` requests in one call. Programs of one shape share input memory. For one thread only."""
+    """A program that computes ``rows`` requests in one call. Programs of one shape share input memory.
+
+    Only one thread may use them.
+    """
 
     __slots__ = ("_at", "_layout", "_memory", "_outputs", "_program", "_read", "_room", "_sets", "_signature", "rows")
 
@@ -181,13 +182,15 @@ class GroupedProgram:
         read: Callable[[Sequence[Any]], list[Content]],
         room: int,
     ) -> None:
-        """Makes a program for ``rows`` requests of ``program``, which was compiled.
+        """Makes a program for ``rows`` requests.
 
         Args:
-          memory: where the requests' inputs are gathered.
+          signature: the model's tensors.
+          program: the compiled program.
+          memory: the memory in which inputs are gathered.
           outputs: the layout of a request's outputs in the results.
           read: copies results to host memory.
-          room: the number of requests for which the results have room, which may be more than ``rows``.
+          room: for how many requests the results have room. It may be more than ``rows``.
         """
         self.rows = rows
         self._signature = signature
@@ -201,7 +204,7 @@ class GroupedProgram:
 
     @property
     def memory_needed(self) -> int | None:
-        """The number of bytes of a run's outputs and temporary memory, without parameters and inputs; None: not known."""
+        """The bytes of a run's outputs and temporary memory, without parameters and inputs; None: unknown."""
         return memory_needed(self._program.call)
 
     #: Rows of earlier requests behind the present ones are not read.
@@ -214,7 +217,7 @@ class GroupedProgram:
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """For each input: its name, its address for the first request, and the bytes from request to request."""
+        """The name of each input, its address for the first request, and the bytes from request to request."""
         stacks = self._memory.stacks
         steps = [stack.strides[0] for stack in stacks]
         starts = [address_of(stack) for stack in stacks]
@@ -226,7 +229,10 @@ class GroupedProgram:
         return found
 
     def gather(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies requests' inputs to the memory. Returns how many bytes. Raises ValueError: more than ``rows`` requests."""
+        """Copies requests' inputs to the memory. Returns the number of bytes.
+
+        Raises ValueError: there are more than ``rows`` requests.
+        """
         if len(requests) > self.rows:
             raise ValueError(f"{len(requests)} requests for a program of {self.rows}")
         copied = 0
@@ -242,10 +248,10 @@ class GroupedProgram:
         return copied
 
     def run(self, chosen: ParameterSet | None = None) -> list[Content]:
-        """Runs the program on the gathered requests and waits for the results, whose first dimension counts the requests.
+        """Runs the program on the gathered requests and waits for the results. Their first dimension counts the requests.
 
-        ``chosen``: the parameter set; None: ``main``. Raises Unavailable: the device has no room for the parameters; or whatever
-        the program raises.
+        ``chosen``: the parameter set; None: ``main``. Raises Unavailable: the device has no room for the parameters. Errors of
+        the program are raised unchanged.
         """
         parameters = (chosen or self._sets.main).on(self._at)
         if self._signature.wide:
@@ -254,14 +260,11 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes of which each answer copies its part; None if they are too large for that.
-
-        ``stacks``: what ``run`` returned: one array for each dtype of the outputs, with a row for each request.
-        """
+        """Returns the results of ``run`` as bytes, of which each answer gets a part; None: they are too large."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:
-        """Splits the results of ``run`` into the outputs of each of the ``rows`` requests. ``stacks``: what ``run`` returned."""
+        """Divides the results of ``run`` into the outputs of each request."""
         arrays = [
             np.frombuffer(stack, dtype).reshape(self._room, size) if isinstance(stack, bytes) else stack
             for stack, (dtype, size) in zip(stacks, self._outputs.rows, strict=True)
@@ -284,7 +287,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns, for each number of requests in ``lengths``, what ``compile`` gets: the number; None: one program fits all."""
+        """Returns for each number of requests what to pass to ``compile``: the number; None: one program fits all numbers."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -300,7 +303,8 @@ class GroupedProgramMaker:
     def compile(self, number: int | None) -> CompiledProgram:
         """Compiles the program for ``number`` requests; None: for any number up to ``MOST``.
 
-        Raises NotGroupable: the program might compute other results than for a single request; or whatever tracing raises.
+        Raises NotGroupable: the program might compute other results than for a single request. Errors of tracing are raised
+        unchanged.
         """
         signature, placement, inputs = self._signature, self._placement, self._inputs
 
@@ -348,7 +352,7 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Returns a program for each of ``compiled`` (number of requests -> program); empty if there is no memory for inputs."""
+        """Returns a program for each number of requests in ``compiled``; empty: there is no memory for inputs."""
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
@@ -364,7 +368,7 @@ class GroupedProgramMaker:
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Calls ``alone``, the model's jitted function, so that XLA does not fuse the function's operations with other ones."""
+    """Calls the model's function so that XLA does not fuse its operations with others."""
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):
             made: dict[str, Any] = alone(parameters, tensors)
@@ -375,12 +379,11 @@ def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) 
 
 
 def _packing(signature: Signature, outputs: Any) -> Packing:
-    """Returns the layout in which a request's outputs lie side by side. ``outputs``: output name -> its shape and dtype."""
     return Packing([(name, outputs[name].shape, outputs[name].dtype) for name in signature.outputs])
 
 
 def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
-    """Returns the layout of outputs in ``packing``: each buffer holds all outputs of one dtype, one row for each request."""
+    """Returns the layout of packed outputs. Each buffer has all outputs of one dtype, one row for each request."""
     outputs: list[Output] = []
     for name, row, start, stop, shape in packing.parts:
         dtype, elements = packing.rows[row]
@@ -391,7 +394,7 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
 
 
 class _Shape:
-    """The programs for requests with the same input shapes, indexed by how many requests wait."""
+    """The programs for requests of one shape, by how many requests wait."""
 
     __slots__ = ("fitting", "weight")
 
@@ -415,22 +418,24 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """For the shape of each of ``singles``, has ``make`` compile programs for several requests. Raises what it raises."""
+        """Compiles by ``make`` the programs for several requests of the shape of each executable.
+
+        Errors of ``make`` are raised unchanged.
+        """
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
-        """Returns the program for one call that runs as many of ``waiting`` requests as it can, the oldest first.
+        """Returns the program for one call that runs as many of ``waiting`` requests as it can; None: each request runs alone.
 
-        ``key``: the shape of the requests. The program may have room for more requests than wait. None: each request runs in a
-        call of its own.
+        ``key``: the shape of the requests. The program may have room for more requests than wait.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs for several requests: ``single`` has a new shape, little work and small inputs."""
+        """Returns whether to compile programs for several requests: the shape is new, and the work and inputs are small."""
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False
@@ -445,16 +450,15 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Compiles the programs that run several requests of an executable's shape in one call. Any thread may call this.
+        """Compiles the programs that run several requests of an executable's shape in one call. Thread-safe.
 
-        Returns an empty list if such a call might compute other results than single runs, or there is no memory for it.
-
+        Returns an empty list if such a call might compute other results than single runs, or if there is no memory.
         Args:
           single: the executable for one request.
           make: gets the input shapes, the number of requests in a call (None: any), and a function that compiles the program for
             that number; returns the program, from a cache or compiled.
-          lengths: the numbers of requests in a call for which a program is compiled.
-        Raises whatever tracing the model raises.
+          lengths: the numbers of requests in a call for which to compile a program.
+        Errors of tracing the model are raised unchanged.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
         numbers, shapes = maker.numbers(lengths), single.wanted.shapes
@@ -471,7 +475,7 @@ class GroupedCalls:
             shape.add(programs)
 
     def forget(self, shapes: Shapes) -> None:
-        """Removes the programs that run several requests of these shapes in one call."""
+        """Removes the programs for several requests of these shapes."""
         self._shapes.pop(shapes, None)
 
     def __repr__(self) -> str:
@@ -479,10 +483,8 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests a program is chosen when ``waiting`` requests wait: at most ``MOST``.
-
-    If the program is tiny (``weight``) and more than half of ``MOST`` wait, the number is ``MOST``: one call is then enough.
-    """
+    """Returns for how many requests to choose a program if ``waiting`` wait."""
+    # One call is enough for a tiny program of which more than half is used.
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST
     return waiting

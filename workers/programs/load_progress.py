@@ -21,14 +21,20 @@ Tell = Callable[[int, int, int], None]
 
 
 def nobody(number: int, total: int, compiled: int) -> None:
-    """Does nothing: this is the ``tell`` argument for a load whose progress is not reported."""
+    """Does nothing. For loads whose progress is not reported."""
 
 
 class LoadProgress:
-    """Makes the programs of one load, reports progress, and sums up their number, bytes and time; for the loading thread."""
+    """Makes the programs of one load, reports progress, and sums up numbers, bytes and time.
+
+    Only the loading thread may use it.
+    """
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
-        """Begins with no program made. ``tell``: called before each one. ``cancellation``: by which others cancel the load."""
+        """Begins with no program. ``tell``: called before each program is made.
+
+        ``cancellation``: by which others cancel the load.
+        """
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.
         self.renew: Callable[[], None] = lambda: None
@@ -49,9 +55,10 @@ class LoadProgress:
     def through(
         self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]]
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
-        """Makes a program for each item of ``wanted``, and yields the item, the program, and whether it was compiled.
+        """Makes a program for each item of ``wanted``. Yields the item, the program, and whether it was compiled.
 
-        ``make``: compiles or loads one program. Raises Cancelled if the load was given up, and what ``make`` raises.
+        ``make``: compiles or loads one program. Raises Cancelled: the load was cancelled. Errors of ``make`` are raised
+        unchanged.
         """
         self._total, started_ns = len(wanted), time.monotonic_ns()
         for self._number, one in enumerate(wanted, 1):
@@ -67,13 +74,13 @@ class LoadProgress:
         )
 
     def parameters(self, parameters: Any) -> None:
-        """Stores how many bytes the model's parameters have, altogether and on each device."""
+        """Stores the number of bytes of the parameters, altogether and on each device."""
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """Counts the ``program`` that ``through`` yielded last, and its bytes. Logs it as ``what`` if it was ``compiled``."""
+        """Counts the program that ``through`` yielded last, and its bytes. A compiled program is logged as ``what``."""
         if compiled:
             self._compiled += 1
             seconds = (time.monotonic_ns() - self._began_ns) / 1e9
@@ -82,7 +89,7 @@ class LoadProgress:
         self._largest = max(self._largest, (_takes(program.call, self._part_byte_size), str(what)))
 
     def footprint(self) -> Footprint:
-        """Returns the load's time, its numbers of programs, the bytes of parameters and programs, and its largest program."""
+        """Returns how long the load took, how many programs it has, how many bytes they and the parameters take."""
         byte_size, what = self._largest
         return Footprint(
             (time.monotonic_ns() - self._started_ns) / 1e9,
@@ -96,17 +103,14 @@ class LoadProgress:
 
 
 def _part(leaf: Any) -> int:
-    """Returns how many bytes of an array (``leaf``) lie on each of its devices."""
+    """Returns how many bytes of an array lie on each of its devices."""
     if not isinstance(leaf, jax.Array):
         return int(leaf.nbytes)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _takes(program: Any, parameter_byte_size: int) -> int:
-    """Returns the number of bytes that a run of a program takes on a device besides the parameters; 0: it is not known.
-
-    ``parameter_byte_size``: the number of bytes of the parameters on one device.
-    """
+    """Returns how many bytes a run takes on a device besides parameters; 0: unknown."""
     try:
         found: Any = program.memory_analysis()
         arguments = max(0, found.argument_size_in_bytes - parameter_byte_size)

@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class Lowering:
-    """Lowers the function of one model version to programs for given shapes, not compiled yet; any thread may use it."""
+    """Lowers the function of one model version to programs for given shapes. Any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
-        """Lowers nothing yet. ``pack``: whether programs also return their small outputs in one array (``packed_outputs.py``)."""
+        """Lowers nothing yet. ``pack``: whether programs also return small outputs in one array."""
         self._signature = signature
         if signature.states:
             apply = stepping(apply, signature)
@@ -50,7 +50,10 @@ class Lowering:
         self.traced: dict[Wanted, list[jax.stages.Traced]] = {}
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """Traces and lowers the program for ``rows``, ``shapes`` and ``placement``'s device. Raises what tracing raises."""
+        """Traces and lowers the program for these shapes on the device of ``placement``.
+
+        Errors of tracing are raised unchanged.
+        """
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
@@ -72,8 +75,9 @@ class Lowering:
             raise LookupError(said).with_traceback(error.__traceback__) from error
 
     def _jitted(self) -> Any:
-        """Returns a new jitted function for one program. It is not kept, as JAX holds megabytes for it (measured)."""
+        """Returns a new jitted function for one program."""
 
+        # Not kept, because JAX holds megabytes for it (measured).
         @functools.wraps(self._apply)
         def apply(*arguments: Any) -> Any:
             return self._apply(*arguments)
@@ -82,12 +86,12 @@ class Lowering:
         return jax.jit(apply, donate_argnums=1 + CARRY if self._signature.states else ())
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
-        """Returns zeros of these ``rows`` and ``shapes`` as the inputs of a test run, by input name."""
+        """Returns zeros of these shapes as the inputs of a test run, by input name."""
         wanted = arguments_of(self._signature, Wanted(rows, shapes))
         return {name: np.zeros(shape, dtype) for name, dtype, shape in wanted}
 
     def check(self, rows: int, shapes: Shapes, lowered: jax.stages.Lowered) -> None:
-        """Checks the outputs of a lowered program, before the model serves. Raises Internal if outputs are not as declared."""
+        """Raises Internal if the outputs of a lowered program are not as declared."""
         made = lowered.out_info[0] if self._signature.states else lowered.out_info
         name = self._signature.model
         if not isinstance(made, dict):
@@ -115,7 +119,7 @@ class Lowering:
 
 
 def _kind(value: Any) -> str:
-    """Describes the type of a ``value`` that a function returned, for errors; a tracer of JAX is "an array"."""
+    """Describes the type of a returned value for errors."""
     return "an array" if hasattr(value, "shape") and hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
@@ -130,10 +134,10 @@ def warn_of_undeclared(signature: Signature, made: Any) -> None:
 def check_output(
     model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any], hint: str = ""
 ) -> None:
-    """Checks the datatype and shape of a computed output. Raises Internal: they are not the declared ones.
+    """Raises Internal if the datatype or shape of a computed output is not as declared.
 
-    ``rows``: the expected batch size. ``shape``: of the computed output, with the batch if ``batches``. ``hint``: the end of the
-    error's text.
+    ``rows``: the expected batch size. ``shape``: the shape of the computed output, with the batch if ``batches``. ``hint``: the
+    end of the error.
     """
     inner = shape[1:] if batches else shape
     fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
@@ -150,11 +154,7 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Checks the shape and dtype of an output that is split among a batch's requests in the same way as a ragged input.
-
-    ``elements``: the number of elements of that input. Raises Internal: the output has another number of elements, or another
-    datatype than declared.
-    """
+    """Raises Internal unless an output can be divided among a batch's requests like a ragged input of ``elements`` elements."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"
@@ -165,5 +165,5 @@ def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...
 
 
 def is_numeric(spec: TensorSpec) -> bool:
-    """Returns whether a jitted function can take or return the tensor ``spec``: any but BYTES."""
+    """Returns whether a jitted function can take or return the tensor: it is not BYTES."""
     return DTYPES[spec.datatype].kind != "O"

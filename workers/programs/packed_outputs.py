@@ -22,7 +22,7 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps ``apply``, a model's function, to return several small outputs also packed into one byte array, ``PACKED``."""
+    """Wraps a model's function so that it also returns several small outputs in one byte array, named ``PACKED``."""
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:

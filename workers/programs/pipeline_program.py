@@ -40,7 +40,7 @@ class Link(NamedTuple):
 
 
 class PipelineProgram:
-    """Runs the programs of an ensemble's steps for one bucket. It has those members of ``Executable`` that the loop needs."""
+    """Runs the programs of an ensemble's steps for one bucket. The worker's loop uses it like an ``Executable``."""
 
     #: Rows that no request fills are zero.
     clears = True
@@ -49,10 +49,11 @@ class PipelineProgram:
     def __init__(
         self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, device: ExecutionDevice
     ) -> None:
-        """Makes a program of ``links``, the steps' programs in the order in which they run.
+        """Makes a program of the steps' programs, in the order in which they run.
 
         Args:
-          signature: inputs and outputs of the pipeline, as if it were one model; ``wide`` if a program has 64-bit types.
+          signature: inputs and outputs of the pipeline, as if it were one model.
+          links: the steps' programs.
           outputs: names of the pipeline's tensors that are its outputs.
           rows: the batch size of the bucket.
           device: the device on which all programs run.
@@ -78,7 +79,7 @@ class PipelineProgram:
 
     @property
     def gathers(self) -> bool:
-        """True if the host's memory for gathering has room for the inputs of the pipeline."""
+        """True if the memory for gathering has room for the inputs."""
         return self._inputs.fit
 
     @functools.cached_property
@@ -86,18 +87,18 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host gathers the inputs: on a CPU always; on a GPU if all are small and no output stays there."""
+        """Returns whether the host gathers the inputs: always on a CPU; on a GPU if all are small and no output stays there."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """For each input's gather buffer: the input's name, the address of its first row, and the bytes from row to row."""
+        """The name of each input, the address of its first row in the gathered inputs, and the bytes from row to row."""
         return [
             (name, address_of(buffer.array), buffer.array.nbytes // self.rows) for name, buffer in self._buffers.items()
         ]
 
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
-        """Gathers the inputs of a batch. Returns the arguments for ``compute``, and how many bytes were copied."""
+        """Gathers the inputs of a batch. Returns the arguments for ``compute``, and the number of bytes copied."""
         lying: dict[str, Any] = {}
         copied = 0
         alone = len(requests) == 1 and requests[0].rows == self.rows and not requests[0].small
@@ -115,15 +116,15 @@ class PipelineProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Runs on the inputs in ``memory``, which may then be filled anew. Returns the outputs. Raises what programs raise."""
+        """Runs on the gathered inputs, which may be overwritten afterwards. Returns the outputs. Errors are raised unchanged."""
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
-        """Waits for the ``arrays`` that ``compute`` returned and returns them in host memory. Raises what the run raised."""
+        """Waits for the results of ``compute`` and returns them in host memory. Errors of the run are raised unchanged."""
         return self._device.contents_of(arrays)
 
     def compute(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """Calls all programs in order. Returns the outputs, which may not be computed yet. Raises what a program raises."""
+        """Calls all programs in order. Returns the outputs, which may not be computed yet. Errors are raised unchanged."""
         tensors = dict(arguments)
         with precision(self._wide):
             began = time.monotonic_ns()

@@ -41,8 +41,7 @@ def placed_sets(
 ) -> ParameterSets:
     """Places a model's parameters on the worker's device and returns its parameter sets.
 
-    With several devices the parameters stay where they are until the first program is compiled, which decides their places.
-
+    With several devices the parameters stay where they are until the first program is compiled.
     Args:
       names: names of the leaves; None: their paths in ``parameters``.
       several: the devices of a model that runs on several; None: it runs on the worker's device.
@@ -51,8 +50,8 @@ def placed_sets(
       remote: whether the device has memory of its own, as a GPU has.
       on_demand: whether ``main`` may leave the device for other sets while no request needs it.
       fixed: names of the leaves that ``parameters`` lacks because they are no arrays.
-    Raises InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``;
-      Internal: there is no memory for the parameters.
+    Raises InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``.
+    Raises Internal: there is no memory for the parameters.
     """
     if several is None:
         fresh = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters) if not isinstance(leaf, jax.Array))
@@ -82,14 +81,14 @@ def placed_sets(
 
 
 class DevicePlacer(Placer):
-    """Places the leaves of a jitted model's parameter sets on the worker's device, or on the devices of a model on several."""
+    """Places the leaves of a jitted model's parameter sets on the worker's device or the model's several devices."""
 
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Keeps those leaves of ``parameters`` that cannot be pushed, as ``described`` says; all parameter sets share them.
+        """Keeps the leaves that cannot be pushed. All parameter sets share them.
 
-        ``several``: the devices of a model on several; None: it runs on one. ``remote``: whether the device has its own memory.
+        ``several``: the model's devices; None: it runs on one. ``remote``: whether the device has memory of its own.
         """
         super().__init__(described)
         self._signature = signature
@@ -126,28 +125,23 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the number of bytes of those ``host`` arrays that XLA on a processor uses without a copy; None counts as 0.
-
-        Such arrays are aligned and have their leaf's dtype. If the parameters go to a GPU or to several devices, returns 0.
-        """
+        """Returns the total bytes of the leaves that XLA on a processor uses without a copy; 0: not on a processor."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Builds a tree of parameters from host arrays, with the model's own leaf in place of None.
-
-        Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long.
-        """
+        """Builds a tree of parameters from host arrays. The model's own leaf takes the place of None."""
+        # Copies what is not aligned or has another datatype, because XLA's own copy takes three times as long.
         whole = zip(host, self._fixed, self.leaves, strict=True)
         laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]
         return jax.tree.unflatten(self._structure, laid)
 
     def pin(self, tree: Any) -> list[jax.Array | None] | None:
-        """Copies the arrays of a tree of parameters to page-locked host memory, with their shardings, and waits for the copies.
+        """Copies the arrays of a tree of parameters to page-locked host memory, and waits for the copies.
 
-        Returns the copies, with None for leaves that cannot be pushed; or None if no page-locked memory is left.
+        Returns the copies, with None for leaves that cannot be pushed; None: no page-locked memory is left.
         """
         pairs = zip(jax.tree.leaves(tree), self.leaves, strict=True)
         arrays = [array if leaf.plain else None for array, leaf in pairs]
@@ -167,22 +161,21 @@ class DevicePlacer(Placer):
 
 
 def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
-    """Returns a list like ``leaves``: the leaves that cannot be pushed (``described`` says so), and None for the others."""
+    """Returns the leaves that cannot be pushed, and None for the others."""
     return [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
 
 def _whole(host: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
-    """Returns all leaves of a parameter set: those of ``host``, and where ``host`` has None, the leaf of ``fixed``."""
     return [own if given is None else given for given, own in zip(host, fixed, strict=True)]
 
 
 def _lies(array: Array, dtype: Any) -> bool:
-    """Returns whether XLA uses an array's memory without a copy: the array has ``dtype`` and is aligned."""
+    """Returns whether XLA uses an array's memory without a copy."""
     return array.dtype == dtype and not address_of(array) % ALIGNMENT
 
 
 def _aligned(array: Array, dtype: Any) -> Array:
-    """Returns an array of this dtype that XLA uses without a copy: the given array, or an aligned copy of it."""
+    """Returns an aligned array of this dtype, if possible the array itself."""
     if _lies(array, dtype) and array.flags.c_contiguous:
         return array
     made = aligned(array.shape, np.dtype(dtype))
@@ -198,12 +191,8 @@ def _stacked(
     room: DeviceRoom | None,
     fixed: Collection[str],
 ) -> ParameterSets:
-    """Places the parameters of a model whose batches mix parameter sets, and returns its sets.
-
-    Leaves that all sets share go to the device. The other leaves stay in host memory until their set gets a place in
-    the ``SetStack``, which holds several sets side by side on the device.
-    Raises InvalidArgument: ``mixed`` names a leaf that does not exist; Internal: the device has no memory left.
-    """
+    """Places the parameters of a model whose batches mix parameter sets."""
+    # Leaves that all sets share go to the device. Others stay in host memory until the stack has their set.
     mixed.check(signature.model, names)
     leaves, structure = jax.tree.flatten(parameters)
     room = room or DeviceRoom(0)
@@ -224,7 +213,7 @@ def _stacked(
 
 
 class StackPlacer(Placer):
-    """Copies to the device the parameter arrays that all sets of a model share; a ``SetStack`` has those that differ by set."""
+    """Copies the leaves that all sets of a model share to the device. A ``SetStack`` has the leaves that differ."""
 
     def __init__(
         self, signature: Signature, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef
@@ -238,7 +227,7 @@ class StackPlacer(Placer):
         return self.shared(host)
 
     def shared(self, host: Sequence[Any]) -> Any:
-        """Places on the worker's device those leaves of ``host`` that all sets share. Returns their tree, with None elsewhere.
+        """Places the leaves that all sets share on the worker's device. Returns their tree, with None elsewhere.
 
         Raises Internal: the device has no memory left.
         """

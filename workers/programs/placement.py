@@ -33,26 +33,26 @@ class Placement(NamedTuple):
     client: Any = None
 
     def spec(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
-        """Describes an argument on the placement's device, for lowering."""
+        """Describes an argument of a program on this device, for lowering."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
     @property
     def at(self) -> int:
-        """1 if this is the device on which XLA runs small programs in a single thread, else 0; ``ParameterSet.on`` takes it."""
+        """1: the single-thread device; 0: any other. ``ParameterSet.on`` takes it."""
         return int(self.is_single_thread)
 
     @property
     def parameters(self) -> Any:
-        """The arrays of the main parameter set on this placement's device."""
+        """The arrays of the main parameter set on this device."""
         return self.sets.main.on(self.at)
 
     @property
     def is_single_thread(self) -> bool:
-        """True if this is the placement on the single-thread device."""
+        """True if programs run on the single-thread device."""
         return bool(self.options)
 
     def parameter_specs(self, rows: int) -> Any:
-        """Describes the parameters that a program for ``rows`` rows takes, for lowering: shapes, dtypes and shardings."""
+        """Describes the parameters of a program for ``rows`` rows, for lowering: shapes, dtypes and shardings."""
         several, stack = self.several, self.sets.stack
         if stack is not None:
             return stack.specs(self.spec, rows)
@@ -67,7 +67,7 @@ class Placement(NamedTuple):
     def compile(
         self, lowered: jax.stages.Lowered, options: Mapping[str, str | bool] = MappingProxyType({})
     ) -> jax.stages.Compiled:
-        """Compiles a program that was lowered for this placement. ``options``: XLA options added to the placement's options."""
+        """Compiles a program that was lowered for this placement. ``options``: further XLA options."""
         options = {**self.options, **options}
         compiled = lowered.compile(options or None)
         if self.client is None and "cuda" in backends() and copies_memory(compiled.as_text() or ""):

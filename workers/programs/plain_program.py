@@ -35,7 +35,7 @@ _ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
 
 
 def is_plain(compiled: Any) -> bool:
-    """Returns whether a ``jax.stages.Compiled`` may run on memory that clients read and change meanwhile; False: perhaps not."""
+    """Returns whether a compiled program may run on memory that clients read and change meanwhile. False: perhaps not."""
     try:
         text = compiled.as_text()
         assignment = compiled.runtime_executable().get_compiled_memory_stats().serialized_buffer_assignment_proto
@@ -50,7 +50,7 @@ def _only_computes(text: str) -> bool:
 
 
 def _leaves_only_outputs(assignment: bytes) -> bool:
-    """Returns whether, by XLA's serialised buffer assignment, the memory of a program's outputs never holds other values."""
+    """Returns whether the memory of a program's outputs never has other values."""
     outputs = 0
     for number, allocation in _fields(assignment):
         if number == _ALLOCATIONS:
@@ -62,7 +62,7 @@ def _leaves_only_outputs(assignment: bytes) -> bool:
 
 
 def _fields(message: Any) -> Iterator[tuple[int, Any]]:
-    """Yields the number and content of each field of a serialised protobuf message of any type; no .proto file is needed."""
+    """Yields the number and content of each field of any protobuf message."""
     fields: Any = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message))
     for field in fields:
         yield field.field_number, field.data

@@ -33,10 +33,10 @@ _Reached = frozenset[int]
 def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
     """Examines a traced program, whose first arguments are parameters and a dict of inputs. Returns four sentences.
 
-    They say why a request that is run again may do or answer something else; which random numbers are the same for all
-    requests; how large the constants of every program are; which inputs no output depends on. "": nothing was found.
-    ``again``: another trace of the function, or ``traced`` itself. ``programs``: how many programs the model has.
-    Raises Internal: a value of an earlier trace is used.
+    They say why a request that is run again may do or answer something else, which random numbers are the same for all requests,
+    how large the constants of every program are, and which inputs no output depends on. "": nothing was found. ``again``:
+    another trace of the function, or ``traced`` itself. ``programs``: how many programs the model has. Raises Internal: the
+    program uses a value of an earlier trace.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
     followed = [_Reached([at] if path[0].idx else []) for at, path in enumerate(arguments)]
@@ -81,7 +81,7 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
 
 
 def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> object:
-    """Returns what is equal for an operation in two traces that do the same there: name, types of results, numbers, constants."""
+    """Returns what is equal for an operation in two traces that do the same there."""
     kinds = [(each.primitive.name, [str(made.aval) for made in each.outvars]) for each in chain[-1:]]
     given = [value for each in chain[-1:] for value in each.params.values()]
     numbers = [value for value in given if all(isinstance(each, (int, float)) for each in jax.tree.leaves(value))]
@@ -89,7 +89,10 @@ def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> objec
 
 
 def line_of(chain: Sequence[Any]) -> str:
-    """Returns the author's line of the last of nested operations, ``chain``, as `` (model.py, line 7, in apply)``, else ""."""
+    """Returns the author's line of nested operations as `` (model.py, line 7, in apply)``; "": there is none.
+
+    ``chain``: the operations, outermost first.
+    """
     tracebacks = [each.source_info.traceback for each in reversed(chain)]
     for frame in [frame for each in tracebacks if each is not None for frame in each.frames]:
         if not any(each in frame.file_name for each in _LIBRARIES):
@@ -99,14 +102,12 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
-    """Yields a pair for each operation of a program and of the programs inside it, and after these for the program's results.
+    """Yields a pair for each operation of a program and of the programs inside it, and then for the program's results.
 
-    The first item is a tuple: the operations in whose programs the operation lies, outermost first, and the operation; for
-    results only the former. The second has a pair for each operand or result: the numbers of the outermost program's arguments
-    on which it depends, and its value if it is a constant, else None.
-
-    ``arguments``: such numbers for each argument. ``outer``: the operations around ``program``. Returns such numbers for each
-    result.
+    The first item is the chain of operations, outermost first, down to this operation. For results it ends with the operation
+    around the program. The second item has a pair for each operand or result: the numbers of the outermost program's arguments
+    on which it depends, and its value if it is a constant, else None. ``arguments``: such numbers for each argument. ``outer``:
+    the operations around ``program``. Returns such numbers for each result.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)
@@ -131,7 +132,7 @@ def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), oute
 
 
 def leaks(trace: Callable[[], object]) -> bool:
-    """Traces a program by ``trace``. Returns whether values of that trace are left in variables outside of the function."""
+    """Traces a program. Returns whether values of the trace are left in variables outside of the function."""
     try:
         with jax.checking_leaks():  # which has inner functions traced again, too
             trace()

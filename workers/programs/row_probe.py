@@ -51,10 +51,15 @@ _log = logging.getLogger(__name__)
 def rows_apart(
     model: str, ask: Callable[[], str | None], check: Callable[[], None], traced: Traced, rows: int, axis: str, why: str
 ) -> bool:
-    """Raises Internal if ``ask`` finds that rows of ``traced``, a program for ``rows`` rows, affect each other.
+    """Raises Internal if ``ask`` finds that rows of a program affect each other.
 
-    ``check``: raises if the device has failed. ``axis``: what axis 0 is, "batch" or "slots". ``why``: why a row may depend on
-    its place, if that is known. Returns False if there was too little memory to find out: a later start tries again.
+    Returns False if there was too little memory to find out.
+    Args:
+      ask: returns a sentence that shows the fault; None: there is none.
+      check: raises an error if the device has failed.
+      traced: the program, for ``rows`` rows.
+      axis: what axis 0 is: "batch" or "slots".
+      why: why a row may depend on its place; "": that is not known.
     """
     try:
         found = ask()
@@ -76,7 +81,7 @@ def rows_apart(
 
 
 def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
-    """Returns inputs of these names, dtypes and shapes."""
+    """Returns random inputs with these names, dtypes and shapes."""
     random = np.random.default_rng(seed)
     return {name: drawn(dtype, shape, random) for name, dtype, shape in inputs}
 
@@ -84,11 +89,11 @@ def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
 def probe(
     signature: Signature, asked: Sequence[Executable], traced: Traced, remote: bool, check: Callable[[], None]
 ) -> str | None:
-    """Runs programs on generated inputs of the same shapes, and returns a sentence that shows that they mix the rows of a batch.
+    """Runs programs on generated inputs. Returns a sentence that shows that they mix the rows of a batch.
 
-    Returns None if nothing shows it, or if the programs may not be run. ``asked``: the programs; the first is for 2 rows or
-    more, and was compiled from ``traced``. ``remote``: they run on a GPU. ``check``: is called before each run. Raises whatever
-    ``check`` or a program raises.
+    None: nothing shows it, or the programs may not be run. ``asked``: programs for inputs of the same shapes; the first has at
+    least two rows, and was compiled from ``traced``. ``remote``: whether they run on a GPU. ``check``: called before each run.
+    Errors of ``check`` and of programs are raised unchanged.
     """
     (rows, _), program, states, stack = asked[0].wanted, traced.jaxpr, signature.states, asked[0].sets.stack
     may_be_tried, looping, rounding = read(program.jaxpr)
@@ -138,11 +143,9 @@ def probe(
 
 
 def _divided(signature: Signature, wanted: Wanted) -> tuple[dict[str, int], dict[str, Array]]:
-    """Divides a batch's ragged inputs evenly among its rows. Returns two dicts. ``wanted``: the batch's rows and shapes.
-
-    The first has the number of elements that a row has of each ragged input, and of each output that is divided like it. The
-    second has the inputs that the worker makes from ragged inputs.
-    """
+    """Divides a batch's ragged inputs evenly among its rows."""
+    # First the elements that a row has of each ragged input, and of each output that is divided like it; then the inputs that
+    # the worker makes.
     specs, request = specs_of(signature, wanted), SimpleNamespace(arrays={}, rows=1)
     for spec, shape in specs:
         if spec.ragged:
@@ -163,8 +166,8 @@ def _divided(signature: Signature, wanted: Wanted) -> tuple[dict[str, int], dict
 def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float) -> str | None:
     """Runs programs on generated inputs. Returns a sentence with an output that depends on more than its row; None: none does.
 
-    ``inputs``: of the program for ``rows`` rows, 2 or more. ``epsilon``: the relative rounding error of the coarsest numbers
-    that the program computes with. Raises whatever a program raises.
+    ``inputs``: the inputs of the program for ``rows`` rows, at least 2. ``epsilon``: the relative rounding error of the coarsest
+    numbers that the program computes with. Errors of programs are raised unchanged.
     """
     found: dict[tuple[str, str], str] = {}
     for draw in range(_DRAWS):
@@ -177,7 +180,7 @@ def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float
 
 
 def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, draw: int) -> dict[tuple[str, str], str]:
-    """Returns a sentence for each output whose rows depend on something else, and for what."""
+    """Returns a sentence for each output whose rows depend on something else."""
     base, others = generated(inputs, 2 * draw), generated(inputs, 2 * draw + 1)
     run, made = runs[rows], runs[rows](base)
     #: Output, what it may depend on, and an array of it as it is and otherwise.
@@ -209,10 +212,10 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
 
 
 def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilon: float) -> tuple[Array, float]:
-    """Returns where two arrays are further apart than noise and rounding explain, and the largest number of ``made``.
+    """Returns where two arrays differ by more than noise and rounding, and the largest number of ``made``.
 
-    ``made``, ``noisy``: an output, and the same as it is if it is computed again. ``epsilon``: as in ``find_fault``. Integers
-    are not rounded: 0.0 is returned for their largest number.
+    ``made``, ``noisy``: an output, and the same output computed again. ``epsilon``: as for ``find_fault``. For integers, which
+    are not rounded, the number is 0.0.
     """
     noise = max(np.max(distances(made, each), initial=0.0) for each in noisy)
     scale = 0.0 if made.dtype.kind in "biu" else np.max(distances(made, 0), initial=0.0)
@@ -220,13 +223,13 @@ def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilo
 
 
 def nudged(array: Array, epsilon: float) -> Array:
-    """Returns an array whose numbers are changed by ``epsilon`` of themselves, up and down in turn; integers stay."""
+    """Returns an array whose numbers are changed by the factor ``epsilon``, up and down in turn. Integers stay."""
     signs = 1 + epsilon * (1 - np.arange(array.size).reshape(array.shape) % 2 * 2)
     return array if array.dtype.kind in "biu" else (array * signs).astype(array.dtype)
 
 
 def distances(one: Any, other: Any) -> Array:
-    """Returns how far the elements of two arrays are from each other; 0 where one of them is not finite."""
+    """Returns how far the elements of two arrays are from each other; 0 if one of them is not finite."""
     wide = np.complex128 if np.iscomplexobj(one) else np.float64
     apart = np.abs(np.asarray(one).astype(wide) - np.asarray(other).astype(wide))
     return np.where(np.isfinite(apart), apart, 0.0)

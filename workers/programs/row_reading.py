@@ -19,7 +19,7 @@ _UNTRIED = re.compile("callback|ffi_call|custom_call|pallas")
 
 
 class Reading(NamedTuple):
-    """Tells whether a program may be run on generated inputs (it calls no foreign code), and whether it has ``while`` loops."""
+    """Whether a program may be run on generated inputs, whether it has ``while`` loops, and how exactly it computes."""
 
     may_be_tried: bool
     loops: bool
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 
 
 def read(program: Any) -> Reading:
-    """Returns whether a ``Jaxpr`` may be run on generated inputs, whether it has ``while`` loops, and its rounding error."""
+    """Returns the ``Reading`` of a traced program (a ``Jaxpr``)."""
     equations, finfo = [chain[-1] for chain, _ in steps(program) if chain], cast("Any", jnp.finfo)
     exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
     names = {each.primitive.name for each in equations}
@@ -39,9 +39,9 @@ def read(program: Any) -> Reading:
 
 
 def combining(program: Any, rows: int) -> str:
-    """Returns the first operation that seems to combine the rows of a batch, with its line in the author's code; "": none does.
+    """Returns the first operation that seems to combine the rows of a batch, with the author's line; "": none does.
 
-    The first axis of an array is taken for the rows if it has ``rows`` elements, though it may have them for another reason.
+    An array's first axis is taken for the rows if it has ``rows`` elements.
     """
     for chain, _ in steps(program):
         if chain and _combines(chain[-1], rows):
@@ -69,10 +69,10 @@ def _combines(equation: Any, rows: int) -> bool:
 
 
 def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
-    """Computes ``program``'s outputs with at most ``MOST_ITERATIONS`` iterations of each ``while`` loop; JAX traces this.
+    """Computes a program's outputs with at most ``MOST_ITERATIONS`` iterations of each ``while`` loop. JAX traces it.
 
-    ``consts``, ``given``: the program's constants and arguments. Raises NotImplementedError: an operation such as
-    ``scan`` or ``cond`` has a ``while`` loop inside.
+    ``consts``, ``given``: the program's constants and arguments. Raises NotImplementedError: an operation such as ``scan`` or
+    ``cond`` has a ``while`` loop inside.
     """
     known = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))
 

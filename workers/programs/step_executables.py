@@ -34,7 +34,7 @@ DeviceCall = jax.stages.Compiled
 
 
 class _Wanted(NamedTuple):
-    """Identifies a program of a model that runs step by step: its function, and the number of slots or the input shapes."""
+    """Identifies a program of a model that runs step by step."""
 
     name: str
     #: Number of slots that a step is for.
@@ -49,7 +49,7 @@ class _Wanted(NamedTuple):
 
 
 class StepExecutables:
-    """The programs of one version of a model that makes its answers step by step. ``warm`` compiles them."""
+    """The programs of one version of a model that runs step by step."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class StepExecutables:
         Args:
           buckets: the input shapes that ``insert`` is compiled for.
           programs: the functions to compile.
-          slots: how many requests the batch's state has room for.
-          step_slots: the numbers of requests that ``step`` is compiled for, ascending; the last one is ``slots``.
+          slots: for how many requests the state has room.
+          step_slots: the numbers of slots that ``step`` is compiled for, ascending; the last one is ``slots``.
           insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
           source: the model's source code, part of the cache's keys.
         """
@@ -108,7 +108,7 @@ class StepExecutables:
         return self._place.device
 
     def check_size(self, limit: int) -> None:
-        """Traces ``init``, and raises what it raises. Raises InvalidArgument: the state of a batch exceeds ``limit`` bytes."""
+        """Raises InvalidArgument if the state exceeds ``limit`` bytes. Traces ``init``, whose errors are raised unchanged."""
         with precision(self._signature.wide):
             made = jax.eval_shape(self._programs.init, self._place.parameter_specs(1))
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
@@ -179,7 +179,7 @@ class StepExecutables:
         return any(leaks(functools.partial(self._lower, what, self._place)) for what in wanted)
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
-        """Lowers one program for a placement. Threads trace the model one at a time. Raises whatever tracing raises."""
+        """Lowers one program for a placement."""
 
         def spec(array: Any) -> jax.ShapeDtypeStruct:
             return place.spec(array.shape, array.dtype)
@@ -214,7 +214,8 @@ class StepExecutables:
         return arrays, np.full(lead, self._slots, np.int32)
 
     def _run_once(self) -> None:
-        """Runs each program once, so that a model that fails does not serve, and no request waits for a slow first run."""
+        """Runs each program once."""
+        # A model that fails must not serve, and no request wait for a slow first run.
         parameters = self.sets.main.on(self.at)
         with precision(self._signature.wide):
             carry = self.init(parameters)

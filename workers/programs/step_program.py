@@ -30,7 +30,7 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The functions of a model that runs step by step: they make the state, add requests, and compute a step of all requests."""
+    """The three functions of a model that runs step by step."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -38,7 +38,7 @@ class StepFunctions(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The place of an output in a row of results: bytes ``start`` to ``stop``, without ``stop``."""
+    """An output's bytes in a row of results: from ``start`` up to ``stop``."""
 
     spec: TensorSpec
     start: int
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """The layout of a row of results, which holds one request's outputs after a step or after the request got its slot."""
+    """The layout of a row of results: one request's outputs after a step or after its insertion."""
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []
@@ -62,7 +62,7 @@ class Rows:
         self.byte_size = at + 1
 
     def pack(self, outputs: dict[str, Any], emits: Any, finished: Any) -> Any:
-        """Packs outputs (by name, first axis rows) and flags into rows of results, UINT8[rows, size], while JAX traces.
+        """Packs outputs and flags into rows of results, UINT8[rows, size], while JAX traces. The outputs' first axis counts rows.
 
         ``emits``, ``finished``: BOOL[rows], whether a row's outputs are sent to the client, and whether its request ends.
         """
@@ -70,7 +70,7 @@ class Rows:
         return jnp.concatenate([*(_bytes(outputs[part.spec.name]) for part in self._parts), says[:, None]], axis=1)
 
     def cut(self, row: Array) -> dict[str, Array]:
-        """Returns the outputs in one row, in the client's shapes, as views of the row's memory."""
+        """Returns the outputs in one row, in the client's shapes, as views of the row."""
         return {spec.name: row[start:stop].view(spec.dtype).reshape(spec.dims) for spec, start, stop in self._parts}
 
 
@@ -81,16 +81,16 @@ def _bytes(array: Any) -> Any:
 
 
 class StepPrograms:
-    """The compiled functions of a model that runs step by step: they call the author's functions and check the results.
+    """The compiled functions of a model that runs step by step. They call the author's functions and check the results.
 
-    Each function returns the carry, and a row of results (``Rows``) for each request. Each raises Internal if the author's
-    function did not return what is declared.
+    Each function returns the carry (the state of all slots), and a row of results for each request. Each raises Internal if the
+    author's function did not return what is declared.
     """
 
     def __init__(
         self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
     ) -> None:
-        """Stores the author's functions. ``slots``: for how many requests the carry (the batch's state) has room.
+        """Stores the author's functions. ``slots``: for how many requests the state has room.
 
         ``insert_rows``: how many requests ``insert`` adds at a time; 0: one, in arrays without an axis for requests.
         """
@@ -101,7 +101,7 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Calls the author's ``init``. Returns the carry: the state that it makes, and for each slot whether it is in use.
+        """Calls the author's ``init``. Returns the carry: the state of all slots, and for each slot whether it is in use.
 
         Raises Internal: an array of the state does not have one row for each slot.
         """
@@ -116,7 +116,10 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Returns packed outputs for new ``inputs``, and the next ``carry``. ``slots``: the requests' rows in ``carry``."""
+        """Calls the author's ``insert``. Returns packed results for new inputs, and the next carry.
+
+        ``slots``: the requests' slots.
+        """
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):
@@ -135,9 +138,9 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the author's ``step`` for the first ``len(unmasked)`` slots. Returns packed results and the new ``carry``.
+        """Calls the author's ``step`` for the first slots. Returns packed results and the next carry.
 
-        ``unmasked``: BOOL for each of these slots, whether its request takes part. ``carry``: the state of all slots.
+        ``unmasked``: BOOL for each of these slots, whether its request takes part.
         """
         own, live = carry
         count = unmasked.shape[0]
@@ -167,10 +170,7 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {function} returned {what}, {expected} expected")
 
     def _check_carry(self, function: str, given: Any, made: Any) -> None:
-        """Compares the ``given`` state with the state that a function made of it (``made``). ``function``: the function's name.
-
-        Raises Internal: the two differ in structure, shape or datatype.
-        """
+        """Raises Internal if a function's state differs in structure, shape or datatype."""
         what = f"model '{self._signature.model}': {function} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
         structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]
@@ -184,10 +184,7 @@ class StepPrograms:
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
     def _checked(self, function: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Returns a function's outputs as arrays. Raises Internal: names, shapes or datatypes are not the declared ones.
-
-        ``function``: the function's name. ``lead``: the dimensions that come before the declared dimensions.
-        """
+        """Returns a function's outputs as arrays. Raises Internal: they are not as declared."""
         what = f"model '{self._signature.model}': {function} returned"
         if not isinstance(outputs, dict):
             raise Internal(f"{what} {type(outputs).__name__} as its outputs, a dict of arrays is expected")
@@ -205,7 +202,7 @@ class StepPrograms:
         return made
 
     def _flags(self, function: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns ``flags``, which ``function`` returned as ``name``, as an array. Raises Internal: no BOOL of shape ``lead``."""
+        """Returns a function's flags as an array. Raises Internal: no BOOL of shape ``lead``."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(
@@ -215,7 +212,7 @@ class StepPrograms:
 
 
 def _strong(leaf: Any) -> Any:
-    """Returns a value (``leaf``) as an array of a fixed dtype: JAX's weak type, as Python numbers have it, is removed."""
+    """Returns a value as an array of a fixed dtype, without JAX's weak type."""
     array = jnp.asarray(leaf)
     return jax.lax.convert_element_type(array, array.dtype) if isinstance(array.dtype, np.dtype) else array
 

@@ -22,10 +22,10 @@ from tensord.workers.programs.weight import work_of
 def trials(
     executables: Executables, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]
 ) -> Iterator[dict[str, str | float]]:
-    """Sends each bucket a request of the fewest rows for which it is used. Yields a table's row for each, unless ``ask`` refuses.
+    """Sends each bucket of a model a generated request. Yields a table's row for each, unless ``ask`` refuses.
 
-    ``ask``: answers a request, given its inputs and number of rows. The row's ``difference`` is "" if rounding can explain how
-    the answer differs from what the function alone gives.
+    ``ask``: answers a request, given its inputs and number of rows. ``difference`` in the row: how the answer differs from what
+    the function alone gives; "": rounding can explain the difference.
     """
     several = executables.several
     for wanted, executable in executables.made.items():
@@ -54,10 +54,7 @@ def trials(
 
 
 def _difference(executables: Executables, inputs: Mapping[str, Array], made: Mapping[str, Array]) -> str:
-    """Says how ``made``, the answer to ``inputs``, differs from what the function alone gives.
-
-    "": rounding can explain the difference; or the model has state or mixes parameter sets, and nothing is compared.
-    """
+    """Says how an answer differs from what the function alone gives; "": by rounding."""
     if executables.signature.states or executables.sets.stack is not None:
         return ""
     parameters, remote = executables.sets.main.on(0), executables.device.remote

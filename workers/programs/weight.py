@@ -47,7 +47,7 @@ _ITERATION = 1 << 22
 
 
 def work_of(program: Program) -> tuple[float, float]:
-    """Returns a program's floating-point operations, and the bytes that it reads and writes; -1 for what is not known."""
+    """Returns a program's floating-point operations, and the bytes that it reads and writes; -1: unknown."""
     cost = program.cost_analysis() or {}
     flops = cost.get("flops", -1.0)
     if flops >= 0:
@@ -67,13 +67,13 @@ def is_within(program: Program, most: Most, text: Program | None = None) -> bool
 
 
 def share_of(program: Program) -> float:
-    """Returns a program's work as a fraction of what may run in one iteration of the loop; infinite if above 1 or unknown."""
+    """Returns a program's work as a fraction of what may run in one iteration of the loop; infinite: above 1 or unknown."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, Most(_ITERATION, _ITERATION)) else math.inf
 
 
 def weight_of(program: Program) -> Weight:
-    """Returns the weight class of a program; HEAVY if XLA does not know its cost."""
+    """Returns the weight class of a program; HEAVY: more work than LIGHT, or unknown."""
     if not is_within(program, _LIGHT):
         return Weight.HEAVY
     flops, byte_size = work_of(program)
