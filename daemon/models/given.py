@@ -29,12 +29,12 @@ _PREFIX = "tensord-models-"
 
 
 class GivenModels:
-    """Folders of models whose files clients sent. All lie in one temporary folder, which is created with the first model."""
+    """Folders of models whose files clients sent. All lie in one temporary folder."""
 
     def __init__(self, place: Path | None = None) -> None:
-        """Removes from the folder ``place`` the files that a crashed daemon left there.
+        """Removes the files that a crashed daemon left in ``place``.
 
-        ``place``: the folder for the daemon's data, in which the models' folders will lie; None: they will lie in $TMPDIR.
+        ``place``: the folder for the daemon's data, in which the temporary folder will lie. None means $TMPDIR.
         """
         for left in place.glob(f"{_PREFIX}*") if place is not None else ():
             if (lock := _locked(left)) >= 0:
@@ -51,12 +51,12 @@ class GivenModels:
         self._serials = itertools.count(1)
 
     def keep(self, name: str, files: Mapping[str, bytes]) -> Path:
-        """Writes a model's files to a new folder that has the model's name, and returns that folder.
+        """Writes the files of a model to a new folder that has the model's name, and returns that folder.
 
-        ``files``: the content of each file by its path ``<version>/<file-name>``. Slashes at the beginning of a path are
-        ignored, as in Triton. If an error is raised, nothing stays on the disk.
-
-        Raises InvalidArgument: a path is not allowed or given twice; OSError: the disk has no room or cannot be written.
+        ``files``: the content of each file by its path ``<version>/<file-name>``. If an error is raised, nothing stays on the
+        disk.
+        Raises InvalidArgument if a path is not allowed or given twice. Raises OSError if the disk has no room or cannot be
+        written.
         """
         files = _checked(files)
         if self._root is None:
@@ -75,10 +75,11 @@ class GivenModels:
 
     @contextlib.asynccontextmanager
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
-        """Writes a model's files and yields their folder, which is not removed before the ``async with`` block ends.
+        """Writes the files of a model and yields their folder, which is not removed before the ``async with`` block ends.
 
-        ``files``: the content of each file by its path ``<version>/<file-name>``. Raises InvalidArgument: a path is not allowed
-        or given twice; Unavailable: the disk has no room or cannot be written.
+        ``files``: the content of each file by its path ``<version>/<file-name>``.
+        Raises InvalidArgument if a path is not allowed or given twice. Raises Unavailable if the disk has no room or cannot be
+        written.
         """
         try:
             folder = await asyncio.to_thread(self.keep, name, files)
@@ -95,11 +96,11 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether one of ``needed``, folders that the versions of the model ``name`` use, has a client's files."""
+        """Returns whether one of the folders ``needed`` has files that a client sent for the model ``name``."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
-        """Removes a model's folders that are neither being loaded nor in ``needed``, the paths that its versions use."""
+        """Removes the folders of a model that are neither being loaded nor in ``needed``."""
         folders = self._folders.pop(name, [])
         kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
         if kept:
@@ -110,7 +111,7 @@ class GivenModels:
 
     @staticmethod
     def drop(folder: Path) -> None:
-        """Removes a folder that ``keep`` returned. A second call does nothing."""
+        """Removes a folder that ``keep`` returned. May be called again."""
         shutil.rmtree(folder.parent, ignore_errors=True)
 
     def close(self) -> None:
@@ -123,7 +124,7 @@ class GivenModels:
 
 
 def _locked(folder: Path) -> int:
-    """Opens and locks a folder. Returns the descriptor, which holds the lock; -1 if the folder cannot be opened or locked."""
+    """Opens and locks a folder. Returns the descriptor, or -1 if that fails."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -137,7 +138,7 @@ def _locked(folder: Path) -> int:
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files by their paths in the model's folder. Raises InvalidArgument: a path is not allowed or given twice."""
+    """Returns the files by their paths in the model's folder, if all paths are allowed."""
     found: dict[str, bytes] = {}
     for given, content in files.items():
         path = given.lstrip("/")
@@ -155,19 +156,22 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 class Overrides:
-    """Configurations that clients sent with loads that succeeded; each holds until the files change or the model is unloaded."""
+    """Configurations that clients sent with successful loads.
+
+    Each holds until the files of its model change or the model is unloaded.
+    """
 
     def __init__(self) -> None:
         #: name -> (fingerprint of the files it was given for, configuration in JSON).
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration (JSON) that a client sent for the model ``found`` with exactly these files; "": none."""
+        """Returns the configuration (JSON) that a client sent for the model ``found`` with exactly these files, or ""."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration ``given``, which came with a successful load of ``found``; "": removes any earlier one."""
+        """Stores the configuration ``given``, which came with a successful load. "" removes any earlier one."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

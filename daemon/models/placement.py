@@ -31,27 +31,20 @@ _LEAST_SHARE = 4
 
 
 def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
-    """Returns the devices whose workers load a model.
-
-    If the model is isolated, they are the devices of the workers that serve this model alone.
+    """Returns the devices whose workers load a model, which has a worker of its own there if it is isolated.
 
     Args:
       devices: the devices of the workers that several models share.
-      rate_limited: True if the rate limiter is on; a model is then placed on the workers that count the resources it needs.
-      each: how many GPUs each worker has; a worker is named by the first of its GPUs.
-
-    Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
+      rate_limited: whether the rate limiter is on. Then the workers that count the model's resources are chosen.
+      each: how many GPUs each worker has. A worker is named by the first of its GPUs.
+    Raises InvalidArgument if the model names GPUs that no worker has, or if two settings ask for different single workers.
     """
     chosen = _shared(config, devices, rate_limited, each)
     return _alone(config, chosen) if model_checks.is_isolated(config) else chosen
 
 
 def _alone(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices of the workers that serve an isolated model alone.
-
-    There is one such worker on each GPU of ``chosen``, and a single one for all CPU devices of ``chosen``. ``chosen``: the
-    devices that the model would have if it were not isolated.
-    """
+    """Returns the devices of an isolated model: one for each GPU, and one for all CPUs."""
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
     beside = [choose(("isolated", config.name), cpus)] if cpus else []
@@ -59,12 +52,7 @@ def _alone(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shared(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
-    """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated.
-
-    ``devices``: the devices of all shared workers. ``rate_limited``: True if the rate limiter is on; a model is then placed on
-    the workers that count the resources it needs. ``each``: how many GPUs each worker has. Raises InvalidArgument: the model
-    names GPUs that no worker has, or two of its settings ask for different single workers.
-    """
+    """Returns the devices of a model, as if it were not isolated."""
     chosen = _named(config, devices, each)
     together = config.parameters[TOGETHER].string_value if TOGETHER in config.parameters else ""
     if rate_limited and model_checks.is_isolated(config) and _needs(config):
@@ -122,16 +110,12 @@ def _named(config: ModelConfig, devices: Sequence[str], each: int) -> tuple[str,
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device of the worker that has GPU number ``gpu``. A worker with ``each`` GPUs is named by its first one."""
+    """Returns the device of the worker that has a GPU."""
     return device_name(gpu - gpu % each)
 
 
 def _sharing(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices of ``chosen`` whose workers count the rate-limiter resources that a model needs.
-
-    If one of the resources is global, this is one device. Otherwise it is one CPU device and, for each GPU, the device
-    of one of the workers on that GPU. If the model needs no resources, all of ``chosen`` are returned.
-    """
+    """Returns the devices whose workers count the rate-limiter resources of a model."""
     needs = _needs(config)
     if len(chosen) < 2 or not needs:
         return chosen
@@ -146,14 +130,14 @@ def _sharing(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def resources(config: ModelConfig) -> dict[str, bool]:
-    """Returns the rate-limiter resources that a model needs, in lower case. True: global; False: each device has its own."""
+    """Returns the rate-limiter resources that a model needs, in lower case, with True for a global resource."""
     return {each.name.lower(): getattr(each, "global") for each in _needs(config)}
 
 
 def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
     """Raises InvalidArgument if a resource is global for the model ``name``, but per device for another model, or vice versa.
 
-    ``needs``: the model's resources, each with True if it is global. ``others``: the resources of each served model, by name.
+    ``needs``: the resources of the model, with True for a global one. ``others``: those of each served model, by name.
     """
     for other, known in others.items():
         for resource in needs.keys() & known.keys() if other != name else ():
@@ -166,18 +150,17 @@ def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, M
 
 
 def _needs(config: ModelConfig) -> list[Any]:
-    """Returns the rate-limiter resources that a model's instances need, as messages of the model configuration."""
     return [each for group in config.instance_group for each in group.rate_limiter.resources if each.count]
 
 
 def _least_bound(config: ModelConfig) -> int:
-    """Returns the smallest ``max_queue_size`` of any of a model's queues; 0: no queue has a limit."""
+    """Returns the smallest ``max_queue_size`` of the model's queues, or 0."""
     batching = config.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     return min((policy.max_queue_size for policy in policies if policy.max_queue_size), default=0)
 
 
 def choose(identity: object, names: Iterable[str]) -> str:
-    """Chooses one of ``names`` by rendezvous hashing with ``repr(identity)``. There must be at least one name."""
+    """Chooses one of ``names``, of which there must be any, by rendezvous hashing with ``repr(identity)``."""
     key = blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
     return max(names, key=lambda name: blake2b(name.encode(), key=key).digest())

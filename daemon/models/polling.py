@@ -19,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 def _state(model: FoundModel) -> tuple[str, tuple[int, ...], str]:
-    """Returns fingerprint, chosen versions and error of a model. If one of them changes, a poll has the model loaded again."""
+    """Returns what of a model, when it changes, has a poll load it again."""
     return model.fingerprint, model.chosen, model.error
 
 
 class Changes:
-    """Compares polls of the repositories and decides which models have changed since they were loaded. Does no I/O."""
+    """Compares polls of the repositories and decides which models have changed since they were loaded. Sans-I/O."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """Stores the models ``found``, which are already being loaded, so that only later changes of them count."""
+        """Stores the models ``found``, which are already being loaded."""
         self._acted = {name: _state(model) for name, model in found.items()}
         self._seen = dict(self._acted)
 
@@ -46,10 +46,10 @@ class Changes:
 
 
 class Polling:
-    """Loads models whose folders have changed and unloads models whose folders are gone, in the control mode "poll"."""
+    """Loads models whose folders have changed, and unloads models whose folders are gone."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Stores the models ``found``, whose loads have begun already. ``options``: returns the options that apply now."""
+        """Stores the models ``found``, which are already being loaded. ``options``: returns the options that apply now."""
         self._models = models
         self._options = options
         self._changes = Changes(found)

@@ -32,7 +32,7 @@ _LOADING = "loading"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Readiness of one model that should be served: which versions serve, and why the others do not."""
+    """The readiness of one model that should be served."""
 
     name: str
     #: The versions that answer requests now.
@@ -53,9 +53,10 @@ class Standing:
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Returns the readiness of each model that is ``wanted`` or ``required``, sorted by name. ``lifecycle``: has their states.
+    """Returns the readiness of each model that is ``wanted`` or ``required``, sorted by name.
 
-    ``refused``: why models were refused before a worker was asked to load them, by name.
+    ``refused``: why models were refused before a worker was asked to load them, by name. ``lifecycle``: has the states of the
+    models.
     """
     return [
         _standing(name, refused.get(name, ""), lifecycle)
@@ -85,10 +86,13 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides by the ``standing`` of each model whether the daemon is ready: it is if every model that counts is served.
+    """Decides whether the daemon is ready: every model that counts must be served.
 
-    The result also names unserved models. ``counted``: the names of the models that count. A model whose devices are broken
-    does not count unless the devices of all models are broken. ``strict``: whether models that failed to load count as well.
+    A model whose devices are broken does not count, unless the devices of all models are broken.
+    Args:
+      standing: the readiness of each model.
+      strict: whether models that failed to load count as well.
+      counted: the names of the models that count.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]
@@ -104,10 +108,10 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
 
 class ReadinessCheck:
-    """Publishes the daemon's ``Readiness`` record to the fronts whenever a field of the record has changed."""
+    """Publishes the daemon's ``Readiness`` to the fronts whenever it has changed."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Stores two functions. ``standings`` returns each wanted model's readiness; ``publish`` sends the daemon's readiness."""
+        """Stores two functions. ``standings`` returns the readiness of each model, and ``publish`` sends that of the daemon."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
@@ -126,21 +130,24 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets the models that must serve: ``required`` or, if it is empty, ``wanted``. Later calls set only ``required``."""
+        """Sets the models that must serve: ``required`` or, if that is empty, ``wanted``. Later calls set only ``required``."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Stores the step ``at`` in which the worker with the number ``worker`` loads now; None: the worker loads nothing."""
+        """Stores what a worker loads now, or None if it loads nothing. ``worker``: the number of the worker process."""
         if at is None:
             self._loading.pop(worker, None)
         else:
             self._loading[worker] = at
 
     def check(self, strict: bool) -> None:
-        """Publishes the readiness if it has changed. ``strict``: True: a model that failed to load makes the daemon not ready."""
+        """Publishes the readiness if it has changed.
+
+        ``strict``: whether a model that failed to load makes the daemon not ready.
+        """
         standings = list(self._standings())
         names = {model.name for model in standings}
         self._first &= names
@@ -158,15 +165,10 @@ class ReadinessCheck:
 
 
 class ServedBefore:
-    """Keeps in a file the names of the models that this daemon has served, for a daemon that is started after a crash.
-
-    At its first start a daemon is ready once all wanted models are served. After a crash only models that were served before
-    the crash count: a model that came later and was refused would otherwise keep the host not ready for good. The file lies in
-    the folder that the service manager keeps over a restart. A daemon that stops in order removes the file.
-    """
+    """Keeps the names of the models that this daemon has served in a file, for a start after a crash."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Reads the names of served models from served.json in ``folder``; None: there is no folder, and nothing is written."""
+        """Reads the names of served models from served.json in ``folder``. If ``folder`` is None, nothing is read or written."""
         self._path = None if folder is None else folder / "served.json"
         #: The names of the models that the daemon before had served; empty: it did not crash, or had never been ready.
         self.names: frozenset[str] = frozenset()
@@ -179,7 +181,7 @@ class ServedBefore:
                 self.names = frozenset(map(str, json.loads(self._path.read_bytes())))
 
     def note(self, names: Set[str]) -> None:
-        """Writes to the file the names of all models that have been served, if these have changed. The write runs in a thread."""
+        """Writes the names of all models that have been served to the file, if they have changed."""
         if self._path is not None and names != self._wanted:
             self._wanted = frozenset(names)
             asyncio.get_running_loop().run_in_executor(None, self._write, self._path)
@@ -192,7 +194,7 @@ class ServedBefore:
                 os.replace(new, path)
 
     def forget(self) -> None:
-        """Removes the file with the names of served models, and writes it no more. Call it when the daemon stops in order."""
+        """Removes the file, because the daemon stops in order."""
         with self._lock, contextlib.suppress(OSError):
             self._forgotten = True
             if self._path is not None:

@@ -13,7 +13,7 @@ from tensord.shm.control_records import Load, Loaded, ModelState, VersionTraits
 
 
 class IndexState(enum.Enum):
-    """The states of a model's version in Triton's repository index."""
+    """Names the states of a model version in Triton's repository index."""
 
     #: The repository has it, and nobody ever asked for it.
     UNKNOWN = "UNKNOWN"
@@ -29,7 +29,7 @@ class IndexState(enum.Enum):
 
 @dataclass(slots=True)
 class VersionEntry:
-    """State of one version of a model on all workers, which are named by the numbers of their processes (never used twice)."""
+    """The state of one model version on all workers, which are named by the numbers of their processes."""
 
     load: Load
     state: IndexState = IndexState.UNKNOWN
@@ -65,7 +65,7 @@ class VersionEntry:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether the version is not loaded for lack of a usable device, and not because workers died in its load."""
+        """Returns whether the version is not loaded for lack of a usable device."""
         return bool(self.given_up) and not self.deaths
 
     @property
@@ -78,7 +78,7 @@ class VersionEntry:
         return not self.devices or device in self.devices
 
     def state_record(self, number: int) -> ModelState:
-        """Makes the record that tells front processes the state of this version. ``number``: the version's number."""
+        """Makes the record that tells front processes the state of this version. ``number``: the number of the version."""
         described = self.described if self.state is IndexState.READY else None
         if described is None:
             awaited = self.state is IndexState.UNAVAILABLE and bool(self.given_up)
@@ -91,7 +91,7 @@ class VersionEntry:
 
 @dataclass(slots=True)
 class Operation:
-    """A load or an unload of a model. ``found`` is the model to load, as it was read; None: the operation is an unload."""
+    """A load of the model ``found`` or, if ``found`` is None, an unload."""
 
     #: The tokens of all who wait for it, also of those whose own load it has overtaken.
     tokens: tuple[int, ...]
@@ -100,10 +100,7 @@ class Operation:
     again: bool = False
 
     def overtaken_by(self, later: Operation) -> bool:
-        """Returns whether the operation ``later`` makes this load pointless. Returns False if this operation is an unload.
-
-        A load is pointless before an unload, and before a load of other files or devices.
-        """
+        """Returns whether the operation ``later`` makes this load pointless: an unload, or a load of other files or devices."""
         if self.found is None:
             return False
         new = later.found
@@ -112,7 +109,7 @@ class Operation:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model's versions, the load or unload that runs, and the queue of loads and unloads that follow."""
+    """The versions of a model, the load or unload that runs, and those that follow."""
 
     versions: dict[int, VersionEntry] = field(default_factory=dict)
     waiting: deque[Operation] = field(default_factory=deque)
@@ -127,7 +124,10 @@ class ModelEntry:
 
 
 def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker: int) -> bool:
-    """Returns whether worker number ``worker`` serves every member of an ensemble's version; True for any other model."""
+    """Returns whether a worker serves every member of an ensemble. Returns True for any other model.
+
+    ``worker``: the number of the worker process.
+    """
     return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
 
 
@@ -143,6 +143,5 @@ def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
 
 
 def _named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
-    """Returns a list of a model's version ``number``, or of all its versions if ``number`` is -1; empty if there is none."""
     versions = models[name].versions if name in models else {}
     return [version for n, version in versions.items() if number in (-1, n)]

@@ -47,9 +47,9 @@ class Audit:
     def note(
         self, operation: Operation, peer: Peer | None, error: ServingError | None = None, result: bytes = b""
     ) -> None:
-        """Logs an operation that was carried out, or refused with ``error``. It logs nothing if the operation only reads.
+        """Logs an operation that was carried out, or refused with ``error``, unless the operation only reads.
 
-        ``peer``: the client that asked; None: a model asked. ``result``: the operation's result, JSON or empty.
+        ``peer``: the client that asked, or None if a model asked. ``result``: the result of the operation, JSON or empty.
         """
         what = _described(operation)
         if not what:
@@ -63,7 +63,7 @@ class Audit:
 
 
 def _described(operation: Operation) -> str:
-    """Returns a phrase that says what an operation changes; "" if it changes nothing."""
+    """Returns a phrase that says what an operation changes, or ""."""
     match operation:
         case LoadModel(name, config, files):
             given = ", with a configuration" if config else ""
@@ -99,7 +99,7 @@ def _parameters(operation: PushParameters | RevertParameters | DropParameters) -
 
 
 def _in_force(operation: Operation, result: bytes) -> str:
-    """Returns a phrase with number and size of the values that a push or revert, by its ``result``, brought; "" otherwise."""
+    """Returns a phrase with the number and size of values that a push or revert brought."""
     if not isinstance(operation, PushParameters | RevertParameters):
         return ""
     put = msgspec.json.decode(result)

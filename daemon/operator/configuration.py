@@ -37,13 +37,16 @@ class Configuration:
         self.reloaded_at = time.time()
 
     async def read(self) -> Configured:
-        """Reads and checks files, environment and flags; applies nothing. Raises ConfigurationError: a value cannot be used."""
+        """Reads and checks files, environment and flags, without applying them.
+
+        Raises ConfigurationError if a value cannot be used.
+        """
         new = await asyncio.to_thread(self._reread)
         start_checks.check(new.options)
         return new
 
     def take(self, new: Configured) -> int:
-        """Applies the keys ``paths``, ``load`` and ``required`` of section ``repository``, as they are in ``new``.
+        """Applies the keys ``paths``, ``load`` and ``required`` of the section ``repository`` of ``new``.
 
         Logs the changed keys that need a restart. Returns how many keys of all sections have changed.
         """
@@ -66,19 +69,19 @@ class Configuration:
         return len(changed)
 
     def refused(self) -> None:
-        """Notes that the last reload of the configuration was refused, which ``tensorctl status`` and the metrics show."""
+        """Notes that the last reload of the configuration was refused."""
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Replaces the log options in ``options`` by ``new``. The caller must send the new options to the processes."""
+        """Replaces the log options in ``options``. The caller must send them to the processes."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:
         """Describes every key of the configuration: its present value (without secrets), and where the value came from.
 
-        Returns ``keys``, a list of {key, value, source, next?, waits?}. If the configuration files have another value for
-        the key, ``next`` is that value, and ``waits`` is the action that would apply it, "reload" or "restart". Also
-        returns ``error``, a sentence if a reload would refuse the files, else "".
+        Returns ``keys``, a list of {key, value, source, next?, waits?}. If the configuration files have another value for the
+        key, ``next`` is that value, and ``waits`` is the action that would apply it, "reload" or "restart". Also returns
+        ``error``, a sentence if a reload would refuse the files, else "".
         """
         error, new = "", self._accepted
         try:

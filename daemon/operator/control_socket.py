@@ -29,7 +29,7 @@ _MAX_LINE = 1 << 20
 
 
 class ControlSocket:
-    """Answers tensorctl on the control socket. Without a configured path, the socket is where tensorctl looks by default."""
+    """Answers tensorctl on the control socket."""
 
     def __init__(self, options: SupervisorOptions, environment: Mapping[str, str], commands: OperatorCommands) -> None:
         self.path = unix_socket.path(options.control_socket, CONTROL_SOCKET, environment)
@@ -39,7 +39,7 @@ class ControlSocket:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Binds the control socket and begins to answer. Raises InvalidArgument: the configured path cannot be used."""
+        """Binds the control socket and begins to answer. Raises InvalidArgument if the configured path cannot be used."""
         sock = self._bound() if self.path is not None else self._bound_by_default()
         if sock is not None:
             self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)
@@ -52,11 +52,7 @@ class ControlSocket:
             raise InvalidArgument(f"supervisor.control_socket: '{self.path}': {error.strerror or error}") from None
 
     def _bound_by_default(self) -> socket.socket | None:
-        """Binds the control socket at its default path and returns it.
-
-        Returns None if that fails: the daemon can serve without it. If another daemon of the user has the default path, this
-        process's id becomes part of the name.
-        """
+        """Binds the control socket at its default path, or returns None if that fails."""
         try:
             folder = runtime_directory.own(self._environment)
             for left in runtime_directory.sockets(folder, CONTROL_SOCKET):
@@ -82,7 +78,7 @@ class ControlSocket:
         return sock
 
     def close(self) -> None:
-        """Closes the control socket and removes its path. A second call does nothing."""
+        """Closes the control socket and removes its path. May be called again."""
         if self._server is not None and self.path is not None:
             self._server.close()
             self._server = None

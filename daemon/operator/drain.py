@@ -27,7 +27,7 @@ _LANES_POLL_SECONDS = 0.05
 
 
 class DrainPhase(enum.Enum):
-    """The phases of a drain: none has begun, requests are still accepted, new requests are refused, every request is answered."""
+    """Names the phases of a drain."""
 
     #: Nothing is drained.
     NONE = "none"
@@ -40,7 +40,7 @@ class DrainPhase(enum.Enum):
 
 
 class Drain:
-    """Takes the daemon out of service without stopping it, and puts it back. Used in the supervisor's event loop only."""
+    """Takes the daemon out of service without stopping it, and puts it back."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -55,9 +55,9 @@ class Drain:
         return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
 
     def begin(self, seconds: float | None = None) -> None:
-        """Begins a drain. The daemon reports at once that it is not ready, and refuses new requests after ``seconds``.
+        """Begins a drain, unless one has begun. The daemon is not ready at once, and refuses new requests after ``seconds``.
 
-        ``seconds`` None: the option ``supervisor.drain_time``. If a drain has begun already, this method does nothing.
+        ``seconds`` None means the option ``supervisor.drain_time``.
         """
         if self.phase is not DrainPhase.NONE:
             return
@@ -83,8 +83,8 @@ class Drain:
     async def finished(self) -> None:
         """Waits until the drain has ended and every request is answered.
 
-        Raises Unavailable: no drain has begun; an operator has ended the drain; or requests are still unanswered when the
-        time in the option ``supervisor.exit_timeout`` has passed since the daemon began to refuse new requests.
+        Raises Unavailable if no drain has begun, if an operator has ended the drain, or if requests are still unanswered after
+        the time ``supervisor.exit_timeout``.
         """
         draining = self._draining
         if draining is None:
@@ -106,10 +106,7 @@ class Drain:
         self._supervisor.models.drain(False)
 
     async def _drain(self, seconds: float) -> str:
-        """Runs a drain: waits ``seconds``, has new requests refused, and waits until every request is answered.
-
-        Returns "", or a sentence with the processes that still have requests after ``supervisor.exit_timeout``.
-        """
+        """Runs a drain. Returns a sentence if requests are still unanswered, or ""."""
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
         self.phase = DrainPhase.REFUSING
@@ -134,7 +131,7 @@ class Drain:
         return ""
 
     async def _waits(self, child: Child) -> None:
-        """Waits until this child process has no unanswered request, or has ended."""
+        """Waits until a child process has no unanswered request, or has ended."""
         try:
             if isinstance(child, FrontProcess):
                 await child.result_of(AwaitIdle())

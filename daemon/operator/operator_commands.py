@@ -70,7 +70,7 @@ class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _LogSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """Log settings that tensorctl changes. A field that is None leaves its setting as it is."""
+    """Log settings that tensorctl changes. A field that is None changes nothing."""
 
     info: bool | None = None
     warning: bool | None = None
@@ -80,14 +80,14 @@ class _LogSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OperatorCommands:
-    """Carries out tensorctl's commands. Used in the supervisor's event loop only."""
+    """Carries out the commands of tensorctl."""
 
     def __init__(self, supervisor: Supervisor, operations: Operations) -> None:
         self._supervisor = supervisor
         self._operations = operations
 
     async def answer(self, question: OperatorQuestion) -> bytes:
-        """Carries out ``question``, a command of tensorctl. Returns its result as JSON. Raises ServingError: it failed."""
+        """Carries out a command of tensorctl and returns its result as JSON. Raises ServingError if it fails."""
         match question.command:
             case "status":
                 return msgspec.json.encode(self._supervisor.describe())
@@ -128,10 +128,7 @@ class OperatorCommands:
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
 
     async def _load_or_unload(self, question: OperatorQuestion) -> bytes:
-        """Loads or unloads a model by name, as ``question`` says, and returns the result as JSON.
-
-        Raises InvalidArgument: ``repository.control_mode`` is not "explicit"; any other ServingError: the operation failed.
-        """
+        # In modes other than "explicit" the error says what to do instead.
         try:
             return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
         except ServingError:
@@ -144,11 +141,7 @@ class OperatorCommands:
             ) from None
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
-        """Has a worker record a profile for ``seconds``. Returns the folder of the profile as JSON.
-
-        ``folder``: the folder for the profile; "": a new folder below $STATE_DIRECTORY or, if that is not set, the folder for
-        temporary files. Raises InvalidArgument: there is no worker with the name ``name``.
-        """
+        """Has a worker record a profile. Returns the folder of the profile as JSON."""
         worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
         if worker is None:
             raise InvalidArgument(f"no worker '{name}' is up")
@@ -158,25 +151,21 @@ class OperatorCommands:
         return msgspec.json.encode({"folder": folder})
 
     async def _connections(self) -> bytes:
-        """Returns all connections of clients as JSON: those to each front, and those to the Unix socket for clients' lanes."""
+        """Returns all connections of clients as JSON."""
         rows: list[dict[str, Any]] = []
         for front in list(self._supervisor.fronts):
             rows += [{"front": front.name, **row} for row in await records(front, ConnectionRecords())]
         return msgspec.json.encode([*rows, *self._supervisor.lanes.records()])
 
     async def _sequences(self) -> bytes:
-        """Returns the sequences that are open in all workers as JSON, each with the name of its worker."""
+        """Returns the sequences that are open in all workers as JSON."""
         rows: list[dict[str, Any]] = []
         for worker in self._supervisor.workers.ready():
             rows += [{"worker": worker.name, **row} for row in await records(worker, SequenceRecords())]
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration, and begins the loads of models that follow from it.
-
-        ``wait``: True: returns only when all these loads have ended. False: does not wait for them.
-        Raises InvalidArgument: the configuration is refused; Unavailable: a load has failed (only if ``wait`` is true).
-        """
+        """Reloads the configuration. ``wait``: also waits for the loads of models."""
         outcomes = await self._supervisor.reload()
         if wait:
             failures = [error for error in await asyncio.gather(*outcomes) if error]
@@ -222,7 +211,7 @@ def _operation(question: OperatorQuestion) -> Operation:
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Sends ``operation``, which asks for a list, to a child process. Returns the list; [] if no answer comes in time."""
+    """Sends ``operation``, which asks for a list, to a child process. Returns [] if no answer comes in time."""
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:
@@ -230,7 +219,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors of ``fronts`` and ``workers``, newest first, each with the process's name under ``front``."""
+    """Returns the latest errors of ``fronts`` and ``workers``, newest first, each with the name of the process as ``front``."""
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

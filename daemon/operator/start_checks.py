@@ -25,7 +25,7 @@ _MADE_AT_START = ("/run/", "/var/run/", "/var/log/", "/var/lib/", "/var/cache/")
 def check(options: Options) -> None:
     """Checks that the log file and the TLS files of enabled servers can be used. A missing log file is created.
 
-    Raises ConfigurationError: the log file cannot be written, or a TLS file of an enabled server cannot be used.
+    Raises ConfigurationError if the log file cannot be written, or if a TLS file cannot be used.
     """
     try:
         log.check_writable(options.log)
@@ -36,11 +36,10 @@ def check(options: Options) -> None:
 
 
 def foreseen(options: Options, as_service: bool) -> list[str]:
-    """Returns a sentence for each problem on this host that would make the daemon's start fail; empty if none is known.
+    """Returns a sentence for each problem on this host that would make the daemon's start fail. No port is bound to try it.
 
-    No port is bound to try it, because a running daemon with this configuration may have bound it.
-    ``as_service``: True: this process runs in the service's sandbox, where the service manager has already made the service's
-    folders. False: folders that the service manager makes at the start may be missing.
+    ``as_service``: whether this process runs in the service's sandbox. If not, folders that the service manager makes at the
+    start may be missing.
     """
     made_at_start = () if as_service else _MADE_AT_START
     found = [*_unusable_certificates(options), *_unresolved_names(options)]
@@ -57,7 +56,7 @@ def foreseen(options: Options, as_service: bool) -> list[str]:
 
 
 def without_cache(options: Options) -> str:
-    """Returns a sentence if compiled programs cannot be stored, so that each start compiles anew; "" if they can."""
+    """Returns a sentence if compiled programs cannot be stored, so that each start compiles anew, or ""."""
     path = Path(options.executables.cache_directory).absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     if not options.executables.cache_directory or not (reason := _unwritable_folder(there, ())):
@@ -75,7 +74,7 @@ def _unusable_certificates(options: Options) -> Iterator[str]:
 
 
 def _unresolved_names(options: Options) -> Iterator[str]:
-    """Yields a sentence for each host name in the addresses of enabled servers that cannot be resolved."""
+    """Yields a sentence for each host name of an address that cannot be resolved."""
     for section, served in (("http", options.http), ("grpc", options.grpc), ("metrics", options.metrics)):
         addresses = (served.address,) if isinstance(served.address, str) else served.address
         for address in addresses if served.enabled else ():
@@ -88,7 +87,7 @@ def _unresolved_names(options: Options) -> Iterator[str]:
 
 
 def _sockets(options: Options) -> Iterator[tuple[str, str]]:
-    """Yields, for each Unix socket whose path is in the configuration, the configuration's key and the path."""
+    """Yields the key and the path of each Unix socket in the configuration."""
     for section, served in (("http", options.http), ("grpc", options.grpc)):
         for address in served.address if served.enabled else ():
             if address.startswith("unix:"):
@@ -100,10 +99,7 @@ def _sockets(options: Options) -> Iterator[tuple[str, str]]:
 
 
 def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot write or create the file ``path``; "" if the user can.
-
-    ``made_at_start``: the folders below which the service manager may still create missing folders.
-    """
+    """Returns why this user cannot write or create a file, or ""."""
     if path.is_dir():
         return "Is a directory"
     if not path.exists():
@@ -112,10 +108,7 @@ def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot create a file in a folder; "" if the user can, or if the folder may still be created.
-
-    ``made_at_start``: the folders below which the service manager may create missing folders.
-    """
+    """Returns why this user cannot create a file in a folder, or ""."""
     if not folder.exists() and f"{folder}/".startswith(made_at_start):
         return ""
     if not folder.is_dir():
@@ -124,5 +117,5 @@ def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _denial(path: Path) -> str:
-    """Returns why an existing path cannot be written: its file system is read-only, as in a sandbox, or permission is denied."""
+    """Returns why an existing path cannot be written."""
     return os.strerror(errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES)

@@ -27,12 +27,13 @@ _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F
 
 
 def check(wanted: PushParameters, memory: int, most: int) -> None:
-    """Checks the fields of a push, and the memory that came with it, before anything is done for it.
+    """Checks the fields of a push, and the memory that came with it.
 
-    ``wanted``: the push; its set name, number, source and checksum are checked. ``memory``: the file descriptor that the client
-    sent with the push; -1: it sent none. ``most``: the most bytes that a push may have.
-
-    Raises InvalidArgument: a field is malformed, or the memory cannot be used.
+    Args:
+      wanted: the push.
+      memory: the file descriptor that came with the push, or -1.
+      most: the most bytes that a push may have.
+    Raises InvalidArgument if a field is malformed, or if the memory cannot be used.
     """
     if not _NAME.fullmatch(wanted.set):
         raise InvalidArgument(
@@ -60,7 +61,7 @@ def check(wanted: PushParameters, memory: int, most: int) -> None:
 
 
 def check_memory(memory: int, most: int) -> None:
-    """Raises InvalidArgument unless a client's memory is a memfd of ordinary pages with an allowed size.
+    """Raises InvalidArgument unless the memory of a client is a memfd of ordinary pages with an allowed size.
 
     ``memory``: its file descriptor. ``most``: the most bytes that a push may have.
     """
@@ -89,15 +90,15 @@ def check_size(byte_size: int, most: int) -> None:
 
 
 def is_sealed(memory: int) -> bool:
-    """Returns whether ``memory``, a memfd, is sealed, so that no process can change its content or size any more."""
+    """Returns whether a memfd is sealed, so that no process can change its content or size any more."""
     return fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALED == _SEALED
 
 
 def check_owner(owners: Sequence[str], peer: Peer) -> None:
-    """Raises Unsupported unless ``peer``, a client, may change parameters.
+    """Raises Unsupported if the client ``peer`` may not change parameters.
 
-    A client on a Unix socket may if its user is one of ``owners``, root, or the daemon's own user. If ``owners`` is empty,
-    every client may. Clients on other connections are not checked here.
+    A client on a Unix socket may if its user is one of ``owners``, root, or the daemon's own user. If ``owners`` is empty, or
+    on any other connection, every client may.
     """
     if peer.kind != "unix" or not owners or peer.uid in (0, os.geteuid()):
         return
@@ -108,8 +109,8 @@ def check_owner(owners: Sequence[str], peer: Peer) -> None:
 def fingerprint(folders: Sequence[Path], name: str) -> str:
     """Returns a digest of the size and modification time of a file or, if ``name`` is a folder, of all files in it.
 
-    The first of ``folders`` that has ``name`` counts; "" is returned if none has it. Raises Unavailable: the folder has too
-    many files.
+    The first of ``folders`` that has ``name`` counts. Returns "" if none has it.
+    Raises Unavailable if the folder has too many files.
     """
     for folder in folders:
         path = folder / name

@@ -25,7 +25,7 @@ VersionKey = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """The values that one push brought into a parameter set, with the push's number; number 0: the repository's values."""
+    """The values that one push brought into a parameter set. ``number`` 0 means the values of the repository."""
 
     number: int
     #: Bytes in safetensors' layout; 0 for what the repository holds.
@@ -42,7 +42,7 @@ class Content:
     deaths: int = 0
 
     def close(self) -> None:
-        """Closes the memory of the pushed values, in a thread if it is large. A second call does nothing."""
+        """Closes the memory of the pushed values. May be called again."""
         memory, self.memory = self.memory, -1
         if memory >= 0 and self.byte_size >= _LARGE:
             asyncio.get_running_loop().run_in_executor(None, os.close, memory)
@@ -50,7 +50,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the push as clients see it. "kept" is where the pushed values are: "memory", "file", "repository" or "none"."""
+        """Returns the push as clients see it. "kept" is where the values are: "memory", "file", "repository" or "none"."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {
@@ -63,7 +63,7 @@ class Content:
 
 
 def words_of(peer: Peer) -> str:
-    """Returns text that names ``peer``, a client: its user and process if it came over a Unix socket, else its address."""
+    """Returns text that names a client: user and process on a Unix socket, else the address."""
     if peer.kind == "unix":
         return f"uid {peer.uid}, process {peer.pid}" if peer.pid else f"uid {peer.uid}"
     return peer.address or peer.kind
@@ -71,7 +71,7 @@ def words_of(peer: Peer) -> str:
 
 @dataclass(slots=True, eq=False)
 class PushedSet:
-    """One parameter set of a model's version: the values in force, the values before them, and the highest number of a push."""
+    """One parameter set of a model version: the values in force and the values before them."""
 
     newest: Content
     #: The content that it held before; None: nothing that could be put into use again.
@@ -82,35 +82,34 @@ class PushedSet:
 
 @dataclass(slots=True)
 class PushedSets:
-    """The parameter sets of all models into which clients pushed. ``limit``: the most bytes of memory that all may take."""
+    """The parameter sets of all models into which clients pushed. ``limit``: the most bytes of memory of all sets."""
 
     limit: int
     byte_size: int = 0
     _sets: dict[VersionKey, dict[str, PushedSet]] = field(default_factory=dict)
 
     def of(self, key: VersionKey) -> Mapping[str, PushedSet]:
-        """Returns the parameter sets of the model version ``key`` into which clients have pushed, by the set's name."""
+        """Returns the parameter sets of a model version into which clients have pushed, by the name of the set."""
         return self._sets.get(key, {})
 
     def find(self, key: VersionKey, name: str) -> PushedSet | None:
-        """Returns the parameter set ``name`` of the model version ``key``; None: no client has pushed into that set."""
+        """Returns the parameter set ``name`` of a model version, or None if no client has pushed into it."""
         return self.of(key).get(name)
 
     def __iter__(self) -> Iterator[tuple[VersionKey, str, PushedSet]]:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns for each version how many sets clients have pushed into, and the push number of set ``main`` (0: none)."""
+        """Returns for each version how many sets clients have pushed into, and the push number of the set ``main`` (0: none)."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores ``content`` as the values in force of set ``name`` of version ``key``. The values before become the former.
+        """Stores ``content`` as the values in force of a set, and owns its memory. The values before become the former.
 
-        This object owns the memory of ``content`` from now on. If all sets take more than ``limit`` bytes, former values lose
-        their memory, the oldest first. If that is not enough, the new values lose theirs, too.
+        If all sets take more than ``limit`` bytes, former values lose their memory, the oldest first, and then the new values do.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)
@@ -125,9 +124,9 @@ class PushedSets:
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
-        """Puts the former values of the parameter set ``name`` in force again, and drops the newest values.
+        """Puts the former values of a parameter set in force again, and drops the newest values.
 
-        ``key``: the model's version. The set must have former values.
+        The set must have former values.
         """
         there = self._sets[key][name]
         assert there.former is not None
@@ -147,13 +146,12 @@ class PushedSets:
             self._drop(content)
 
     def _drop(self, content: Content) -> None:
-        """Closes the memory with the values of ``content``, which still says from which push and file the values came."""
         if content.memory >= 0:
             self.byte_size -= content.byte_size
             content.close()
 
     def drop(self, key: VersionKey, name: str) -> bool:
-        """Removes the parameter set ``name`` of the model version ``key``. Returns False if there was no such set."""
+        """Removes a parameter set of a model version. Returns False if there was no such set."""
         sets = self._sets.get(key, {})
         found = sets.pop(name, None)
         if found is None:
@@ -166,19 +164,19 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey) -> list[str]:
-        """Removes all parameter sets of the model version ``key``, and returns the names of these sets."""
+        """Removes all parameter sets of a model version, and returns their names."""
         names = list(self.of(key))
         for name in names:
             self.drop(key, name)
         return names
 
     def close(self) -> None:
-        """Removes all parameter sets of all models. A second call does nothing."""
+        """Removes all parameter sets of all models. May be called again."""
         for key in list(self._sets):
             self.forget(key)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the state is inconsistent; for tests."""
+        """Raises AssertionError if the state is inconsistent. For tests."""
         contents = [content for _, _, found in self for content in (found.newest, found.former) if content is not None]
         assert self.byte_size == sum(content.byte_size for content in contents if content.memory >= 0)
         assert self.byte_size <= self.limit
