@@ -37,10 +37,7 @@ _NO_ROOM = "no room for an answer of "
 
 
 class PreparedAnswer:
-    """The constant part of many answers: version, outputs, parameters, and whether the answer is its request's last.
-
-    The worker sent it once, with a number, and answers name it by that number.
-    """
+    """The constant part of many answers: version, outputs, parameters, and whether the answer is its request's last."""
 
     __slots__ = ("final", "is_mark", "outputs", "own_count", "parameters", "plan", "version")
 
@@ -69,21 +66,21 @@ class PreparedAnswer:
 
 
 class HeldResults:
-    """Counts the answers that this process still uses and that lie in workers' memory, on all lanes. Thread-safe."""
+    """Counts the answers in workers' memory that this process still uses, on all lanes. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Starts counting at zero. ``most``: the most answers that this process may hold at a time."""
+        """Starts counting at zero. ``most`` is the most answers that this process may use at a time."""
         self.most = most
         #: The bytes of each answer, by the memory of its lane and the key of its lease.
         self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
     def too_many(self) -> ResultsHeld | None:
-        """Returns a ``ResultsHeld`` error if this process holds as many answers as it may; returns None if it holds fewer."""
+        """Returns a ``ResultsHeld`` error if this process uses as many answers as it may, else None."""
         held = len(self.sizes)
         return ResultsHeld(held, self.most) if held >= self.most else None
 
     def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
-        """Returns ResultsHeld if a request failed because the answers that this process holds leave no room; else ``error``.
+        """Returns ResultsHeld if a request failed because this process's answers leave no room. Otherwise returns ``error``.
 
         Args:
           error: the error that the request failed with.
@@ -100,10 +97,9 @@ class HeldResults:
 
 
 class AnswerLease:
-    """The right to use the worker's memory that the outputs of one answer lie in.
+    """The lease of the worker's memory that the outputs of one answer lie in.
 
-    The arrays of the answer keep the lease alive. It ends when the last of the arrays is garbage-collected. If no array of the
-    answer was made yet, ``release`` ends it earlier.
+    It ends when the last array of the answer is garbage-collected. ``release`` ends it if no array was made.
     """
 
     __slots__ = ("__array_interface__", "_key", "_memory", "_segment")
@@ -116,12 +112,12 @@ class AnswerLease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
-        """Counts this lease's answer, of ``byte_size`` bytes, among the answers that this process holds, until ``release``."""
+        """Counts this lease's answer, of ``byte_size`` bytes, among the answers in use until ``release``."""
         for key in self._key:
             self._memory.held.sizes[self._memory, key] = byte_size
 
     def release(self) -> None:
-        """Gives the memory back to the worker, by a message that may be sent later together with others. Idempotent."""
+        """Gives the memory back to the worker. The message may be sent later. Idempotent."""
         try:
             key = self._key.pop()
         except IndexError:
@@ -132,10 +128,10 @@ class AnswerLease:
     __del__ = release
 
     def view(self, place: Sequence[Any], shape: Sequence[int], name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a read-only array on the leased memory, without a copy; the array keeps this lease alive as its base.
+        """Returns a read-only array on the leased memory, without a copy. The array keeps this lease alive.
 
         Args:
-          place: (number of the segment, offset in it, number of bytes).
+          place: the number of the segment, the offset in it, and the number of bytes.
           name: the dtype's name in numpy's array interface, such as "<f4".
 
         Raises: ValueError: the place is not inside the lease's segment, or has another size than the shape and dtype need.
@@ -159,20 +155,20 @@ class AnswerLease:
         return np.asarray(self)
 
     def content(self, place: Sequence[Any]) -> bytes:
-        """Returns a copy of the bytes at a place in the worker's memory.
+        """Returns a copy of bytes in the worker's memory. ``place`` is (number of the segment, offset in it, number of bytes).
 
-        ``place``: (number of the segment, offset in it, number of bytes). Raises ValueError: the place is outside the segment.
+        Raises ValueError if the place is outside the segment.
         """
         return self.view(place, (place[2],), "|u1", np.dtype(np.uint8)).tobytes()
 
 
 class ResponseSegment:
-    """A segment of a worker's arena that answers lie in. It is mapped read-only for as long as anything refers to this object."""
+    """A worker's segment that answers lie in. It is mapped read-only as long as anything refers to this object."""
 
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps ``fd``, a worker's segment ``number``. The caller closes ``fd``. Raises OSError or ValueError if that fails."""
+        """Maps ``fd``, which the caller must close. Raises OSError or ValueError if that fails."""
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size
@@ -180,15 +176,15 @@ class ResponseSegment:
 
 
 class AnswerMemory:
-    """The memory of one worker that answers lie in: mapped segments, and a queue of leases to give back. Thread-safe."""
+    """The memory of one worker that answers lie in. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
-        """Prepares for the answers on a new lane; the worker has announced no segment yet.
+        """Prepares for the answers on a new lane.
 
         Args:
-          held: counts the answers that this process holds.
+          held: counts the answers that this process uses.
           byte_size: the most bytes that answers on this lane may have together.
-          release: a method of the lane, referred to weakly, that sends what ``release_record`` returns to the worker. It is
+          release: a method of the lane that sends the message of ``release_record`` to the worker. It is referred to weakly, and
             called in any thread, also by the garbage collector.
         """
         self.held = held
@@ -203,10 +199,10 @@ class AnswerMemory:
         self._ended = False
 
     def open(self, number: int, byte_size: int, fds: Sequence[int], lost: bool) -> bool:
-        """Maps a segment that the worker has announced. Returns whether that worked; if not, the caller must tell the worker.
+        """Maps a segment that the worker has announced. Returns whether that worked. If not, the caller must tell the worker.
 
         Args:
-          number: the number that the worker gave the segment.
+          number: the worker's number of the segment.
           fds: the file descriptors that came with the announcement.
           lost: whether the kernel dropped descriptors, because this process may open no more.
 
@@ -224,15 +220,15 @@ class AnswerMemory:
         return True
 
     def close(self, number: int) -> None:
-        """Forgets segment ``number``, which the worker has closed. Arrays in the segment stay valid, and keep it mapped."""
+        """Forgets segment ``number``, which the worker has closed. Arrays in the segment stay valid."""
         self.segments.pop(number, None)
         self._refused.discard(number)
 
     def lease(self, answer: AnswerRecord) -> AnswerLease | None:
-        """Returns the lease of an answer; None: the answer's outputs do not lie in the worker's memory.
+        """Returns the lease of an answer, or None if the answer's outputs do not lie in the worker's memory.
 
-        Raises: Unavailable: this process could not map the answer's segment; the lease is queued to be given back.  ValueError:
-          the worker has not announced the segment.
+        Raises: Unavailable: this process could not map the answer's segment.  ValueError: the worker has not announced the
+          segment.
         """
         if answer.lease is None:
             return None
@@ -248,14 +244,14 @@ class AnswerMemory:
         return AnswerLease(self, answer.lease, segment)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a request failed with ``error`` because this process holds too many answers; else ``error``."""
+        """Returns ResultsHeld if a request failed because this process uses too many answers. Otherwise returns ``error``."""
         return self.held.explained(error, self, self._byte_size)
 
     def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:
-        """Returns (answer, lease), or an error to raise in place of the answer.
+        """Returns an answer with its lease, or an error to raise instead.
 
-        The lease is that of the worker's memory that the outputs lie in; None: they do not lie there. The error is returned if
-        the answer is itself an error, is malformed, or lies in memory that this process could not map.
+        The lease is None if the outputs do not lie in the worker's memory. The error is returned if the answer is an error,
+        is malformed, or lies in memory that this process could not map.
         """
         lease: AnswerLease | None = None
         error: ServingError | None = None
@@ -270,14 +266,14 @@ class AnswerMemory:
         return (answer, lease) if error is None else error
 
     def drop(self, answer: AnswerRecord) -> None:
-        """Gives back to the worker the memory that an answer lies in, because nobody waits for the answer any more."""
+        """Gives the memory of an answer back to the worker, because nobody waits for the answer any more."""
         if answer.lease is not None:
             self.give_back(answer.lease, 0)
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Queues the lease ``key`` to be given back to the worker. If enough leases or bytes are queued, has the lane send them.
+        """Queues a lease to be given back to the worker, and sends the queue if it has enough leases or bytes.
 
-        ``byte_size``: the number of bytes of the leased memory. The garbage collector may call this at any moment.
+        ``byte_size`` is the size of the leased memory. The garbage collector may call this at any moment.
         """
         if self._ended:
             return
@@ -289,7 +285,7 @@ class AnswerMemory:
                 release()
 
     def release_record(self) -> bytes:
-        """Returns a message that gives back as many queued leases as one message can have; b"": none is queued."""
+        """Returns a message that gives back as many queued leases as fit, or b"" if none is queued."""
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []
@@ -299,20 +295,19 @@ class AnswerMemory:
         return wire.release(leases)
 
     def end(self) -> None:
-        """Forgets all segments, because the lane has ended. Arrays in the segments stay valid, and keep them mapped."""
+        """Forgets all segments, because the lane has ended. Arrays in the segments stay valid."""
         self._ended = True
         self.segments.clear()
 
 
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
-    """Converts a worker's message to an ``Answer``, whose arrays view the worker's memory, are copies, or are the caller's own.
+    """Makes an ``Answer`` of a worker's message. Its arrays view the worker's memory, are copies, or are the caller's own.
 
-    If an array is a view, the answer holds the ``lease``, and is counted among the answers that this process holds.
+    If an array is a view, the answer keeps the ``lease``, and counts as an answer in use.
 
     Args:
-      lease: the lease of the worker's memory that the outputs lie in; None: they do not lie there.
-      places: output name -> the caller's array for the output. The worker has written to the array already, or the output
-        is copied into the array here.
+      lease: the lease of the worker's memory that the outputs lie in, or None if they do not lie there.
+      places: output name -> the caller's array for the output. The output is copied to it unless the worker wrote to it.
 
     Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output has another shape or
       dtype than the caller's array for it.

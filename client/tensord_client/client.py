@@ -40,22 +40,22 @@ Place = Union[str, "os.PathLike[str]"]
 
 
 class Client:
-    """A connection to a server; ``model`` looks up the server's models.
+    """A connection to a server. ``model`` looks up the server's models.
 
     Thread-safe. After a fork the child process connects anew by itself.
     """
 
     def __init__(self, connection: Connection) -> None:
-        """Makes a client of a connection that is open already; programs call ``connect`` instead."""
+        """Makes a client of an open connection. Programs call ``connect`` instead."""
         self._connection = connection
 
     def model(self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = "") -> Model:
         """Looks up a model on the server and returns it as a function of arrays.
 
         Args:
-          version: the version that is called; 0: the newest at the time of each call.
-          parameter_set: the model's parameter set that calls are answered with; "": ``main``.
-          timeout: seconds that a call waits for its answer, and a stream for each response; None: without limit.
+          version: the version to call, or 0 for the newest at the time of each call.
+          parameter_set: the model's parameter set that calls are answered with. "" means ``main``.
+          timeout: the seconds that a call waits for its answer, and a stream for each response. None means no limit.
 
         Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
           answers.  InvalidArgument: an argument is of another type.  ServingError: any other error of the server.
@@ -73,16 +73,16 @@ class Client:
     ) -> Any:
         """Makes an array for an input or an output (``out``) in memory that the server reads and writes without a copy.
 
-        Where the server shares no memory with this process (HTTP, or a model served by this process), it is an ordinary array.
+        If the server shares no memory with this process (HTTP, or a model in this process), it is an ordinary array.
 
         Args:
-          tensor: an entry of ``Model.inputs`` or ``Model.outputs``, with every size that varies (-1) taken as 1; or a shape.
-          dtype: the numpy dtype, needed where ``tensor`` is a shape and ignored otherwise.
-          shape: the complete shape, where a size of the entry varies; ignored where ``tensor`` is a shape.
-          device: a GPU, such as "cuda:0", as this process counts GPUs; "": host memory.
+          tensor: an item of ``Model.inputs`` or ``Model.outputs``, or a shape. An item's variable sizes (-1) become 1.
+          dtype: the numpy dtype. It is needed if ``tensor`` is a shape, and ignored otherwise.
+          shape: the complete shape, if the item has variable sizes. It is ignored if ``tensor`` is a shape.
+          device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
 
-        Returns: a numpy array with any content; on a GPU a ``DeviceArray``, which frameworks view by DLPack and ``copy_from``
-          fills.
+        Returns: a numpy array with undefined content. On a GPU it is a ``DeviceArray``, which frameworks view by DLPack and
+          ``copy_from`` fills.
         Raises: InvalidArgument: the datatype has no fixed size (strings), the array can never fit into the memory that the server
           allows, or the server cannot reach that GPU.  Unsupported: a GPU was asked for, and this process serves the models
           itself.  Unavailable: there is no memory for the array now, or this process has no CUDA driver.
@@ -125,12 +125,11 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
     """Finds a server, connects to it and returns the client.
 
     Args:
-      address: where the server is: a folder with a daemon's sockets, the path of a socket, ``unix:PATH``, ``HOST:PORT`` or
-        ``http://HOST:PORT``; or a repository of models, a folder that this process then serves by itself. None: ``$TENSORD``
-        or, if it is not set, the first that answers of: the service of this host (/run/tensord), the user's own daemon,
-        localhost:8000.
-      wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
-      patience: seconds that a call waits, within its own timeout, for a server that has gone away to come back.
+      address: a folder with a daemon's sockets, the path of a socket, ``unix:PATH``, ``HOST:PORT`` or ``http://HOST:PORT``. It
+        may also be a repository of models, which this process then serves by itself. None means ``$TENSORD`` or, if it is not
+        set, the first server that answers: this host's service (/run/tensord), the user's own daemon, localhost:8000.
+      wait: the seconds to wait for a server to appear. With 0, each address is tried once.
+      patience: the seconds that a call waits, within its own timeout, for a lost server to come back.
 
     Raises: Unavailable: no server answers; the message lists the addresses that were tried.  InvalidArgument: the text is no
       address.
@@ -139,9 +138,9 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
 
 
 def connection(address: Place | None, wait: float, patience: float) -> Connection:
-    """Finds a server and returns an open connection to it. ``address`` None: the usual addresses are tried.
+    """Finds a server and returns an open connection to it. If ``address`` is None, the usual addresses are tried.
 
-    ``wait``: seconds to wait for a server to appear. ``patience``: seconds that requests wait for a server that has gone away.
+    ``wait`` is the seconds to wait for a server to appear. ``patience`` is the seconds that requests wait for a lost server.
     Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no address.
     """
     until = time.monotonic() + wait
@@ -159,7 +158,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
 
 
 def _usual() -> Iterator[str]:
-    """Yields the default addresses: sockets in /run/tensord and in this user's private folders, localhost:8000."""
+    """Yields the default addresses."""
     yield f"{SERVICE}/{CLIENTS}"
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -174,11 +173,7 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address and returns the connection. ``patience``: seconds that requests wait for a server to come back.
-
-    A folder that has models but no sockets is a repository, which this process then serves by itself. Raises: Unavailable: no
-    server answers. InvalidArgument: the text is no address.
-    """
+    """Connects to one address, or serves a repository of models in this process."""
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode
@@ -211,7 +206,7 @@ def _way(address: str, patience: float) -> Connection:
 
 
 def _holds_a_model(repository: Path) -> bool:
-    """Returns whether some folder in ``repository`` is a model: it has a configuration, or a folder for a version."""
+    """Returns whether a folder in ``repository`` is a model."""
     return any(
         path.name == "config.pbtxt" or (path.name.isdecimal() and path.is_dir())
         for path in (*repository.glob("[!.]*/config.pbtxt"), *repository.glob("[!.]*/[1-9]*"))
@@ -219,7 +214,7 @@ def _holds_a_model(repository: Path) -> bool:
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:
-    """Makes the exception for a path to which connecting failed. If a permission is lacking, the text says who has it."""
+    """Makes the error for a path that cannot be connected to. The text says who has the permission."""
     text = f"{path}: {error.strerror}"
     if not isinstance(error, PermissionError):
         return Unavailable(text)
@@ -236,10 +231,7 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
 
 
 def _who_may(path: str, status: os.stat_result, access: int) -> str:
-    """Returns a phrase for an error's text: which group or user has the access to ``path`` that this user lacks.
-
-    ``status``: the path's status. ``access``: the access that is lacking, such as os.R_OK.
-    """
+    """Returns which group or user has the access to ``path`` that this user lacks."""
     # Imported where it is needed: a client's start is to be quick.
     import grp
     import pwd
@@ -258,10 +250,7 @@ def _who_may(path: str, status: os.stat_result, access: int) -> str:
 
 
 def _on_socket(path: str, patience: float) -> Connection:
-    """Connects to the unix socket at ``path``: over lanes if its type is SEQPACKET, over HTTP if its type is STREAM.
-
-    ``patience``: seconds that later requests wait for a server that cannot be reached.
-    """
+    """Connects to a unix socket, over lanes or HTTP by the socket's type."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(path)
@@ -273,11 +262,7 @@ def _on_socket(path: str, patience: float) -> Connection:
 
 
 def _over_http(path: str, greeting: Mapping[str, Any], patience: float) -> Connection:
-    """Connects over HTTP to the daemon that answered at ``path``; tries the daemon's unix sockets before its TCP addresses.
-
-    ``greeting``: the daemon's answer to ``hello``, whose "http" lists its HTTP addresses. ``patience``: seconds that a request
-    waits for a server that cannot be reached. Raises: Unavailable: the daemon answers at none of the addresses.
-    """
+    """Connects over HTTP to the daemon that sent ``greeting``, which lists its addresses."""
     tried = []
     for each in sorted(greeting.get("http", ()), key=lambda each: not each.startswith("unix:")):
         try:
@@ -290,11 +275,7 @@ def _over_http(path: str, greeting: Mapping[str, Any], patience: float) -> Conne
 
 
 def _over_tcp(address: str, patience: float) -> HttpConnection:
-    """Connects to an HTTP server over TCP. If the host's name stands for several addresses, uses the first that answers.
-
-    ``patience``: seconds that later requests wait for a server that cannot be reached. Raises: Unavailable: none of the
-    addresses answers.  InvalidArgument: ``address`` is no HOST:PORT.
-    """
+    """Connects to an HTTP server over TCP, at the first address that answers."""
     text = (address[len("http://") :] if address.startswith("http://") else address).rstrip("/")
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:

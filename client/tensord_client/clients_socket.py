@@ -25,9 +25,9 @@ class ClientsSocket:
     """A connection to the daemon's socket for clients, to ask for models and lanes one by one. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
-        """Connects to the daemon's socket for clients at ``path``. ``timeout``: seconds to wait for the daemon each time.
+        """Connects to the daemon's socket at ``path``. ``timeout`` is the seconds to wait for the daemon each time.
 
-        Raises Unavailable: no daemon accepts the connection.
+        Raises Unavailable if no daemon accepts the connection.
         """
         self._path = path
         self._timeout = timeout
@@ -42,11 +42,11 @@ class ClientsSocket:
     def ask(
         self, request: dict[str, Any], wait: float | None = 0.0, fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[socket.socket]]:
-        """Sends a request and waits for the answer. Returns the answer's JSON object, and the sockets that came with the answer.
+        """Sends a request and waits for the answer. Returns the answer's JSON object and the sockets that came with it.
 
         Args:
-          wait: seconds that the daemon may work on the request, on top of the constructor's ``timeout``; None: without limit.
-          fds: file descriptors that are sent with the request; the caller still has to close them.
+          wait: the seconds that the daemon may work on the request, in addition to the timeout. None means no limit.
+          fds: file descriptors that are sent with the request. The caller still has to close them.
 
         Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer or has gone away, or its answer
           was cut off; this connection is closed then.  Unknown: the answer is no JSON object; this connection is closed then.
@@ -93,7 +93,7 @@ class ClientsSocket:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether the connection is closed: by ``close``, or because ``ask`` got no answer or no valid one."""
+        """Returns whether the connection is closed."""
         return self._sock.fileno() < 0
 
 

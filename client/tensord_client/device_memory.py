@@ -32,10 +32,10 @@ _DEFAULT_STREAM = 1
 
 
 class CudaLibrary:
-    """The CUDA driver library, called by ctypes. It uses each device's primary context, which frameworks use as well."""
+    """The CUDA driver library. It uses each device's primary context, which frameworks use as well."""
 
     def __init__(self) -> None:
-        """Loads and initializes the driver. Raises Unavailable: this process has no CUDA driver, or no CUDA device."""
+        """Loads and initializes the driver. Raises Unavailable if there is no CUDA driver or device."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -52,7 +52,10 @@ class CudaLibrary:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Makes the primary context of device ``ordinal`` current in a ``with`` block. Raises Unavailable: no such device."""
+        """Makes the primary context of device ``ordinal`` current in a ``with`` block.
+
+        Raises Unavailable if there is no such device.
+        """
         context = self._contexts.get(ordinal)
         if context is None:
             device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -66,10 +69,9 @@ class CudaLibrary:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def allocate(self, byte_size: int) -> tuple[int, bytes]:
-        """Allocates memory on the device of the current context. Returns the memory's address and its CUDA IPC handle (64 bytes).
+        """Allocates memory on the current device. Returns its address and its CUDA IPC handle (64 bytes).
 
-        Call it within a ``with`` block of ``on``. Raises Unavailable: the device has no memory left, or cannot share its
-        memory.
+        Call it in a ``with`` block of ``on``. Raises Unavailable if the device has no memory left or cannot share its memory.
         """
         address, handle = ctypes.c_uint64(), (ctypes.c_ubyte * 64)()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(byte_size))
@@ -90,7 +92,7 @@ class CudaLibrary:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
 
     def within(self, address: int, source: int, byte_size: int) -> None:
-        """Copies from ``source`` to ``address``, both on the device, and waits for that. Call it in a block of ``on``."""
+        """Copies from ``source`` to ``address``, both on the device, and waits for the copy. Call it in a block of ``on``."""
         self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
         self._call("cuCtxSynchronize")
 
@@ -98,7 +100,7 @@ class CudaLibrary:
 class DeviceArray:
     """An array in a GPU's memory, for a model's input or output (``out``). Frameworks can view it by DLPack.
 
-    Made by ``Client.empty``.
+    ``Client.empty`` makes it.
     """
 
     def __init__(
@@ -121,9 +123,9 @@ class DeviceArray:
         return f"cuda:{self._ordinal}"
 
     def copy_from(self, value: Any) -> None:
-        """Copies another array's values into this one, within the GPU if the other array lies on it, else from the host.
+        """Copies the values of another array, on the host or on the same GPU, into this array.
 
-        Where the other array lies is asked by DLPack; an array without DLPack lies on the host.
+        An array without DLPack is taken to be on the host.
 
         Raises: InvalidArgument: the other array has another shape or dtype, lies on another GPU, or lies on this GPU and is not
           contiguous.
@@ -161,9 +163,9 @@ class DeviceArray:
         return dlpack.CUDA, self._ordinal
 
     def __dlpack__(self, **_: Any) -> Any:
-        """Exports a view of the array by DLPack, without a copy. The GPU's memory is kept for as long as the view exists.
+        """Exports a view of the array by DLPack, without a copy. The GPU's memory is kept as long as the view exists.
 
-        The arguments are ignored. No stream is synchronized, since no work on the array is under way between two requests.
+        The arguments are ignored, and no stream is synchronized.
         """
         return dlpack.DeviceView(self._address, self.dtype, self.shape, self.__dlpack_device__(), self).__dlpack__()
 
@@ -177,13 +179,13 @@ class DeviceArray:
 
 
 class DeviceMemory:
-    """Makes one connection's arrays on GPUs, and frees the arrays that nothing refers to any more. Thread-safe.
+    """Makes one connection's arrays on GPUs, and frees those that are garbage-collected. Thread-safe.
 
-    A child process that is forked off has none of its parent's arrays.
+    A child process has none of its parent's arrays after a fork.
     """
 
     def __init__(self, post: Callable[[str, bytes], object]) -> None:
-        """Allocates nothing yet. ``post``: sends an HTTP POST with a JSON body to a path of the daemon, to register arrays."""
+        """Allocates nothing yet. ``post`` sends an HTTP POST with a JSON body to a path of the daemon, to register arrays."""
         self._post = post
         self._lock = threading.Lock()
         self._driver: CudaLibrary | None = None
@@ -194,16 +196,16 @@ class DeviceMemory:
 
     @property
     def driver(self) -> CudaLibrary:
-        """Returns the CUDA driver, loaded at first use. Raises: Unavailable: this process has no driver or device."""
+        """Returns the CUDA driver, which is loaded at its first use. Raises Unavailable if there is no driver or device."""
         if self._driver is None or self._pid != os.getpid():
             self._pid, self._driver = os.getpid(), CudaLibrary()
             self.returned = deque()
         return self._driver
 
     def empty(self, shape: Sequence[int], dtype: Any, device: str) -> DeviceArray:
-        """Allocates an array on a GPU, whose content is undefined, and registers it with the daemon as a CUDA region.
+        """Allocates an array with undefined content on a GPU, and registers it with the daemon as a CUDA region.
 
-        ``device``: the GPU, such as "cuda:0".
+        ``device`` is the GPU, such as "cuda:0".
 
         Raises: InvalidArgument: ``device`` names no GPU, or the array has 0 bytes or a dtype that DLPack lacks.  Unavailable:
           there is no CUDA driver, no such GPU, or no memory left on it, or ``close`` was called.  ServingError: the daemon
@@ -240,7 +242,7 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Unregisters and frees the memory of the arrays in ``returned``: those that this process no longer refers to."""
+        """Unregisters and frees the arrays that were garbage-collected."""
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:
@@ -251,7 +253,7 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Frees the arrays that this process no longer refers to. Arrays in use stay until the process ends. Idempotent."""
+        """Frees the arrays that were garbage-collected. Arrays in use stay until the process ends. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():

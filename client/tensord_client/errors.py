@@ -20,18 +20,18 @@ from tensord_client.common.errors import in_plain_words, kind_of
 
 
 class ResultsHeld(ServingError):
-    """This process holds too many answers, or bytes of answers, in the server's memory; release some.
+    """This process uses too many answers, or bytes of answers, in the server's memory. Release some.
 
-    Attributes: ``held``: how many answers the process holds; ``limit``: how many it may hold.
+    Attributes: ``held`` is the number of these answers, ``limit`` the most that are allowed.
     """
 
     code = "RESULTS_HELD"
 
     def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
-        """Makes the error of a process that holds ``held`` answers and may hold ``limit``.
+        """Makes the error of a process that uses ``held`` answers and may use ``limit``.
 
-        Two arguments are given only if the server refused a request because it had no memory for another answer. ``byte_size``:
-        the number of bytes of all held answers. ``refusal``: the text of the server's error.
+        If the server refused a request for want of memory, ``byte_size`` is the size of these answers, and ``refusal`` the
+        text of the server's error.
         """
         size, most = (f" of {byte_size} bytes", "") if refusal else ("", f", at most {limit} may be")
         super().__init__(
@@ -43,7 +43,7 @@ class ResultsHeld(ServingError):
 
 
 def too_many_waiting(count: int, most: int) -> Unavailable:
-    """Makes the error for a request that cannot be queued: ``count`` wait in this process, and ``most`` may wait."""
+    """Makes the error for a request that cannot be queued: ``count`` requests wait in this process, and ``most`` may wait."""
     return Unavailable(f"{count} requests wait in this process to be sent, at most {most} may: wait for answers first")
 
 
@@ -54,21 +54,17 @@ _BY_STATUS = {403: Unavailable, 404: NotFound, 409: Replaced, 501: Unsupported, 
 
 
 def from_code(code: str, message: str) -> ServingError:
-    """Makes the exception for an error code of the server, such as "NOT_FOUND". A code that is not known gives an ``Unknown``."""
+    """Makes the exception for an error code of the server, such as "NOT_FOUND". An unknown code becomes ``Unknown``."""
     return _in_plain_words(kind_of(code), message)
 
 
 def from_status(status: int, message: str) -> ServingError:
-    """Makes the exception for an HTTP status other than success. ``message``: the error's text."""
+    """Makes the exception for an HTTP status other than success. ``message`` is the error's text."""
     return _in_plain_words(_BY_STATUS.get(status, Internal if status >= 500 else InvalidArgument), message)
 
 
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
-    """Makes an exception of class ``kind`` with ``message``, without the note or prefix that the protocol adds to messages.
-
-    If ``message`` says that an output does not fit into the caller's memory, the exception is an InvalidArgument
-    instead; Triton answers such a request with Internal.
-    """
+    """Makes an exception of class ``kind``, or InvalidArgument if an output does not fit into the caller's memory."""
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))
     return kind(in_plain_words(message))

@@ -58,20 +58,20 @@ _LONGEST = 10.0
 
 
 class HttpConnection:
-    """A connection to a server over HTTP: it has a number of keep-alive connections, which requests take in turn.
+    """A connection to a server over HTTP. Its requests share a number of keep-alive connections.
 
-    Thread-safe; a process that is forked off connects anew.
+    Thread-safe. After a fork the child process connects anew.
     """
 
     def __init__(
         self, address: Address, limit: int = 64, patience: float = 30.0, max_waiting: int = MAX_WAITING
     ) -> None:
-        """Prepares for requests to the server at ``address``; nothing is sent.
+        """Prepares for requests to the server at ``address``, but sends nothing.
 
         Args:
-          limit: the most HTTP connections that are open at a time; further requests wait until a connection is free.
-          patience: seconds that a request waits for a server that cannot be reached or is stopping.
-          max_waiting: the most requests that wait for a connection; a further request is refused with Unavailable.
+          limit: the most HTTP connections that are open at a time. Further requests wait until a connection is free.
+          patience: the seconds that a request waits for a server that cannot be reached or is stopping.
+          max_waiting: the most requests that wait for a connection. A further request is refused with Unavailable.
         """
         self.address = address
         self._limit = limit
@@ -92,7 +92,7 @@ class HttpConnection:
         self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
 
     def forget(self) -> None:
-        """Starts anew in a child process after a fork: closes the child's copies of the parent's sockets."""
+        """Closes the child's copies of the parent's sockets in a child process after a fork."""
         pool, waiting = self._pool, self._waiting
         self._begin()
         self._pool.is_closed = pool.is_closed
@@ -107,11 +107,11 @@ class HttpConnection:
             return self._waiting
 
     def get(self, path: str, patience: float | None = None, deadline: float | None = None) -> Any:
-        """Sends a GET request for a path. Returns the parsed JSON of the answer; None if the answer is empty.
+        """Sends a GET request for a path. Returns the parsed JSON of the answer, or None if the answer is empty.
 
         Args:
-          patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
-          deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
+          patience: the seconds to wait for a server that cannot be reached, or None for the constructor's value.
+          deadline: the time of ``time.monotonic()`` in seconds at which to stop waiting, or None for no limit.
 
         Raises: ServingError: the answer is an error, or none came.
         """
@@ -130,19 +130,7 @@ class HttpConnection:
         deadline: float | None = None,
         patience: float | None = None,
     ) -> tuple[Any, dict[bytes, bytes]]:
-        """Sends a request other than for inference. Returns the parsed JSON of the answer, and the answer's header fields.
-
-        The JSON is None if the answer is empty. The header fields are a dictionary by lower-case names. If the connection fails
-        after the request was sent, only a GET request is sent again.
-
-        Args:
-          fields: the request's header fields besides Host and Content-Length, each with its line end.
-          body: the pieces of the request's body; empty: it has none.
-          deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
-          patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
-
-        Raises: ServingError: the answer is an error, or none came.
-        """
+        """Sends a request other than for inference. Returns the answer's JSON or None, and its header fields."""
         head = f"{method} {path}".encode() + self._fields + fields
         if method != "GET":
             head += b"Content-Length: %d\r\n" % sum(map(len, body))
@@ -152,9 +140,9 @@ class HttpConnection:
         return found
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Asks the server for a model's metadata and configuration, and returns the description that follows from them.
+        """Asks the server for a model's metadata and configuration. Returns the model's description.
 
-        ``version``: the model's version; 0: the newest. Raises ServingError: the server does not serve the model.
+        ``version`` is the model's version, or 0 for the newest. Raises ServingError if the server does not serve the model.
         """
         path = _path(model, version)
         (metadata, fields), config = self._request("GET", path), self.config(model, version)
@@ -175,14 +163,14 @@ class HttpConnection:
         )
 
     def config(self, model: str, version: int) -> dict[str, Any]:
-        """Asks the server for a model's configuration; empty if the server gives none. ``version`` 0: the newest."""
+        """Returns a model's configuration, or {} if the server gives none. ``version`` 0 means the newest."""
         try:
             return cast("dict[str, Any]", self.get(f"{_path(model, version)}/config"))
         except (Unavailable, Unsupported):
             return {}
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns an object to list and change a model's parameter sets; sends nothing. ``version`` 0: all versions."""
+        """Returns an object to list and change a model's parameter sets. ``version`` 0 means all versions."""
         return ModelParameters(self.manage, model, version)
 
     def manage(
@@ -197,16 +185,16 @@ class HttpConnection:
     ) -> dict[str, Any]:
         """Lists or changes the parameter sets of a model on the server.
 
-        Returns the server's answer, a dictionary: "parameters" is the list of sets, "number" identifies a push.
+        In the server's answer, "parameters" is the list of sets, and "number" identifies a push.
 
         Args:
           operation: "parameters" lists the sets, "push" changes a set, "drop" removes a set, and "revert" undoes a set's newest
             push.
-          version: the model's version; 0: the newest, or all versions where sets are listed.
-          name: the name of the parameter set; "": none, where sets are listed.
-          said: the fields of a push, such as "number", "partial" or "file"; None: there are none.
-          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
-          timeout: seconds to wait for the answer; None: without limit.
+          version: the model's version. 0 means the newest, or all versions if sets are listed.
+          name: the name of the parameter set, or "" to list sets.
+          said: the fields of a push, such as "number", "partial" or "file", or None.
+          pieces: the parameters' bytes in safetensors' layout, or none if ``said`` names a file with the parameters.
+          timeout: the seconds to wait for the answer, or None for no limit.
 
         Raises: ServingError: the answer is an error, or none came in time.
         """
@@ -219,7 +207,7 @@ class HttpConnection:
         return {"parameters": found} if operation == "parameters" else cast("dict[str, Any]", found)
 
     def ask(self, call: Call) -> HttpRequest:
-        """Sends an inference request. Returns a ``Pending``, an object that waits for the answer.
+        """Sends an inference request. Returns an object that waits for the answer.
 
         Raises: InvalidArgument: the request cannot be encoded.  Unavailable: ``close`` was called, or too many requests wait.
         """
@@ -234,11 +222,11 @@ class HttpConnection:
     exchange = ask
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with what its input arrays hold then. No request is sent yet."""
+        """Makes a request that can be sent many times, each time with its arrays' values at that time. Sends nothing yet."""
         return Prepared(self.ask, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary array, as HTTP shares no host memory. Raises: Unavailable: this connection is closed."""
+        """Makes an ordinary array with undefined content. Raises Unavailable if this connection is closed."""
         if self._pool.is_closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
@@ -246,7 +234,7 @@ class HttpConnection:
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Makes an array on a GPU and registers it as a region with the server, which must be on this host.
 
-        ``device``: the GPU, such as "cuda:0".
+        ``device`` is the GPU, such as "cuda:0".
 
         Raises: InvalidArgument: ``device`` names no GPU, or the array has 0 bytes or an unsupported dtype.  Unavailable: there
           is no CUDA driver, no such GPU, or no memory left on it, or the connection is closed.  ServingError: the server
@@ -260,13 +248,13 @@ class HttpConnection:
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, array: Any) -> tuple[str, int, int] | None:
-        """Returns the region (name, offset, number of bytes) of ``array``; None: ``empty_on`` has not made the array."""
+        """Returns the name, offset and size of the region of an array of ``empty_on``."""
         if isinstance(array, np.ndarray) or self._on_devices is None or array.memory is not self._on_devices:
             return None
         return cast("tuple[str, int, int]", array.place)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Does nothing, as a client cannot end a sequence over HTTP. The server ends a sequence that was idle for long enough."""
+        """Does nothing, because a client cannot end a sequence over HTTP. The server ends idle sequences."""
 
     def close(self) -> None:
         """Closes all HTTP connections. Requests that are in flight or wait for a connection fail with Cancelled. Idempotent."""
@@ -290,12 +278,7 @@ class HttpConnection:
         return _Infer(pieces, call)
 
     def _head(self, call: Call, contents: list[Buffer]) -> tuple[bytes, int]:
-        """Returns the beginning of an inference request (request line, header fields, JSON), and the number of bytes of the JSON.
-
-        The result lacks the header fields of lengths and the empty line; the caller inserts them before the JSON.
-
-        ``contents``: the bytes of each input; empty where the input lies in a region.
-        """
+        """Returns an inference request's head and JSON, and the JSON's size."""
         key = None
         if call.is_bare:
             tensors = tuple(
@@ -326,7 +309,7 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns (name, offset, size) of the GPU region that output ``name`` is written to; None: it comes with the answer."""
+        """Returns the GPU region that output ``name`` is written to, or None."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -363,7 +346,7 @@ class HttpConnection:
 
 
 class _Get(HttpExchange):
-    """A request without inference. ``read`` returns the body's JSON (None: there is no body) and the header fields."""
+    """A request without inference. Its result is the answer's JSON or None, and the header fields."""
 
     def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:
@@ -372,7 +355,7 @@ class _Get(HttpExchange):
 
 
 class _Infer(HttpExchange):
-    """An inference request, whose answer is JSON followed by the bytes of the output tensors."""
+    """An inference request. Its answer is JSON, followed by the bytes of the output tensors."""
 
     def __init__(self, pieces: list[Buffer], call: Call) -> None:
         super().__init__(pieces, call.deadline, call.pure, call.model)
@@ -431,7 +414,7 @@ class _Infer(HttpExchange):
 
 
 def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
-    """Returns the "parameters" in a tensor's JSON that name a region (name, offset, number of bytes); empty for None."""
+    """Returns the "parameters" of a tensor's JSON that name a region."""
     if region is None:
         return {}
     name, offset, byte_size = region
@@ -440,7 +423,7 @@ def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
-    """Makes an array of an output that the server wrote as JSON (a list) although binary data were asked for."""
+    """Makes an array of an output that the server wrote as a JSON list."""
     if datatype == "BYTES":
         data = [str(each).encode() for each in data]
     made = np.empty(len(data), dtype_of(datatype))
@@ -449,7 +432,7 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
 
 
 def _timing(field: bytes | None) -> Timing | None:
-    """Parses a Tensord-Timing field of an answer; None: there is no such field, or it is malformed."""
+    """Parses a Tensord-Timing field. Returns None if it is malformed."""
     if field is None:
         return None
     try:
@@ -460,10 +443,7 @@ def _timing(field: bytes | None) -> Timing | None:
 
 
 def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
-    """Parses JSON in an answer's body and returns it.
-
-    ``text``: the part of the body that is to be JSON. Raises Internal: the text is not JSON; the message says what it is.
-    """
+    """Parses JSON in an answer's body, or raises Internal."""
     try:
         return json.loads(text)
     except ValueError:
@@ -471,7 +451,7 @@ def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
 
 
 def _unexpected(response: HttpResponse, content: bytes, expected: str) -> ServingError:
-    """Makes the error for an answer with ``content``, such as a proxy's page, in place of ``expected``, such as "JSON"."""
+    """Makes the error for an answer that is not ``expected``, such as a proxy's page."""
     fields = [response.fields.get(name, b"").decode("latin-1") for name in (b"content-type", b"content-encoding")]
     kind = ", ".join(filter(None, fields)) or "no content type"
     return Internal(f"the server answered with {kind}, {reprlib.repr(content)}, where {expected} are expected")
@@ -493,7 +473,7 @@ def _path(model: str, version: int) -> str:
 def reached(address: Address, patience: float) -> HttpConnection:
     """Makes a connection over HTTP, checks that a server answers there, and returns the connection.
 
-    ``patience``: seconds that later requests wait for a server that cannot be reached. Raises Unavailable: no server answers.
+    ``patience`` is the seconds that later requests wait for a lost server. Raises Unavailable if no server answers.
     """
     connection = HttpConnection(address, patience=patience)
     try:

@@ -30,7 +30,7 @@ Buffer = Union[bytes, memoryview]
 
 
 class Address(NamedTuple):
-    """The address of a server: either the path of a unix socket, or a host and a port (``path`` is "" then)."""
+    """The address of a server. It is the path of a unix socket, or a host and a port."""
 
     path: str
     host: str = ""
@@ -43,7 +43,7 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """Returns the value of the Host header field of requests to this address."""
+        """Returns the Host header field of requests to this address."""
         return "localhost" if self.path else str(self)[len("http://") :]
 
 
@@ -52,16 +52,13 @@ class MalformedResponse(OSError):
 
 
 class HttpResponse:
-    """Parses an HTTP answer from bytes as they arrive, and stores what has arrived so far. Does no input or output itself.
-
-    A body has chunks, or a length that the head gives, or it ends with the connection.
-    """
+    """Parses an HTTP answer from bytes as they arrive. It does no input or output itself."""
 
     def __init__(self, streams: bool = False) -> None:
         """Starts an answer of which no byte has arrived.
 
-        ``streams``: True: if the status is 200, the caller reads the body from ``stream`` while the body arrives; False: the
-        caller reads the body once the answer is complete.
+        If ``streams`` is true and the status is 200, the caller reads the body from ``stream`` while it arrives. Otherwise
+        the caller reads the body once the answer is complete.
         """
         self._streams = streams
         self.status = 0
@@ -90,11 +87,11 @@ class HttpResponse:
 
     @property
     def place(self) -> memoryview | None:
-        """Returns memory for the body's next bytes, which ``filled`` then counts; None: the bytes are to be given to ``feed``."""
+        """Returns memory to receive the body's next bytes in, or None if received bytes are to be given to ``feed``."""
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Counts the first ``count`` bytes of ``place`` as received. When the body is full, the answer is complete."""
+        """Counts the first ``count`` bytes of ``place`` as received."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -103,7 +100,7 @@ class HttpResponse:
             self.whole = not self._places
 
     def feed(self, data: Buffer) -> None:
-        """Parses bytes that the connection has received. Raises MalformedResponse: the bytes are not valid HTTP."""
+        """Parses received bytes. Raises MalformedResponse if they are not valid HTTP."""
         if not self.status:
             self._head += data
             if not self._head.startswith(b"HTTP/1."[: len(self._head)]):
@@ -186,18 +183,14 @@ class HttpResponse:
             raise MalformedResponse("bytes follow an answer that nobody asked for")
 
     def _collect(self, data: memoryview) -> None:
-        """Stores bytes of a body whose length is not known, or that the caller reads while it arrives."""
+        """Stores bytes of a body whose length is not known, or that is read while it arrives."""
         if self._streams:
             self.stream += data
         else:
             self.text += data
 
     def _complete(self) -> None:
-        """Marks the answer as complete, and separates the binary part of its body from the JSON before it.
-
-        Called at the end of a body whose length was not known before. Raises: MalformedResponse: the header field with the
-        JSON's length does not fit the body.
-        """
+        """Marks the answer as complete, and separates the binary part of its body from the JSON."""
         self.whole = True
         json_size = self.fields.get(b"inference-header-content-length")
         if json_size is None or self._streams:
@@ -246,9 +239,9 @@ class HttpResponse:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Handles the end of the connection: completes an answer whose body ends with the connection.
+        """Completes an answer whose body ends with the connection.
 
-        Raises: ConnectionResetError: the body of the answer has a length or chunks, and not all of it has come.
+        Raises ConnectionResetError if another kind of body has not come completely.
         """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
@@ -258,7 +251,7 @@ class HttpResponse:
 class HttpChannel:
     """An HTTP connection to a server, over which one request at a time is sent.
 
-    Once a method has raised an OSError, the connection must not be used any more, but closed.
+    Once a method has raised an OSError, the connection can only be closed.
     """
 
     def __init__(self, address: Address) -> None:
@@ -287,46 +280,45 @@ class HttpChannel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Closes the connection, and so cancels a request that is in flight on it. Idempotent."""
+        """Closes the connection, which cancels a request in flight. Idempotent."""
         self._socket.close()
 
     def shut_down(self) -> None:
-        """Shuts the socket down, so that a thread that waits on it wakes up and calls ``close``. May be called in any thread."""
+        """Shuts the socket down, so that a thread that waits for it wakes up and calls ``close``. Any thread may call it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
     def is_readable(self) -> bool:
-        """Returns whether bytes or the connection's end have come. An idle connection must not be used again then."""
+        """Returns whether bytes or the connection's end have come. An idle connection then cannot be used again."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     @property
     def may_be_kept(self) -> bool:
-        """Returns whether another request may be sent on this connection: the last answer is complete and leaves it open."""
+        """Returns whether another request may be sent on this connection."""
         return self.response.whole and self.response.keep_alive and not self._cut
 
     def send(self, pieces: Sequence[Buffer], streams: bool = False) -> None:
-        """Sets the request to send: the bytes in ``pieces``, in their order. Sends nothing yet; ``advance`` sends them.
+        """Sets the request to send: the bytes in ``pieces``, in their order. ``advance`` sends them.
 
-        ``streams``: True: if the answer's status is 200, its body is read while it arrives.
+        If ``streams`` is true and the answer's status is 200, its body is read while it arrives.
         """
         self.response = HttpResponse(streams)
         self.sent = False
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Makes this object send the unsent bytes from ``content``, a copy of the request, and not from the caller's arrays."""
+        """Replaces the unsent bytes by those in ``content``, a copy of the request, so that the caller's arrays may change."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 
     def advance(self) -> int:
         """Sends and receives as much as is possible without waiting.
 
-        Returns 0 if the answer is complete, else the poll events to wait for before the next call.
-
-        Raises OSError: the connection failed, or the answer is not valid HTTP (MalformedResponse).
+        Returns 0 if the answer is complete, else the poll events to wait for before the next call. Raises OSError if the
+        connection failed, or MalformedResponse if the answer is not valid HTTP.
         """
         if self._connecting:
             poll = select.poll()
@@ -359,7 +351,7 @@ class HttpChannel:
             return select.POLLIN
 
     def _give_up_sending(self) -> None:
-        """Drops the unsent bytes, because the server answered before all were sent. The connection is not used again."""
+        """Drops the unsent bytes, because the server answered before all were sent."""
         self._out = []
         self._cut = True
 

@@ -38,7 +38,7 @@ class Unreached(Unavailable):
 
 
 class Pool:
-    """A client's HTTP connections (channels) to one server, and a queue of requests that wait for a free connection."""
+    """A client's HTTP connections to one server, and a queue of requests that wait for a free connection."""
 
     def __init__(self, address: Address, limit: int, max_waiting: int = MAX_WAITING) -> None:
         """Starts without connections. At most ``limit`` are in use at a time, and ``max_waiting`` requests may be queued."""
@@ -57,9 +57,9 @@ class Pool:
         self.deadlines = Deadlines()
 
     def take(self, pending: HttpRequest) -> None:
-        """Gives the request ``pending`` an idle connection, or lets it open a new one. Queues it if ``limit`` are in use.
+        """Gives a request an idle connection, or lets it open a new one. Queues it if ``limit`` connections are in use.
 
-        Raises: Unavailable: ``close`` was called, or the queue is full.
+        Raises Unavailable if ``close`` was called or the queue is full.
         """
         with self._lock:
             if self.is_closed:
@@ -70,23 +70,17 @@ class Pool:
             self._serve()
 
     def _serve(self) -> None:
-        """Gives connections to queued requests, in their order, until ``limit`` connections are in use.
-
-        The caller holds the lock. Each request leaves the queue before a connection is looked for, as the garbage collector may
-        end another request meanwhile and so call this method again.
-        """
+        """Gives connections to queued requests, until ``limit`` are in use. The caller has the lock."""
         while self._line and self._in_use < self._limit:
             self._in_use += 1
+            # First: a garbage collection below may end another request and call this method again.
             pending = self._line.popleft()
             channel = self._usable()
             self._granted.add(pending)
             pending.grant(channel)
 
     def _usable(self) -> HttpChannel | None:
-        """Removes an idle connection that can still be used from the pool and returns it; None: there is none.
-
-        Closes the idle connections that it finds unusable: those that the server has closed, or that were idle for too long.
-        """
+        """Removes an idle connection that can still be used from the pool and returns it."""
         while self._idle:
             channel, since = self._idle.pop()
             if time.monotonic() - since < _IDLE and not channel.is_readable:
@@ -95,9 +89,9 @@ class Pool:
         return None
 
     def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
-        """Takes back the connection of ``pending``, for the first queued request. If none is queued, keeps it as idle.
+        """Takes a request's connection back, for the first queued request or as an idle one.
 
-        ``channel``: the connection; None: it is closed, and the first queued request may open another one in its place.
+        ``channel`` is None if the connection is closed. The first queued request may then open another one.
         """
         with self._lock:
             self._granted.discard(pending)
@@ -111,7 +105,7 @@ class Pool:
             self._serve()
 
     def leave_line(self, pending: HttpRequest) -> bool:
-        """Removes the request ``pending`` from the queue for a connection. Returns whether it was in the queue."""
+        """Removes a request from the queue for a connection. Returns whether it was in the queue."""
         with self._lock:
             if pending in self._line:
                 self._line.remove(pending)
@@ -134,7 +128,7 @@ class Pool:
         self.deadlines.close()
 
     def abandon(self) -> None:
-        """Ends a child process's copies of requests and sockets after a fork; the parent goes on using its own."""
+        """Ends a child process's copies of requests and sockets after a fork. The parent goes on with its own."""
         for channel, _ in self._idle:
             channel.close()
         for pending in [*self._granted, *self._line]:
@@ -142,12 +136,12 @@ class Pool:
 
 
 class HttpExchange:
-    """Base class of requests over HTTP: holds the bytes to send (``pieces``), and parses the answer.
+    """Base class of requests over HTTP. It has the bytes to send (``pieces``), and reads the answer.
 
     Attributes:
-      deadline: seconds of ``time.monotonic()`` until when an answer is waited for; None: without limit.
-      pure: True: the request may be sent again even if it may have run, since running it twice does no harm.
-      model: the name of the model that the request is for; "": it is for no model.
+      deadline: the time of ``time.monotonic()`` in seconds at which to stop waiting, or None for no limit.
+      pure: True if running the request twice does no harm. It may then be sent again even if it may have run.
+      model: the name of the model that the request is for, or "".
     """
 
     #: True: any number of results may come, and each is returned as soon as it has come.
@@ -160,19 +154,19 @@ class HttpExchange:
         self.model = model
 
     def read(self, response: HttpResponse) -> Any:
-        """Returns the result of a complete answer. Raises ServingError: the answer is an error."""
+        """Returns the result of a complete answer. Raises ServingError if the answer is an error."""
         raise NotImplementedError
 
     def read_next(self, response: HttpResponse) -> Any:
-        """Returns a stream's next result; None: no whole result has come. Raises ServingError if the result is an error."""
+        """Returns a stream's next result, or None if no whole result has come. Raises ServingError if the result is an error."""
         raise NotImplementedError
 
 
 class HttpRequest(Pending[Any]):
-    """A request over HTTP: it has one of the client's HTTP connections (channels), or waits until it gets one.
+    """A request over HTTP, which has one of the client's HTTP connections or waits for one.
 
-    ``_step`` sends and receives what is possible. It is called by the thread or event loop that waits for the answer; for
-    requests with callbacks or futures, by the client's thread ``Waiter``.
+    The thread or event loop that waits for the answer sends and receives. For requests with callbacks, the client's thread
+    ``Waiter`` does so.
     """
 
     _channel: HttpChannel | None = None
@@ -198,7 +192,7 @@ class HttpRequest(Pending[Any]):
           pool: the client's HTTP connections.
           exchange: the bytes to send, and how to read the answer.
           waiter: returns the client's thread for requests with callbacks.
-          patience: seconds that the request waits for a server that cannot be reached or is stopping.
+          patience: the seconds that the request waits for a server that cannot be reached or is stopping.
 
         Raises: Unavailable: too many requests wait for a connection, or the client was closed.
         """
@@ -211,10 +205,7 @@ class HttpRequest(Pending[Any]):
         self._step()
 
     def keep(self) -> None:
-        """Copies the request's bytes, so that the caller may write to the input arrays. Does nothing if the request has ended.
-
-        The copy is needed until all bytes are sent, and again if the request is sent once more after a failure.
-        """
+        """Copies the request's bytes, so that the caller may change the input arrays. Does nothing if the request has ended."""
         # What is small is one piece of ours already.
         if not self.done() and len(self._exchange.pieces) > 1:
             content = b"".join(self._exchange.pieces)
@@ -225,30 +216,25 @@ class HttpRequest(Pending[Any]):
     # ---------------------------------------------------------------------------------------------------------- progress
 
     def grant(self, channel: HttpChannel | None) -> None:
-        """Gives this request a connection (channel) to be sent on; None: the request may open a new connection."""
+        """Gives this request a connection to be sent on, or None if it may open a new one."""
         self._channel, self._granted = channel, True
         self._wake()
 
     def _wake(self) -> None:
-        """Wakes the thread or event loop that waits for this request, which then sends and receives what is possible."""
+        """Wakes the thread or event loop that waits for this request."""
         if self._driver is not None:
             self._driver.wake()
         self.notify()
 
     def interrupt(self) -> None:
-        """Ends this request, as the client is closed: the thread or event loop that waits for it gets Cancelled. Thread-safe."""
+        """Ends this request with Cancelled, because the client is closed. Thread-safe."""
         channel = self._channel
         if channel is not None:
             channel.shut_down()
         self._wake()
 
     def _step(self) -> int:
-        """Connects, sends and receives as much as is possible without waiting.
-
-        Returns the poll events to wait for on ``fileno()`` before the next call. Returns 0 if there is nothing to poll for: a
-        result has arrived, the request has ended, the request waits for a connection, or it is to be tried again at the time
-        ``_again_at``.
-        """
+        """Sends and receives without waiting. Returns the poll events to wait for, or 0 for none."""
         if self._arrived or self.done():
             return 0
         if self._pool.is_closed:
@@ -280,11 +266,7 @@ class HttpRequest(Pending[Any]):
         return 0
 
     def _look(self, response: HttpResponse) -> None:
-        """Reads what has arrived of the answer, stores results, and ends this request if the answer is complete.
-
-        If the answer says that the server is stopping, the request is to be sent again instead. Raises ServingError: the answer
-        is an error.
-        """
+        """Stores what has arrived of the answer, and ends this request if the answer is complete."""
         if self._exchange.streams and response.status == 200:
             found = self._exchange.read_next(response)
             if found is not None:
@@ -303,7 +285,7 @@ class HttpRequest(Pending[Any]):
             self._finish(None)
 
     def _finish(self, error: ServingError | None) -> None:
-        """Ends this request, whose answer is complete, with ``error`` unless that is None. The pool gets the connection back."""
+        """Ends this request, whose answer is complete, and gives its connection to the pool."""
         channel, self._channel = self._channel, None
         if channel is not None and not channel.may_be_kept:
             channel.close()
@@ -315,13 +297,13 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _end_early(self, error: ServingError) -> None:
-        """Ends this request with ``error`` although its answer is not complete; closes the connection."""
+        """Ends this request with ``error`` before its answer is complete."""
         self.add(error)
         self._release()
         self.notify()
 
     def _release(self) -> None:
-        """Cancels this request at the server: removes it from the queue of the pool, or closes its connection."""
+        """Removes this request from the pool's queue, or closes its connection."""
         self._unwatch()
         if not self.end() or (not self._granted and self._pool.leave_line(self)):
             return
@@ -331,11 +313,7 @@ class HttpRequest(Pending[Any]):
         self._pool.give(self, None)
 
     def _broke(self, error: OSError) -> None:
-        """Handles a connection that failed with ``error``: arranges to send this request again, or ends it with Unavailable.
-
-        The request is sent again if it was not sent completely, or if running it twice does no harm and this is the first
-        failure.
-        """
+        """Sends this request again after a failure of its connection, or ends it with Unavailable."""
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:
@@ -367,14 +345,14 @@ class HttpRequest(Pending[Any]):
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the descriptor to poll for the events that ``_step`` returned. Call it only if ``_step`` did not return 0."""
+        """Returns the descriptor to poll for the events that ``_step`` returned. Call it only if they are not 0."""
         assert self._channel is not None
         return self._channel.fileno()
 
     def wait(self, until: float | None) -> None:
         """Sends and receives what is possible. If no result has arrived, waits until more can be sent or received.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if it has passed.
         """
         self.waiting = True
         mask = self._step()
@@ -395,7 +373,7 @@ class HttpRequest(Pending[Any]):
             time.sleep(max(0.0, left or 0.0))
 
     def attach(self, loop: Any) -> None:
-        """Sends and receives what is possible now, then has the event loop ``loop`` watch the connection for more."""
+        """Sends and receives what is possible now. The event loop ``loop`` then watches the connection for more."""
         self._unwatch()
         mask = self._step()
         if mask:
@@ -413,7 +391,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _unwatch(self) -> None:
-        """Asks the event loop, unless it is closed, to stop watching the connection. Called in the loop's thread."""
+        """Tells the event loop to stop watching the connection. Called in the loop's thread."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -431,10 +409,9 @@ class HttpRequest(Pending[Any]):
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Cancels this request: removes it from the queue for a connection, or closes its connection to tell the server.
+        """Cancels this request. It leaves the queue for a connection, or its connection is closed to tell the server.
 
-        The thread or event loop that waits for the answer does the removing or closing, possibly after this method has
-        returned.
+        That may happen after this method has returned, in the thread or event loop that waits for the answer.
         """
         watching, driver = self._watching, self._driver
         if driver is not None and not driver.is_current:
@@ -459,7 +436,7 @@ class HttpRequest(Pending[Any]):
 class Waiter:
     """A thread that sends and receives for requests with callbacks and futures, and calls their callbacks.
 
-    Once ``close`` was called and no request is left, the thread ends.
+    The thread ends once ``close`` was called and no request is left.
     """
 
     def __init__(self) -> None:
@@ -477,14 +454,14 @@ class Waiter:
         self._thread.start()
 
     def add(self, request: HttpRequest) -> None:
-        """Hands a request to the thread. The thread sends and receives for the request, and calls the ended request's callbacks.
+        """Hands a request to the thread, which sends, receives and calls callbacks for it.
 
-        If the thread has ended already because the client was closed, the request is ended in the calling thread.
+        If the thread has already ended, the request ends in the calling thread.
         """
         self._tell(self._new, request, request._step)
 
     def drop(self, request: HttpRequest) -> None:
-        """Asks the thread to close the connection of a request that ``add`` got and that nobody waits for any more."""
+        """Asks the thread to close the connection of a request that nobody waits for any more."""
         self._tell(self._dropped, request, request._release)
 
     def _tell(
@@ -510,12 +487,12 @@ class Waiter:
                 os.write(self._wake_end, b"\0")
 
     def close(self) -> None:
-        """Asks the thread to end as soon as all its requests have ended. Does not wait for that. Idempotent."""
+        """Asks the thread to end once all its requests have ended. Does not wait for that. Idempotent."""
         self._closed = True
         self.wake()
 
     def abandon(self) -> None:
-        """Closes the file descriptors that wake the thread. Called when the thread ends, and in a child process after a fork."""
+        """Closes the file descriptors that wake the thread. It is also called in a child process after a fork."""
         self._ended = True
         os.close(self._wakes)
         os.close(self._wake_end)
@@ -546,10 +523,7 @@ class Waiter:
                 os.read(self._wakes, 4096)
 
     def _ends(self) -> bool:
-        """Returns whether the thread is to end now: ``close`` was called, and no request waits to be added or dropped.
-
-        If so, closes the thread's file descriptors. Call it only when all requests of the thread have ended.
-        """
+        """Returns whether the thread is to end now, and then closes its file descriptors."""
         with self._lock:
             if self._new or self._dropped or not self._closed:
                 return False

@@ -60,10 +60,10 @@ _COMING_AFTER = 1.0
 
 
 class LaneConnection(Sender):
-    """The connection of this process to a daemon on the same host. Requests go over lanes or, where there are none, over HTTP.
+    """The connection of this process to a daemon on the same host. Requests go over lanes, or over HTTP if there are none.
 
-    Thread-safe. After a fork the child process connects anew by itself. Arrays of ``empty`` that were made before the fork
-    belong to the parent.
+    Thread-safe. After a fork the child process connects anew by itself. Arrays of ``empty`` from before the fork belong to
+    the parent.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class LaneConnection(Sender):
         """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
         Args:
-          over_http: connects over HTTP, given the daemon's answer to ``hello``; it is called when HTTP is first needed. None:
-            HTTP is never used.
-          max_results: the most answers in workers' memory that this process may hold at a time; if it holds as many, ``ask``
-            raises ResultsHeld.
-          timeout: seconds to wait for each answer on the clients' socket.
-          patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
-          max_waiting: the most requests that are queued for one worker, and also the most, of all models together, that wait
-            because there is no worker. A further request is refused with Unavailable.
+          over_http: connects over HTTP when that is first needed, given the daemon's answer to ``hello``. If it is None, HTTP is
+            never used.
+          max_results: the most answers in workers' memory that this process may use at a time. After that, ``ask`` raises
+            ResultsHeld.
+          timeout: the seconds to wait for each answer on the clients' socket.
+          patience: the seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
+          max_waiting: the most requests that wait for one worker, and the most requests that wait because there is no worker. A
+            further request is refused with Unavailable.
 
         Raises: Unavailable: no daemon answers at ``path``.
         """
@@ -109,7 +109,7 @@ class LaneConnection(Sender):
         forgotten_by_children(self)
 
     def _begin(self) -> None:
-        """Sets the attributes that are new in each process. Called by the constructor, and in a child process after fork."""
+        """Sets the attributes that are new in each process, also after a fork."""
         self._socket = None
         #: Held by the thread that asks the daemon, and by the one that connects over HTTP.
         self._asking, self._http_lock = threading.Lock(), threading.Lock()
@@ -130,7 +130,7 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds the lock ``_asking``."""
+        """Connects to the clients' socket and sends ``hello``. The caller has the lock ``_asking``."""
         connected = ClientsSocket(self.path, self._timeout)
         try:
             self.hello, _ = connected.ask({"hello": {}})
@@ -145,9 +145,9 @@ class LaneConnection(Sender):
         return connected
 
     def http(self) -> Connection:
-        """Returns the connection over HTTP, which is made when this is first called.
+        """Returns the connection over HTTP, which the first call makes.
 
-        Raises: Unavailable: the daemon cannot be reached over HTTP.  Unsupported: this connection is not to use HTTP.
+        Raises: Unavailable: the daemon cannot be reached over HTTP.  Unsupported: this connection may not use HTTP.
         """
         with self._http_lock:
             if self._http is None:
@@ -157,9 +157,9 @@ class LaneConnection(Sender):
             return self._http
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model, and decides whether requests to the model go over lanes or over HTTP from now on.
+        """Returns the description of a model, and decides whether requests to it go over lanes or over HTTP from now on.
 
-        ``version``: the model's version; 0: the newest.
+        ``version`` is the model's version, or 0 for the newest.
 
         Raises: NotFound: the model is not served.  Unavailable: the model is not ready, or no daemon answers.
         """
@@ -178,17 +178,7 @@ class LaneConnection(Sender):
         return self.http().open(model, version)
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
-        """Returns a model's description and lanes; asks the daemon for them, repeatedly while the model is unavailable.
-
-        If the model's description and a usable lane are known already, the daemon is not asked.
-
-        Args:
-          until: seconds of ``time.monotonic()`` after which the daemon is not asked again.
-          anew: True: ask the daemon even if there is a usable lane, unless another thread has asked since this call began.
-
-        Raises: Unavailable: there was no worker until ``until``, or ``close`` was called.  ServingError: the daemon's answer is
-          any other error.
-        """
+        """Returns a model's description and lanes. Asks the daemon if they are not known, or if ``anew``."""
         begun = time.monotonic()
         while True:
             left = max(0.0, until - time.monotonic())
@@ -213,13 +203,7 @@ class LaneConnection(Sender):
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks the daemon once for a model, stores the model's description and lanes, and returns them.
-
-        The caller holds the lock ``_asking``. ``wait``: seconds that the daemon may wait for a model that is not ready.
-
-        Raises: Unavailable: the model has no worker now.  Unsupported: the daemon gives no lanes.  ServingError: the daemon's
-          answer is any other error, or malformed.
-        """
+        """Asks the daemon once for a model's description and lanes. The caller has the lock ``_asking``."""
         if self._socket is None or self._socket.is_closed:
             self._socket = None
             self._socket = self._connect()
@@ -265,7 +249,7 @@ class LaneConnection(Sender):
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes without requests in flight: those of a daemon that was replaced, and those numbered in ``ended``."""
+        """Closes former lanes and those in ``ended``, unless they have requests in flight."""
         gone = [lane for lane in self._former if not lane.in_flight]
         self._former = [lane for lane in self._former if lane not in gone]
         gone += [self._lanes.pop(number) for number in ended if not self._lanes[number].in_flight]
@@ -275,7 +259,7 @@ class LaneConnection(Sender):
     # --------------------------------------------------------------------------------------------------- requests
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Makes an array with any content in memory that the workers share; if the daemon gives no lanes, in ordinary memory.
+        """Makes an array with undefined content in memory that the workers share. Without lanes, it is in ordinary memory.
 
         Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is impossible.  Unavailable:
           there is no room for the array now, or ``close`` was called.
@@ -283,14 +267,11 @@ class LaneConnection(Sender):
         return self.memory.empty(shape, dtype) if self.lanes else self.http().empty(shape, dtype)  # type: ignore[arg-type]
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU and registers it over HTTP as a region, which requests on lanes may name as well.
-
-        ``device``: the GPU, such as "cuda:0".
-        """
+        """Makes an array on a GPU and registers it as a region. ``device`` is the GPU, such as "cuda:0"."""
         return self.http().empty_on(device, shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
-        """Returns the description and lanes of a call's model; asks the daemon for them if they are not known yet.
+        """Returns the description and lanes of a call's model. Asks the daemon for them if they are not known yet.
 
         Raises: Unavailable: there is no worker now.  ServingError: the daemon's answer is any other error.
         """
@@ -300,11 +281,11 @@ class LaneConnection(Sender):
         return self._ask_for(call.model, call.version, time.monotonic())
 
     def ask(self, call: Call) -> Pending[Answer]:
-        """Sends a request. Returns a ``Pending``, an object that waits for the answer.
+        """Sends a request. Returns an object that waits for the answer.
 
-        If no lane is usable now, the request is sent as soon as somebody waits for the answer and a lane is found.
+        If no lane is usable now, the request is sent later, once somebody waits for the answer and a lane is found.
 
-        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process holds as many answers as it may.
+        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process uses as many answers as it may.
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """
@@ -327,11 +308,11 @@ class LaneConnection(Sender):
         return pending
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request whose caller waits in this thread. Returns the answer or, if it did not come at once, a ``Pending``.
+        """Sends a request whose caller waits in this thread. Returns the answer if it came at once, else a ``Pending``.
 
         A ``Pending`` is an object that waits for the answer.
 
-        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process holds as many answers as it may.
+        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process uses as many answers as it may.
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """
@@ -362,12 +343,12 @@ class LaneConnection(Sender):
         return came
 
     def begun(self, call: Call, placed: wire.Placed, lane: ClientLane, request_id: int) -> LaneRequest:
-        """Makes the Python object of a request that C code has sent, but whose answer C code does not wait for any longer.
+        """Makes the Python object of a request that C code has sent, but whose answer C code has not received.
 
         Args:
           placed: the request's inputs, as they were sent.
           lane: the lane that the request was sent on.
-          request_id: the id that the request was sent with.
+          request_id: the request's id.
         """
         pending = LaneRequest(self, call, placed, own_fields(call))
         pending.lane, pending.request_id = lane, request_id
@@ -376,7 +357,7 @@ class LaneConnection(Sender):
         return pending
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with what its input arrays hold then. Does not send the request.
+        """Makes a request that can be sent many times, each time with its arrays' values at that time. Sends nothing yet.
 
         Raises: InvalidArgument: the model answers a request with several responses.  ServingError: the request cannot be sent.
         """
@@ -392,7 +373,7 @@ class LaneConnection(Sender):
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults, asked for over HTTP; empty if that fails."""
+        """Returns a model's configuration with defaults filled in, or {} if it cannot be asked for over HTTP."""
         try:
             return self.http().config(model, version)
         except ServingError:
@@ -401,7 +382,7 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- parameter sets
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns an object for a model's parameter sets. Nothing is sent. ``version`` 0: all versions."""
+        """Returns an object to list and change a model's parameter sets. ``version`` 0 means all versions."""
         return ModelParameters(self.manage, model, version)
 
     def manage(
@@ -416,18 +397,18 @@ class LaneConnection(Sender):
     ) -> dict[str, Any]:
         """Lists or changes the parameter sets of a model, over a new connection to the clients' socket.
 
-        A new connection is used because the answer may take long. Returns the daemon's answer, a dictionary: "parameters" is
-        the list of sets, "number" identifies a push.
+        In the daemon's answer, "parameters" is the list of sets, and "number" identifies a push.
 
         Args:
           operation: "parameters" lists the sets, "push" changes a set, "drop" removes a set, and "revert" undoes a set's newest
             push.
-          version: the model's version; 0: the newest, or all versions where sets are listed.
-          name: the name of the parameter set; "": none, where sets are listed.
-          said: the fields of a push, such as "number", "partial" or "file"; None: there are none.
-          pieces: the parameters' bytes in safetensors' layout, which are sent as a sealed memfd; empty: ``said`` names a file
-            with the parameters.
-          timeout: seconds to wait for the answer, on top of the constructor's ``timeout``; None: without limit.
+          version: the model's version. 0 means the newest, or all versions if sets are listed.
+          name: the name of the parameter set, or "" to list sets.
+          said: the fields of a push, such as "number", "partial" or "file", or None.
+          pieces: the parameters' bytes in safetensors' layout, or none if ``said`` names a file with the parameters. They
+          are sent
+            in a sealed memfd.
+          timeout: the seconds to wait for the answer, in addition to the constructor's ``timeout``. None means no limit.
 
         Raises: ServingError: the answer is an error, or none came in time.
         """
@@ -447,7 +428,7 @@ class LaneConnection(Sender):
                 os.close(fd)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Asks a sequence's worker to end the sequence once the sequence's waiting requests have run. Does not wait for that.
+        """Asks a sequence's worker to end the sequence once its waiting requests have run. Does not wait for that.
 
         Does nothing if no request of the sequence was sent over this connection.
         """
@@ -456,10 +437,7 @@ class LaneConnection(Sender):
             lane.say(wire.record("E", model, sequence_id))
 
     def _send(self, pending: LaneRequest, max_waiting: int | None = None) -> bool:
-        """Sends the request ``pending`` on the lane that ``lane_for`` chooses. Returns True; returns False if no lane is usable.
-
-        ``max_waiting``: if as many requests wait for the lane's worker already, raises Unavailable; None: any number may wait.
-        """
+        """Sends a request on the lane of ``lane_for``. Returns False if no lane is usable."""
         call, loop, sequence_id = pending.call, _running_loop(), pending.call.scheduling.sequence_id
         while True:
             known = self.models.get((call.model, call.version))
@@ -482,11 +460,9 @@ class LaneConnection(Sender):
             return True
 
     def lane_for(self, call: Call) -> ClientLane | None:
-        """Chooses the lane for a request: if the request's sequence has a lane, that lane; otherwise the lane that is least busy.
+        """Chooses the lane for a request. It is the lane of the request's sequence, or else the least busy one.
 
-        Returns None if no lane is usable.
-
-        Raises: Unavailable: the request belongs to a sequence whose worker has ended.
+        Returns None if no lane is usable. Raises Unavailable if the worker of the request's sequence has ended.
         """
         sequence_id = call.scheduling.sequence_id
         if sequence_id and not call.scheduling.sequence_start:
@@ -504,7 +480,7 @@ class LaneConnection(Sender):
         return known.choose()
 
     def sent(self, call: Call, lane: ClientLane) -> None:
-        """Stores ``lane`` for later requests of the call's sequence; forgets it if ``call`` is the sequence's last request."""
+        """Stores ``lane`` for later requests of the call's sequence. If this was the last request, the sequence is forgotten."""
         sequence_id = call.scheduling.sequence_id
         if call.scheduling.sequence_end:
             self._sequences.pop((call.model, sequence_id), None)
@@ -514,7 +490,7 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for more lanes to the model of ``call`` than those in ``known``."""
+        """Starts a thread that asks the daemon for more lanes to a model."""
         known.opened_at = time.monotonic()
 
         def look() -> None:
@@ -527,10 +503,10 @@ class LaneConnection(Sender):
         """Asks the daemon repeatedly until there is a usable lane to a worker that serves the call's model.
 
         Args:
-          until: seconds of ``time.monotonic()`` until when to ask; None: no deadline. The connection's ``patience`` limits this
-            as well.
-          anew: True: ask the daemon even if there is a usable lane.
-          since: when the patience began, in seconds of ``time.monotonic()``; None: now.
+          until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline. The connection's
+            ``patience`` is a further limit.
+          anew: True to ask the daemon even if there is a usable lane.
+          since: when the patience began, in seconds of ``time.monotonic()``, or None for now.
 
         Raises: ServingError: the patience is over, and the daemon's last answer was this error.  WaitEnded: ``until`` has
           passed.
@@ -544,17 +520,7 @@ class LaneConnection(Sender):
             raise
 
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
-        """Returns whether to send a refused request again, because the model has other workers or another version by now.
-
-        Asks the daemon where the model is, unless that is known already.
-
-        Args:
-          until: seconds of ``time.monotonic()`` until when to wait for a worker; None: no deadline.
-          refusal: the error that the worker answered with.
-          by: the lane to the worker that refused; None: the request had no lane.
-
-        Raises: ServingError: no worker was found.  WaitEnded: ``until`` has passed.
-        """
+        """Returns whether the model of a refused request has other workers or another version by now."""
         before = self.known(call)
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
@@ -572,9 +538,9 @@ class LaneConnection(Sender):
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends the request ``pending`` again once there is a lane. Call it only in the thread for which ``claim`` returned True.
+        """Sends a request again once there is a lane. Only the thread whose ``claim`` returned True may call it.
 
-        ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
+        ``until`` is the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline.
 
         Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
         """
@@ -593,7 +559,7 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Closes the connection: requests in flight fail with Cancelled, arrays stay valid. Idempotent."""
+        """Closes the connection. Requests in flight fail with Cancelled, and arrays stay valid. Idempotent."""
         self.is_closed = True
         with self._asking:
             lanes, self._lanes, self._former = [*self._lanes.values(), *self._former], {}, []
@@ -630,7 +596,7 @@ class LaneConnection(Sender):
 if wire is not None:
 
     class LanePrepared(wire.Repeated, Prepared):
-        """A request that is sent over lanes many times: without Python, as long as what the last call has found still holds."""
+        """A request that is sent over lanes many times, from C if possible."""
 
         def __init__(self, connection: LaneConnection, call: Call) -> None:
             self._connection = connection
@@ -641,7 +607,7 @@ if wire is not None:
             self._lock = wire.Lock()
 
         def _found(self, call: Call) -> Answer | Pending[Answer]:
-            """Sends the request as any other, and keeps what was found out for it, if that stays. The caller holds the lock."""
+            """Sends the request, and keeps what the next call in C needs. The caller has the lock."""
             connection, opened = self._connection, self._connection.opened
             now = opened[0]
             came = connection.exchange(call)
@@ -656,7 +622,7 @@ if wire is not None:
 
 
 def _running_loop() -> Any:
-    """Returns the asyncio event loop that runs in this thread; None: there is none. Does not import asyncio."""
+    """Returns the asyncio event loop that runs in this thread, without importing asyncio."""
     # No loop runs while another thread still imports it.
     running = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)
     return None if running is None else running()

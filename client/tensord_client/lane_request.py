@@ -39,7 +39,7 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A request over a lane. If the lane ends or the worker refuses it, the request has no lane until it is sent again."""
+    """A request over a lane. If its lane ends or its worker refuses it, it has no lane until it is sent again."""
 
     # What most requests neither read nor change is an attribute of the class.
     refusal: ServingError | None = None
@@ -67,10 +67,9 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: ClientLane, answer: AnswerRecord) -> None:
-        """Stores one answer that ``lane`` has received, and wakes whoever waits for the answer. Called in any thread.
+        """Stores an answer that ``lane`` has received, and wakes whoever waits for it. Called in any thread.
 
-        If the worker has refused the request, and another worker may serve the model, the answer is dropped instead, and the
-        request will be sent again.
+        If the worker has refused the request and another worker may serve the model, the request will be sent again instead.
         """
         prepared = answer.prepared
         arrived: tuple[AnswerRecord, AnswerLease | None] | ServingError = (answer, None)
@@ -91,9 +90,9 @@ class LaneRequest(Submission, Pending[Answer]):
             self.notify(lane.loop)
 
     def finish(self, lane: ClientLane, answer: Answer | None = None) -> None:
-        """Ends this request, whose last answer ``lane`` has received, and wakes whoever waits. Called in any thread.
+        """Ends this request, whose last answer ``lane`` has received. Called in any thread.
 
-        ``answer``: the last answer, if the C extension has made it already; None: it was stored.
+        ``answer`` is the last answer, or None if it was already stored.
         """
         # What has come is there before its end is seen.
         if answer is not None and not self._given_up:
@@ -105,9 +104,9 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.call_back(self)
 
     def end(self) -> bool:
-        """Ends this request: no further answer comes, and a later request may use the memory of its inputs' copies.
+        """Ends this request. Returns False if it had already ended.
 
-        Returns whether this call ended it; False: it had ended already.
+        Later requests may then use the memory of its copied inputs.
         """
         if not super().end():
             return False
@@ -131,12 +130,12 @@ class LaneRequest(Submission, Pending[Answer]):
         return known is not None and self.may_be_elsewhere(refusal.code, refusal.message, known.is_told)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Has this request sent again, or ends it with an error, because its lane ended before its last answer had come.
+        """Sends this request again, or ends it with an error, because its lane ended before its last answer.
 
-        The request is sent again if the worker cannot have run it, or if running it twice does no harm.
+        It is sent again if the worker cannot have run it, or if running it twice does no harm.
 
         Args:
-          left: True: the request had been sent, so that the worker may have run it; False: it had not.
+          left: whether the request had been sent, so that the worker may have run it.
           error: why the lane ended.
         """
         reason: ServingError | None = error
@@ -152,11 +151,7 @@ class LaneRequest(Submission, Pending[Answer]):
             self.fail(reason)
 
     def _stray(self) -> None:
-        """Marks this request as one without a lane, and arranges that it is sent again.
-
-        The thread that waits for the answer sends the request. If none waits, because the answer goes to a callback or an event
-        loop, a background thread of the connection sends it.
-        """
+        """Stores that this request has no lane, and lets it be sent again."""
         self.mark_astray()
         if self.lane is not None:
             self.lane.watched.discard(self.request_id)
@@ -168,14 +163,14 @@ class LaneRequest(Submission, Pending[Answer]):
             self.notify()
 
     def mark_astray(self) -> None:
-        """Stores that this request has no lane: the thread that waits for the answer has to send the request."""
+        """Stores that this request has no lane. The thread that waits for the answer has to send it."""
         self.astray_at = time.monotonic()
         # In this order, so that whoever claims it counts it no more.
         self._connection.laneless.add(self)
         self.astray = True
 
     def claim(self) -> bool:
-        """Returns True to the one thread that must send this request again; False to others, or if the request has a lane."""
+        """Returns True to the one thread that must send this request again, else False."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -184,10 +179,10 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Arranges that somebody reads the new lane on which this request was sent again.
+        """Lets somebody read the new lane on which this request was sent again.
 
-        If callbacks wait for the answer, the lane's thread reads the lane; if a task waits, the task's event loop does. If
-        the request was cancelled meanwhile, tells the new worker so.
+        A thread reads it if callbacks wait for the answer, and the event loop if a task waits. If the request was cancelled
+        meanwhile, its new worker is told.
         """
         lane = self.lane
         if lane is None:
@@ -205,9 +200,9 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def wait(self, until: float | None) -> None:
-        """Waits for an answer: reads the lane, or sleeps while another thread reads it. It may return before an answer has come.
+        """Waits for an answer. It may also return earlier. If the request has no lane, it is first sent again.
 
-        If the request has no lane, it is first sent again. ``until``: seconds of ``time.monotonic()``; None: without limit.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit.
 
         Raises: WaitEnded: ``until`` has passed.  ServingError: the request could not be sent again.
         """
@@ -227,12 +222,12 @@ class LaneRequest(Submission, Pending[Answer]):
         time.sleep(_ASIDE)
 
     def settle(self, until: float | None) -> None:
-        """Waits until the worker has sent the last answer to this request, which its caller has cancelled, or the lane has ended.
+        """Waits until the worker has sent the last answer to this cancelled request, or the lane has ended.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit.
 
         Raises: DeadlineExceeded: ``until`` has passed.  ResultsHeld: ``until`` has passed, and the worker has no room for the
-          answer because this process holds too many answers.
+          answer because this process uses too many answers.
         """
         try:
             while not self._ended and self.lane is not None and not self.lane.ended:
@@ -243,7 +238,7 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Asks an event loop to read this request's lane. Without a lane, a background thread sends the request again."""
+        """Lets an event loop read this request's lane. Without a lane, a background thread sends the request again."""
         if self._read:
             self._acknowledge()
         lane = self.lane
@@ -253,7 +248,7 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.attach(loop)
 
     def watch(self) -> None:
-        """Asks the lane's thread to read the lane. If this request has no lane, a background thread sends it again instead."""
+        """Lets the lane's thread read the lane. Without a lane, a background thread sends the request again."""
         lane = self.lane
         if self.astray:
             self._connection.send_again_soon(self)
@@ -265,7 +260,7 @@ class LaneRequest(Submission, Pending[Answer]):
                 self.call_back()
 
     def withdraw(self) -> None:
-        """Cancels this request: it is not sent again, and its worker, if it has one, is told that nobody waits for the answer."""
+        """Cancels this request. It is not sent again, and its worker is told that nobody waits."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -274,16 +269,15 @@ class LaneRequest(Submission, Pending[Answer]):
             self.lane.cancel(self.request_id)
 
     def _acknowledge(self) -> None:
-        """Tells the worker how many bytes of responses were read, if 1024 or more, so that the worker may send more."""
+        """Tells the worker how many bytes of responses were read, so that it may send more."""
         if self._read >= _ACKNOWLEDGED and self.lane is not None:
             read, self._read = self._read, 0
             self.lane.say(wire.record("T", self.request_id, read))
 
     def made(self, arrived: Answer | tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
-        """Converts a received record to an answer; returns an error if the record cannot be read.
+        """Makes an answer of a received message and its lease, or an error if the message cannot be read.
 
-        ``arrived``: the record, and the lease of the worker's memory that its outputs lie in, or None. If the C extension
-        has already made an answer of the record, ``arrived`` is that answer, and the method returns it unchanged.
+        An ``Answer`` that C code has made is returned unchanged.
         """
         if type(arrived) is Answer:
             return arrived
@@ -298,12 +292,12 @@ class LaneRequest(Submission, Pending[Answer]):
             return Internal(f"the worker's answer is malformed: {error}")
 
     def late(self) -> ServingError:
-        """Returns the error of a late answer: ResultsHeld if held answers leave the worker no room, else DeadlineExceeded."""
+        """Returns ResultsHeld if the answers in use leave the worker no room, else DeadlineExceeded."""
         error = DeadlineExceeded()
         return error if self.lane is None else self.lane.answers.explained(error)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if ``error`` ended a stream because this process holds too many answers, else ``error``."""
+        """Returns ResultsHeld if a stream ended because this process uses too many answers, else ``error``."""
         held = self._connection.held.too_many() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
         return held or error
 
@@ -314,13 +308,13 @@ class LaneRequest(Submission, Pending[Answer]):
 
 
 class Sender:
-    """Base class of ``LaneConnection``: stores the requests that have no lane, and sends each of them again or fails it."""
+    """Base class of ``LaneConnection``. It sends requests that have no lane again, or fails them."""
 
     is_closed = False
     held: HeldResults
 
     def begin(self) -> None:
-        """Resets this object: no requests, no opened models. Called by the constructor, and in a child process after a fork."""
+        """Resets this object to have no requests and no opened models. It is also called in a child process after a fork."""
         #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
         self._astray: dict[tuple[str, int], deque[LaneRequest]] = {}
         self._astray_lock = threading.Lock()
@@ -335,22 +329,22 @@ class Sender:
         self.models: dict[tuple[str, int], OpenedModel] = {}
 
     def known(self, call: Call) -> OpenedModel | None:
-        """Returns what the daemon said of a call's model: its description and lanes; None: the daemon was not asked yet."""
+        """Returns a call's model with its lanes, or None if the daemon was not asked yet."""
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends the request ``pending`` again. Call it only in the thread for which the request's ``claim`` returned True.
+        """Sends a request again. Only the thread whose ``claim`` returned True may call it.
 
-        ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
+        ``until`` is the time of ``time.monotonic()`` in seconds at which to stop waiting for a lane, or None for no deadline.
 
         Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
         """
         raise NotImplementedError
 
     def send_again(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends the request ``pending`` again, whose lane ended or whose worker refused it. Does nothing if another thread does.
+        """Sends a request that has no lane again. Does nothing if another thread does so.
 
-        ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
+        ``until`` is the time of ``time.monotonic()`` in seconds at which to stop waiting for a lane, or None for no deadline.
 
         Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
         """
@@ -366,7 +360,7 @@ class Sender:
             self.claimed.discard(pending)
 
     def send_again_soon(self, pending: LaneRequest) -> None:
-        """Has a background thread (one for each model) send ``pending`` again or fail it, as no thread waits for this request."""
+        """Lets a background thread send a request again or fail it. Each model has one such thread."""
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)

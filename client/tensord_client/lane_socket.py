@@ -30,10 +30,10 @@ class LaneEnded(Exception):
 
 
 class LaneSocket:
-    """The client's socket of a lane, and a queue of the datagrams that the socket had no room for."""
+    """The client's socket of a lane, and a queue of datagrams that the socket had no room for."""
 
     def __init__(self, sock: socket.socket, spin_ns: int) -> None:
-        """Takes ownership of a connected socket. A receive polls for at most ``spin_ns`` before it sleeps; 0: does not poll."""
+        """Takes ownership of a connected socket. A receive polls for at most ``spin_ns`` before it sleeps, or not at all if 0."""
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
@@ -52,10 +52,10 @@ class LaneSocket:
     # ------------------------------------------------------------------------------------------------------ sending
 
     def send(self, datagram: bytes, fd: int = -1, ids: tuple[int, ...] = ()) -> None:
-        """Sends a datagram, or queues it in ``backlog`` if the socket is full. The caller holds ``lock``.
+        """Sends a datagram, or queues it in ``backlog`` if the socket is full. The caller has ``lock``.
 
         Args:
-          fd: a file descriptor to send with the datagram, which the caller still has to close; -1: none.
+          fd: a file descriptor to send with the datagram, which the caller still has to close, or -1.
           ids: the ids of the requests whose last bytes are in the datagram.
 
         Raises: LaneEnded: the worker has closed its end; the datagram is in ``backlog`` then.
@@ -73,9 +73,9 @@ class LaneSocket:
                 loop.call_soon_threadsafe(self._watch_room, loop)
 
     def send_at_once(self, datagram: bytes | bytearray, fd: int = -1) -> bool:
-        """Sends a datagram without waiting. Returns True; returns False, and queues nothing, if the socket is full.
+        """Sends a datagram without waiting. Returns False, and queues nothing, if the socket is full.
 
-        ``fd``: a file descriptor to send with the datagram; -1: none. Raises LaneEnded: the worker has closed its end.
+        ``fd`` is a file descriptor to send with the datagram, or -1. Raises LaneEnded if the worker has closed its end.
         """
         try:
             if fd < 0:
@@ -91,7 +91,7 @@ class LaneSocket:
         return True
 
     def send_backlog(self) -> None:
-        """Sends as many queued datagrams (``backlog``) as the socket has room for. Does nothing if the worker has ended."""
+        """Sends as many queued datagrams as the socket has room for. Does nothing if the worker has ended."""
         with self.lock, contextlib.suppress(LaneEnded):
             while self.backlog:
                 datagram, fd, _ = self.backlog[0]
@@ -102,7 +102,7 @@ class LaneSocket:
                     os.close(fd)
 
     def take_unsent(self) -> set[int]:
-        """Empties ``backlog``; returns the ids of its requests, which were not sent. The caller holds ``lock``."""
+        """Empties ``backlog`` and returns the ids of its requests, which were not sent. The caller has ``lock``."""
         unsent = {request_id for _, _, ids in self.backlog for request_id in ids}
         for _, fd, _ in self.backlog:
             if fd >= 0:
@@ -113,10 +113,9 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def limit_wait(self, until: float | None) -> None:
-        """Sets how long later calls of ``receive`` wait: until ``until``, rounded down to a power of two of milliseconds.
+        """Sets how long later calls of ``receive`` wait at most. They may end before ``until``.
 
-        Because of the rounding, waits of about the same length need no further system call. ``until``: seconds of
-        ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if it has passed.
         """
         milliseconds = 0
         if until is not None:
@@ -131,11 +130,10 @@ class LaneSocket:
             self.reading.timeout_ms = milliseconds
 
     def wait_for_room(self, until: float | None) -> bool:
-        """Waits until a datagram has come or the socket has room; if the socket has room, sends queued datagrams.
+        """Waits until a datagram has come or the socket has room for queued datagrams, which are then sent.
 
-        Returns whether a datagram has come; the caller must then receive the datagram.
-
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
+        Returns whether a datagram has come. The caller must then receive it. ``until`` is a time of ``time.monotonic()`` in
+        seconds, or None for no limit. Raises WaitEnded if it has passed.
         """
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
@@ -152,9 +150,9 @@ class LaneSocket:
     # -------------------------------------------------------------------------------------------------- event loops
 
     def attach(self, loop: Any, readable: Callable[[Any], None]) -> None:
-        """Asks an event loop to call ``readable(loop)`` when a datagram has come, and to send queued datagrams if there is room.
+        """Lets an event loop call ``readable(loop)`` when a datagram has come, and send queued datagrams when there is room.
 
-        Call it in the loop's thread, while ``lock`` is held.
+        Call it in the loop's thread, with ``lock``.
         """
         self.loops[loop] = None
         loop.add_reader(self.sock.fileno(), readable, loop)
@@ -173,15 +171,12 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def shut_down(self) -> None:
-        """Shuts the socket down, so that ``receive`` returns in other threads; ``close`` closes the descriptor."""
+        """Shuts the socket down, so that ``receive`` returns in other threads. The descriptor stays open until ``close``."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Asks the attached event loops to stop watching the socket, and closes it once none watches it. Does not wait for that.
-
-        Without attached event loops, the socket is closed at once.
-        """
+        """Closes the socket once no event loop watches it. Does not wait for that."""
         for loop in list(self.loops):
             try:
                 loop.call_soon_threadsafe(self._leave, loop)
@@ -200,8 +195,9 @@ class LaneSocket:
             self.sock.close()
 
     def forget(self) -> None:
-        """Closes a child process's copy of the socket after a fork, without asking the event loops, which are the parent's."""
+        """Closes a child process's copy of the socket after a fork."""
         self.closing = True
         self.lock, self.reading = wire.Lock(), wire.Lock()
+        # The event loops are the parent's.
         self.loops.clear()
         self.sock.close()

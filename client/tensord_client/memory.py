@@ -39,9 +39,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Maps ``byte_size`` bytes of a file from its beginning, and returns the mapping. ``fd`` may be closed afterwards.
+    """Maps ``byte_size`` bytes of a file from its beginning. ``fd`` may be closed afterwards.
 
-    ``prot``: the protection of the pages. Raises OSError, ValueError: the file cannot be mapped.
+    ``prot`` is the protection of the pages. Raises OSError or ValueError if the file cannot be mapped.
     """
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, byte_size, prot=prot, trackfd=False)
@@ -52,7 +52,7 @@ class ClientSegment:
     """A memfd of fixed size for arrays, mapped in this process and in workers, and the list of its free ranges."""
 
     def __init__(self, number: int, byte_size: int) -> None:
-        """Makes a memfd with all of its pages allocated, and maps it. ``number``: the number by which requests name the segment.
+        """Makes a memfd with all of its pages allocated, and maps it. ``number`` is the segment's number in requests.
 
         Raises: Unavailable: the host has no memory left for the segment, or this process has no file descriptor left.
         """
@@ -84,7 +84,7 @@ class ClientSegment:
         return len(self.free) == 1 and self.sizes[0] == self.byte_size
 
     def take(self, byte_size: int) -> int | None:
-        """Allocates ``byte_size``, a multiple of ``ALIGNMENT``, and returns the offset; None: no free range is large enough."""
+        """Allocates a multiple of ``ALIGNMENT`` bytes. Returns their offset, or None if no free range is large enough."""
         for at, size in enumerate(self.sizes):
             if size < byte_size:
                 continue
@@ -98,7 +98,7 @@ class ClientSegment:
         return None
 
     def give(self, offset: int, byte_size: int) -> None:
-        """Frees ``byte_size`` bytes at ``offset``, which ``take`` allocated, and joins them with free ranges next to them."""
+        """Frees ``byte_size`` bytes at ``offset``, and joins them with free ranges next to them."""
         at = bisect.bisect(self.free, offset)
         if at < len(self.free) and offset + byte_size == self.free[at]:
             byte_size += self.sizes[at]
@@ -110,7 +110,7 @@ class ClientSegment:
             self.sizes.insert(at, byte_size)
 
     def close(self) -> None:
-        """Closes the memfd's file descriptor; the mapping stays. Idempotent."""
+        """Closes the memfd's file descriptor. The mapping stays. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -119,9 +119,9 @@ class ClientSegment:
 
 
 class Block:
-    """The memory of one array: a range of bytes in a segment of this client.
+    """The memory of one array, a range of bytes in a segment of this client.
 
-    The array and its views have the block as their base. The block is freed once all of them are garbage-collected.
+    The block is freed once the array and all its views are garbage-collected.
     """
 
     __slots__ = ("__array_interface__", "byte_size", "memory", "offset", "segment")
@@ -162,11 +162,11 @@ class Memory:
 
     @property
     def byte_size(self) -> int:
-        """Returns the number of bytes that all segments have together."""
+        """Returns the number of bytes of all segments together."""
         return sum([segment.byte_size for segment in list(self.segments.values())])
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
-        """Makes a C-contiguous array in shared memory, aligned to 64 bytes, with any content, and returns it.
+        """Makes a C-contiguous array with undefined content in shared memory, aligned to 64 bytes.
 
         Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is impossible.  Unavailable:
           there is no room for the array now, or ``close`` was called.
@@ -192,7 +192,7 @@ class Memory:
     def locate(self, array: np.ndarray) -> Place | None:
         """Returns where an array lies: (number of the segment or name of the GPU's region, offset in it, number of bytes).
 
-        Returns None if the array lies neither in a segment nor in a region, or lies in a segment and is not contiguous.
+        Returns None if the array lies neither in a segment nor in a region, or is not contiguous.
         """
         base: Any = array.base
         while isinstance(base, np.ndarray):
@@ -219,7 +219,7 @@ class Memory:
             return Block(self, segment, offset, byte_size)
 
     def collect(self) -> None:
-        """Frees arrays that nothing refers to, and closes unused segments but for 64 MiB that are kept in reserve."""
+        """Frees arrays that were garbage-collected, and closes unused segments beyond a reserve of 64 MiB."""
         with self._lock:
             self._collect()
 
@@ -272,7 +272,7 @@ class Memory:
         self.closures[0] = object()
 
     def close(self) -> None:
-        """Closes all segments. Later calls of ``empty`` raise Unavailable; arrays that exist stay valid. Idempotent."""
+        """Closes all segments. Later calls of ``empty`` raise Unavailable, and existing arrays stay valid. Idempotent."""
         with self._lock:
             self._is_closed = True
             for segment in self.segments.values():

@@ -36,7 +36,7 @@ else:
 
 @functools.cache
 def say_missing() -> None:
-    """Logs a warning that requests go over HTTP because the C extension is missing. Only the first call logs it."""
+    """Logs once that requests go over HTTP because the C extension is missing."""
     import logging
 
     logging.getLogger("tensord_client").warning(

@@ -34,7 +34,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory with copies of inputs, and the encoded request that names that memory; later requests use both again."""
+    """Shared memory with copies of inputs, and the encoded request that names this memory. Later requests use both again."""
 
     __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 
@@ -50,19 +50,19 @@ class Slot:
         self.segments = segments
 
     def give_back(self) -> None:
-        """Makes this memory available to a later request with the same tensors. Called once its request was answered."""
+        """Makes this memory available to a later request of the same kind. Called once its own request was answered."""
         self._slots.add(self)
 
 
 class Slots:
-    """Keeps shared memory of answered requests, for copies of the inputs of later requests of the same kind. Thread-safe.
+    """Keeps the shared memory of answered requests for later requests of the same kind. Thread-safe.
 
-    Requests are of one kind if they have the same model, tensors, outputs and parameters. If too many bytes are kept, memory
-    for the kind that was used longest ago is dropped first.
+    Requests are of one kind if they have the same model, tensors, outputs and parameters. If too many bytes are kept, the
+    memory of the kind that was used longest ago is dropped.
     """
 
     def __init__(self, memory: Memory) -> None:
-        """Starts with nothing kept. ``memory``: where copies are allocated; at most half of it is kept for later requests."""
+        """Starts empty. Copies are allocated in ``memory``, at most half of which is kept for later requests."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.
@@ -70,9 +70,9 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Removes and returns the memory that was kept for a request of this kind; None: none was kept.
+        """Removes and returns the memory that was kept for requests of this kind, or None if there is none.
 
-        ``kind``: what requests that may use the same memory have in common: model, tensors, outputs and parameters.
+        ``kind`` is what these requests have in common: model, tensors, outputs and parameters.
         """
         with self._lock:
             free = self._free.get(kind)
@@ -85,7 +85,7 @@ class Slots:
             return slot
 
     def add(self, slot: Slot) -> None:
-        """Keeps ``slot``, the memory of an answered request, for a later one. If too many bytes are kept, drops older memory."""
+        """Keeps the memory of an answered request for a later one. If too many bytes are kept, older memory is dropped."""
         with self._lock:
             self._free.setdefault(slot.kind, []).append(slot)
             self._free.move_to_end(slot.kind)
@@ -99,13 +99,14 @@ class Slots:
                     del self._free[kind]
 
     def clear(self) -> None:
-        """Drops all memory that is kept for later requests, so that other arrays can be allocated there."""
+        """Drops all memory that is kept for later requests."""
         with self._lock:
             self._free.clear()
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops all kept memory in a child process after a fork; makes a new lock, as the old one may be locked for ever."""
+        """Drops all kept memory in a child process after a fork."""
+        # The old lock may be locked for ever.
         self._lock = threading.Lock()
         self.clear()
 
@@ -117,8 +118,7 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 class Layout:
     """How each input of a call gets to the worker: by its place in shared memory, inside the request, or copied.
 
-    A layout may be used again for a request with the same arrays, unless one of them has strings, because the layout holds
-    the strings as they were when it was made.
+    A layout may be used again for a request with the same arrays, unless one of them has strings.
     """
 
     def __init__(self, call: Call, model: OpenedModel) -> None:
@@ -159,7 +159,7 @@ class Placement:
     def place(self, call: Call, model: OpenedModel) -> wire.Placed:
         """Puts the inputs of a request where the worker can read them. Returns the fields of the request to send.
 
-        Inputs that lie in shared memory already are not copied.
+        Inputs that already lie in shared memory are not copied.
 
         Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """
@@ -179,9 +179,9 @@ class Placement:
         return self.fill(call, layout)
 
     def place_again(self, call: Call, model: OpenedModel) -> wire.Placed:
-        """Puts the inputs where the worker can read them, for a call that is sent many times. Returns the fields to send.
+        """Puts the inputs of a call that is sent many times where the worker can read them. Returns the fields to send.
 
-        The layout of the call's last request is used again if it is still valid; otherwise a new one is made.
+        The layout of the call's last request is used again if it is still valid.
 
         Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """
@@ -191,15 +191,15 @@ class Placement:
         return layout.placed or self.fill(call, layout)
 
     def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
-        """Makes, stores and returns the layout of a call that is sent often. Raises: InvalidArgument: it cannot be sent."""
+        """Makes, stores and returns the layout of a call. Raises InvalidArgument if the call cannot be sent."""
         layout = call.layout = self.lay_out(call, model)
         layout.own = own_fields(call)
         return layout
 
     def lay_out(self, call: Call, model: OpenedModel) -> Layout:
-        """Decides for each input whether it is used where it lies, travels inside the request, or is copied to shared memory.
+        """Decides whether each input is used where it lies, travels inside the request, or is copied to shared memory.
 
-        Copies nothing yet. Raises: InvalidArgument: an input or an output's array cannot be sent.
+        Nothing is copied yet. Raises InvalidArgument if an input or an output's array cannot be sent.
         """
         layout = Layout(call, model)
         room = _ALL_INLINE
@@ -245,7 +245,7 @@ class Placement:
         return layout
 
     def fill(self, call: Call, layout: Layout) -> wire.Placed:
-        """Copies the input arrays' values into the request or to shared memory, as ``layout`` says. Returns the fields to send.
+        """Copies the inputs into the request or to shared memory, as ``layout`` says. Returns the fields to send.
 
         Raises: Unavailable: there is no room in shared memory now.
         """
@@ -259,10 +259,10 @@ class Placement:
         return wire.Placed((slot.prepared, contents, segments, slot, layout.hold, None))
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
-        """Returns (name, place) of each output that the request asks for. The place says where the worker is to write the output.
+        """Returns the name of each requested output with the place where the worker writes it.
 
-        If the place is None, the output comes with the answer, and is then copied to the caller's array, if there is one. The
-        result is empty if the request asks for all outputs and gives no arrays for them.
+        If the place is None, the output comes with the answer. The result is empty if the request asks for all outputs and
+        gives no arrays for them.
 
         Raises: InvalidArgument: an array for an output has another datatype than the output, or the request does not ask for
           the output.
@@ -283,9 +283,7 @@ class Placement:
         return tuple(wanted.items())
 
     def room(self, array: np.ndarray) -> np.ndarray:
-        """Allocates shared memory for a copy of ``array`` and returns it, an array with the same shape. Copies nothing.
-
-        If there is no room, drops the memory that is kept free for later requests, and tries once more.
+        """Allocates shared memory for a copy of ``array``, as an array with the same shape. Copies nothing.
 
         Raises: InvalidArgument: the array is larger than the daemon allows.  Unavailable: there is no room now.
         """
@@ -320,22 +318,22 @@ def _parameters(call: Call) -> tuple[Any, ...]:
 
 
 def note_segment(segments: set[int], place: Place | None) -> None:
-    """Adds to ``segments`` the number of the segment that ``place`` lies in. Does nothing if ``place`` is None or on a GPU."""
+    """Adds the number of the segment of ``place`` to ``segments``. Does nothing if ``place`` is None or on a GPU."""
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
 
 
 def in_host_order(array: np.ndarray) -> np.ndarray:
-    """Returns the array itself if it has this host's byte order, else a copy that has it."""
+    """Returns the array itself if it has this host's byte order, else a copy in this order."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, Place | None]]) -> bytes:
-    """Encodes the part of a call's request that is the same each time the call is sent: model, tensors, outputs, parameters.
+    """Encodes the constant part of a call's request: model, tensors, outputs, parameters.
 
     Args:
-      tensors: (name, datatype, shape, place or None) of each input; None: the input travels inside the request.
-      outputs: (name, place or None) of each output to return; None: the output comes with the answer.
+      tensors: (name, datatype, shape, place) of each input. The place is None if the input travels inside the request.
+      outputs: (name, place) of each output to return. The place is None if the output comes with the answer.
 
     Raises: InvalidArgument: a value cannot be encoded.
     """
@@ -346,7 +344,7 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes the fields of a call's request that differ from request to request: id, deadline, scheduling.
+    """Encodes the fields of a call that differ from request to request: id, deadline, scheduling.
 
     Raises InvalidArgument if a value cannot be encoded.
     """

@@ -46,7 +46,7 @@ _NOTICED = 0.05
 
 
 class ClientLane:
-    """The client's end of a lane: sends requests to one worker, and hands the answers to the requests. Thread-safe."""
+    """The client's end of a lane. It sends requests to one worker, and hands the answers to the requests. Thread-safe."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class ClientLane:
         If this raises, the socket is closed.
 
         Args:
-          number: the number by which the daemon names the lane.
+          number: the daemon's number of the lane.
           memory: the memory that the connection shares with its workers.
-          ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
-          held: counts the answers that this process holds.
-          response_byte_size: the most bytes of the worker's memory that answers on this lane may hold.
-          most: the most requests that the worker takes at a time; further requests are queued in this object.
-          spin_ns: how long a thread that waits for an answer polls before it sleeps, at most, in nanoseconds.
+          ids: yields the ids of requests, from 2**32 on. All lanes of the connection share it.
+          held: counts the answers that this process uses.
+          response_byte_size: the most bytes of the worker's memory that answers on this lane may have.
+          most: the most requests that the worker takes at a time. Further requests are queued in this object.
+          spin_ns: how long a thread that waits for an answer polls at most before it sleeps, in ns.
 
         Raises: LaneEnded: the worker has ended.
         """
@@ -131,18 +131,16 @@ class ClientLane:
 
     @property
     def usable(self) -> bool:
-        """Returns whether requests may be sent on this lane: neither this process nor the worker has closed it."""
+        """Returns whether requests may be sent on this lane. Neither this process nor the worker has closed it then."""
         return not (self.socket.closing or self.ended)
 
     def submit(self, request: Any, loop: Any = None, max_waiting: int | None = None) -> int:
-        """Sends a ``LaneRequest``, or queues it if the worker has as many requests as it takes at a time.
-
-        Returns the request's id.
+        """Sends a ``LaneRequest``, or queues it if the worker takes no more requests now. Returns the request's id.
 
         Args:
-          loop: the event loop that runs in this thread; None: no loop runs. Small requests that a loop submits while others
-            are in flight are sent together, when the loop's iteration ends.
-          max_waiting: how many queued requests there may be already, if this request has to be queued; None: any number.
+          loop: the event loop that runs in this thread, or None. Small requests of a loop are sent together, when the loop's
+            iteration ends, if others are in flight.
+          max_waiting: how many requests may be in the queue before this one, or None for any number.
 
         Raises: LaneEnded: the worker has ended, and the request was not sent.  InvalidArgument: the request is too large for
           one record.  Unavailable: ``max_waiting`` requests are queued already.
@@ -183,9 +181,9 @@ class ClientLane:
             return request_id
 
     def announce(self, segments: Sequence[int]) -> None:
-        """Tells the worker which of the client's segments were closed, and sends it the descriptors of segments that it lacks.
+        """Tells the worker which of the client's segments were closed, and sends it the segments that it lacks.
 
-        The caller holds ``lock``. ``segments``: the numbers of the segments that the worker needs for the next request.
+        The caller has ``lock``. ``segments`` are the numbers of the segments that the worker needs for the next request.
         """
         if self.memory.closures[0] is not self.known_closures[0]:
             self.known_closures[0] = self.memory.closures[0]
@@ -202,12 +200,8 @@ class ClientLane:
                 self._announced.add(number)
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns what to send for a request's constant part: its encoded number or, at the first use, the part itself.
-
-        Many constant parts are used only once. At the second use, this sends the part with a number to the worker, and
-        returns the number. ``prepared``: the encoded constant part. The caller holds ``lock``. Raises LaneEnded: the worker
-        has ended.
-        """
+        """Returns what to send for a request's constant part: the part itself at first, later its number."""
+        # Many are used only once: the number comes at the second use.
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:
                 self._once.clear()
@@ -241,7 +235,7 @@ class ClientLane:
         self.socket.send(parts[-1], -1, (request_id,))
 
     def _flush_outgoing(self) -> None:
-        """Sends the requests that ``submit`` has collected; the caller holds ``lock``. Raises LaneEnded: the worker ended."""
+        """Sends the requests that ``submit`` has collected. The caller has ``lock``."""
         outgoing = self._outgoing
         while outgoing:
             count = size = 0
@@ -255,7 +249,7 @@ class ClientLane:
             self.socket.send(wire.datagram(records), -1, ids)
 
     def flush(self) -> None:
-        """Sends requests that ``submit`` has collected in an event loop's iteration; does nothing if the worker has ended."""
+        """Sends the requests that ``submit`` has collected in an event loop's iteration. Does nothing if the worker has ended."""
         if self._outgoing:
             with self.lock, contextlib.suppress(LaneEnded):
                 self._flush_outgoing()
@@ -268,10 +262,8 @@ class ClientLane:
                 self.socket.send(wire.datagram((record,)))
 
     def _release(self) -> None:
-        """Gives back to the worker the memory of answers whose leases are queued.
-
-        Sends nothing if the worker has ended, or if another thread holds ``lock``; the next request gives the memory back then.
-        """
+        """Gives queued leases back to the worker, unless another thread has ``lock``."""
+        # Otherwise the next request gives them back.
         if not self.lock.acquire(False):
             return
         try:
@@ -296,7 +288,7 @@ class ClientLane:
             del self.queued[request_id]
 
     def cancel(self, request_id: int) -> None:
-        """Removes a request from the queue. If it was sent already, tells the worker, which still sends a last answer."""
+        """Removes a request from the queue. If it was already sent, the worker is told, and still sends a last answer."""
         # The garbage collector ends streams that were left in a cycle, also in a thread that has the lock and sends just now.
         if self.lock.acquire(False):
             self.lock.release()
@@ -317,9 +309,9 @@ class ClientLane:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, flags: int = 0) -> bool:
-        """Receives one datagram, and hands the answers in it to their requests. Returns whether a datagram had come.
+        """Receives one datagram, and hands its answers to their requests. Returns whether a datagram had come.
 
-        The caller holds the lock ``reading``. ``flags``: 0: waits for a datagram; ``AT_ONCE``: does not wait.
+        The caller has the lock ``reading``. ``flags`` 0 waits for a datagram, and ``AT_ONCE`` does not wait.
         """
         datagram = self.reading.receive(self.socket.sock.fileno(), self.socket.received, flags)
         if datagram is None:
@@ -328,10 +320,10 @@ class ClientLane:
         return True
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Hands the answers in a datagram of ``size`` bytes in ``received`` to their requests.
+        """Hands the answers in a received datagram of ``size`` bytes to their requests.
 
-        The caller holds the lock ``reading``. A size of 0 means that the worker has ended, and ends the lane. A malformed
-        datagram ends the lane as well. ``ancillary``, ``flags``: the ancillary data and flags that ``recvmsg`` returned.
+        The caller has the lock ``reading``. A size of 0 means that the worker has ended, and ends the lane. A malformed
+        datagram also ends the lane. ``ancillary`` and ``flags`` are the results of ``recvmsg``.
         """
         fds = descriptors_in(ancillary) if ancillary else []
         try:
@@ -402,7 +394,7 @@ class ClientLane:
     def wait(self, request: Any, until: float | None) -> None:
         """Waits until an answer to a request has come, or the lane has ended.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if it has passed.
         """
         if self._outgoing:
             self.flush()
@@ -419,8 +411,8 @@ class ClientLane:
     def greeted(self, until: float | None) -> wire.Exchange | None:
         """Waits for the worker's version of the wire format, unless another thread reads the socket.
 
-        ``until``: seconds of ``time.monotonic()`` at which the wait ends; None: without limit. Returns the object of the C
-        extension that sends requests and receives answers in that format; None: the version has not come.
+        Returns the C object that sends requests and receives answers, or None if the version has not come. ``until`` is the
+        time of ``time.monotonic()`` in seconds at which the wait ends, or None for no limit.
         """
         if self.reading.acquire(False):
             try:
@@ -433,12 +425,7 @@ class ClientLane:
         return self.exchange
 
     def _follow(self, request: Any, until: float | None) -> bool:
-        """Sleeps while another thread reads the socket.
-
-        Returns True once an answer to ``request`` has come or the lane has ended. Returns False if this thread has to read the
-        socket: it holds the lock ``reading`` then. ``until``: seconds of ``time.monotonic()``; None: without limit. Raises
-        WaitEnded: ``until`` has passed.
-        """
+        """Sleeps while another thread reads the socket. Returns False, with ``reading``, if this thread must read."""
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
         self.followers[waiter] = None
@@ -466,11 +453,10 @@ class ClientLane:
             break
 
     def read(self, until: float | None) -> None:
-        """Waits for a datagram, and hands the answers in it to their requests. The caller holds the lock ``reading``.
+        """Waits for a datagram, and hands its answers to their requests. The caller has the lock ``reading``.
 
-        If datagrams are queued to be sent, waits also for room in the socket, and sends them.
-
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
+        Queued datagrams are sent meanwhile, if the socket has room. ``until`` is a time of ``time.monotonic()`` in seconds,
+        or None for no limit. Raises WaitEnded if it has passed.
         """
         if not self.socket.backlog:
             self.socket.limit_wait(until)
@@ -481,7 +467,7 @@ class ClientLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int) -> None:
-        """Has the lane's thread, started if need be, read the socket at least until the request ``request_id`` has ended."""
+        """Lets the lane's thread read the socket at least until request ``request_id`` has ended."""
         self.watched.add(request_id)
         if self._thread is None:
             with self.lock:
@@ -491,10 +477,7 @@ class ClientLane:
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
-        """Asks the lane's thread to call the callbacks of ``request``, which has ended.
-
-        The thread that reads the socket calls this, since callbacks may wait for other answers on this lane.
-        """
+        """Lets the lane's thread call the callbacks of an ended request."""
         self.finished.append(request)
         self._thread_waiter.put(None)
 
@@ -532,7 +515,7 @@ class ClientLane:
                 self.followers.pop(waiter, None)
 
     def attach(self, loop: Any) -> None:
-        """Asks an event loop to read this lane's socket whenever a datagram has come, until the lane ends.
+        """Lets an event loop read this lane's socket whenever a datagram has come, until the lane ends.
 
         Call it in the loop's thread.
         """
@@ -542,10 +525,7 @@ class ClientLane:
                     self.socket.attach(loop, self._readable)
 
     def _readable(self, loop: Any) -> None:
-        """Receives datagrams and hands their answers to their requests, unless a thread is reading the socket.
-
-        The event loop ``loop`` calls this when the socket is readable.
-        """
+        """Hands received answers to their requests, when the event loop says that the socket is readable."""
         if not self.reading.acquire(False):
             return
         self.loop = loop
@@ -563,7 +543,7 @@ class ClientLane:
     def end(self, error: ServingError) -> None:
         """Closes the lane, and calls ``lane_ended`` of every request in flight. Idempotent.
 
-        The caller holds the lock ``reading``. ``error``: why the lane ends, unless ``close`` gave another reason.
+        The caller has the lock ``reading``. ``error`` is why the lane ends, unless ``close`` gave another reason.
         """
         with self.lock:
             if self.ended:
@@ -602,10 +582,7 @@ class ClientLane:
             self.end(error)
 
     def forget(self) -> list[Any]:
-        """Closes a child process's copy of the socket after a fork.
-
-        Returns the child's copies of the requests that were in flight; the requests themselves are the parent's.
-        """
+        """Closes a child process's copy of the socket after a fork. Returns the child's copies of the requests in flight."""
         self.ended = True
         self._end_exchange()
         self.socket.forget()
@@ -616,10 +593,10 @@ class ClientLane:
 
 
 class OpenedModel:
-    """The daemon's answer for a model: the description of the version asked for (0: of the newest), and lanes to its workers."""
+    """The daemon's answer for a model: the model's description, and lanes to its workers."""
 
     def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
-        """Stores what the daemon answered when it was asked for the model.
+        """Stores the daemon's answer for a model.
 
         Args:
           lanes: the lanes to the workers that serve the model now.
@@ -640,15 +617,12 @@ class OpenedModel:
 
     @property
     def is_told(self) -> bool:
-        """Returns whether the daemon named the model's workers at most 0.25 s ago, so that it need not be asked again."""
+        """Returns whether the daemon named the model's workers at most 0.25 s ago."""
         return time.monotonic() - self.opened_at <= _JUST
 
     @property
     def lacks(self) -> bool:
-        """Returns whether the daemon may give more lanes: workers are still to come, or one of two or more lanes has ended.
-
-        If the only lane has ended, the result is False: the next request finds that out by itself.
-        """
+        """Returns whether the daemon may give more lanes: workers are still to come, or one of several lanes has ended."""
         if self.coming:
             return True
         lanes = self.lanes
@@ -656,7 +630,7 @@ class OpenedModel:
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
     def choose(self) -> ClientLane | None:
-        """Returns the usable lane on which this process has the fewest requests in flight; None: no lane is usable."""
+        """Returns the usable lane with the fewest requests in flight, or None if no lane is usable."""
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None
