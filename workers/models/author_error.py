@@ -22,9 +22,9 @@ _LINK_OR_PATH = re.compile(
 
 
 def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> str:
-    """Describes ``error``, an exception of a model's code: type and message, on one line and without this host's paths.
+    """Describes an exception of a model's code: type and message, on one line and without this host's paths.
 
-    ``folders``: of the version and the model; files in them are named by relative path, with the line that failed.
+    ``folders``: the folders of the version and the model; files in them are named by relative path, with the line that failed.
     """
     # Where it is comes behind it, as for any other.
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
@@ -37,7 +37,7 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
 
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns the text for ``error``, which made a load fail, with advice if a missing file is in the version's folder."""
+    """Returns the text for an error that made a load fail. If a missing file is in the version's folder, says so."""
     if type(error).__name__ == "UnexpectedTracerError":
         return f"UnexpectedTracerError: {LEAKED}{_line(error, folders)}"
     said = describe_exception(error, folders)
@@ -48,7 +48,7 @@ def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _line(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns where in the files of ``folders`` the error arose, as `` (model.py, line 7, in apply)``; "": elsewhere."""
+    """Returns where in the model's files the error arose, else ""."""
     if isinstance(error, SyntaxError):
         frames = [(error.filename or "", error.lineno, "")]
     else:
@@ -62,13 +62,13 @@ def _line(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def bounded(text: str, limit: int) -> str:
-    """Returns a text cut to ``limit`` characters, with a note of how many are left out; a shorter text as it is."""
+    """Returns a text cut to ``limit`` characters, with a note of how many are left out. A shorter text is returned unchanged."""
     more = len(text) - limit
     return text if more <= 0 else f"{text[:limit]}... ({more} more characters)"
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """Removes the traceback and causes from an error, which frees arrays that their frames held, and returns the error."""
+    """Removes the traceback and causes from an error, and returns the error. This frees arrays that the frames held."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     gc.collect()
     return error

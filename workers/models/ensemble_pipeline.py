@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
 
 class EnsemblePipeline:
-    """Computes a fixed set of an ensemble's outputs by running its steps' programs in turn. For the worker's loop only."""
+    """Computes a fixed set of an ensemble's outputs by running its steps' programs in turn. Only the worker's loop may use it."""
 
     #: Requests share batches, and no calls besides.
     grouped = None
@@ -57,11 +57,11 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """True while no request waits in the queue of any model of the ensemble; running the pipeline then overtakes nobody."""
+        """True while no request waits for any model of the ensemble. Then running the pipeline overtakes nobody."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:
-        """Returns whether the pipeline computes exactly the outputs that a request asks for."""
+        """Returns whether the pipeline computes exactly the outputs that the request asks for."""
         return len(request.outputs or self._signature.outputs) == len(self._outputs)
 
     def program(self, rows: int) -> PipelineProgram | None:
@@ -72,11 +72,11 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns a program for each number of rows up to ``most``; None where steps must run as requests. Ignores ``key``."""
+        """Returns a program for each number of rows from 1 to ``most``; None: steps must run as requests. ``key`` is ignored."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
-        """Runs a batch (``execution``) by ``program``, and fills in its results. Raises whatever the program raises."""
+        """Runs a batch by ``program``, and stores its results. Errors of the program are raised unchanged."""
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
@@ -105,14 +105,14 @@ class EnsemblePipeline:
         return results
 
     def count(self, execution: Execution) -> None:
-        """Counts ``execution``, a run of the pipeline, in the statistics of each model of the ensemble."""
+        """Counts a run of the pipeline in the statistics of each model."""
         rows = sum([request.rows for request in execution.requests])
         took, count = execution.computed_ns - execution.gathered_ns, len(execution.requests)
         batch = (rows, 1, 0, took, 0)
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts ``done``, runs of the pipeline in C code: each model counts all requests and its share of the time."""
+        """Counts runs of the pipeline in C in the statistics of each model. Each model gets its share of the time."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):
@@ -123,7 +123,7 @@ class EnsemblePipeline:
             step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
-        """Builds the program for the smallest batch size of at least ``rows`` that all models have programs for; None: none."""
+        """Builds the program for the smallest batch size that all models have; None: impossible."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -161,7 +161,7 @@ class EnsemblePipeline:
 
 
 class EnsemblePipelines:
-    """Finds and caches pipelines for all ensembles of a worker; a pipeline runs the programs of the steps directly in turn."""
+    """Finds and caches pipelines for all ensembles of a worker. A pipeline runs the programs of an ensemble's steps in turn."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
@@ -172,7 +172,7 @@ class EnsemblePipelines:
     def find(
         self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
     ) -> tuple[EnsemblePipeline, PipelineProgram] | None:
-        """Returns the pipeline of ``graph`` and its program for a batch; None: the steps run as requests to their models."""
+        """Returns the pipeline and its program for a batch; None: the steps run as requests to their models."""
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
@@ -193,7 +193,8 @@ class EnsemblePipelines:
         return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
 
     def forget_gone(self) -> None:
-        """Drops all pipelines, as they would keep unloaded models alive. A pipeline that is needed later is built anew."""
+        """Drops all pipelines. A pipeline that is needed later is built anew."""
+        # Pipelines would keep unloaded models alive.
         self._known.clear()
         self._changes = self._models.changes
 
@@ -202,19 +203,12 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether an ensemble must run as requests to its models, not as a pipeline.
-
-    That is so if the request names a parameter set, or asks that the answer names the set that was used.
-    """
+    """Returns whether an ensemble must run as requests to its models, because of the parameter set of ``request``."""
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that computes a step for ``rows`` rows; None: a program alone cannot run the step.
-
-    None is returned, for example, if the step needs a thread or the response cache, or if the ensemble has a batch dimension
-    and the step's model has none, or the reverse. ``batches``: whether the ensemble has a batch dimension.
-    """
+    """Returns the program that alone computes a step for ``rows`` rows, or None."""
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs
     if model is None or loaded.instances or loaded.made_inputs or member.sequences is not None or loaded.streams:

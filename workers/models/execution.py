@@ -37,7 +37,7 @@ _FAILURES = LineRate(10)
 
 @dataclass(slots=True, eq=False, repr=False)
 class Execution:
-    """One run of a model on a batch: the requests, their results, and the times that statistics are made of."""
+    """One run of a model on a batch: the requests, their results, and the times for statistics."""
 
     requests: Sequence[Request]
     began_ns: int
@@ -88,22 +88,22 @@ class Execution:
 
     @property
     def moments(self) -> tuple[int, int, int]:
-        """The times (ns) at which the run began, had gathered its inputs, and had computed its outputs."""
+        """The times in ns at which the run began, had gathered its inputs, and had computed its outputs."""
         return self.began_ns, self.gathered_ns, self.computed_ns
 
     def parameters_of(self, request: Request) -> ParameterSet | None:
-        """Returns the parameter set that a request is computed with, or None if the run has not begun."""
+        """Returns the parameter set that a request is computed with; None: the run has not begun, or the model has no sets."""
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
-        """Returns the batch's parameter set, or each request's if the model mixes sets. Raises NotFound: a set is gone."""
+        """Chooses the batch's parameter set, or each request's if the model mixes sets. Raises NotFound: a set is gone."""
         if self.parameters is None:
             mixes = sets.stack is not None
             self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Stores in a request when its batch ran, and the request's share of the bytes that were copied for the batch."""
+        """Stores in a request when its batch ran, and the request's share of the bytes copied for the batch."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -132,13 +132,13 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Makes the ``Caller`` by which ``port``'s model calls others for the batch's requests. A warmup has no requests."""
+        """Makes the ``Caller`` by which the model's code calls other models for the requests of this batch."""
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)
 
     def finish(self, results: list[Result | None]) -> None:
-        """Sets the results, in the requests' order; None: the request leaves this batch to be run again."""
+        """Sets the results, in the requests' order; None: the request leaves this batch and is run again."""
         pairs = list(zip(self.requests, results, strict=True))
         self.again = [request for request, result in pairs if result is None]
         if self.again:
@@ -148,7 +148,7 @@ class Execution:
 
 
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
-    """Returns the set that the first request names, else ``main``. Raises NotFound: a named set does not exist any more."""
+    """Returns the set that the first request names, or else ``main``. Raises NotFound: the set does not exist any more."""
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
     if sets.told:
@@ -159,7 +159,7 @@ def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
 
 
 def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
-    """Returns each request's parameter set, for models whose batches mix sets. Raises NotFound: a named set is gone."""
+    """Returns each request's parameter set, for models whose batches mix sets. Raises NotFound: a set does not exist any more."""
     return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 
@@ -167,18 +167,21 @@ class Describing(Protocol):
     """A model that can describe its failures to clients."""
 
     def describe(self, error: BaseException) -> str:
-        """Returns the sentence that clients get when the model failed with ``error``: no path, no traceback."""
+        """Returns the sentence for clients after a failure of the model. It has no path and no traceback."""
 
 
 class RunnableModel(Describing, Protocol):
-    """A model that runs batches: a jitted or host-side function, or an instance of a Triton Python model."""
+    """A model that runs batches."""
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch and sets its results and times in ``execution``. Raises what the model raises; then no result is set."""
+        """Runs a batch and stores its results and times.
+
+        Errors of the model are raised unchanged, and then no result is stored.
+        """
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs ``execution``, so that each of its requests has a result or an error. ``check``: raises if the device has failed."""
+    """Runs a batch, so that each request has a result or an error. ``check``: raises an error if the device has failed."""
     try:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread
@@ -220,7 +223,10 @@ def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: C
 def own_failure(
     model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
 ) -> ServingError:
-    """Logs why ``model`` failed on a batch, and returns the error for clients. ``check``: raises if the device has failed."""
+    """Logs why a model failed on a batch, and returns the error for clients.
+
+    ``check``: raises an error if the device has failed.
+    """
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)
@@ -242,6 +248,6 @@ def own_failure(
 
 
 def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[Request]) -> None:
-    """Logs ``sentence``, about failed requests, with ``error``'s stack trace, unless many such lines were logged this second."""
+    """Logs a failure with its stack trace, at a limited rate."""
     if _FAILURES.admits():
         _log.error("%s%s", sentence, _FAILURES.say_left_out(), exc_info=error, extra=traced(requests))

@@ -26,7 +26,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """The batching key of a request whose inputs do not fit its state. It equals no other key, so the request joins no batch."""
+    """The batching key of a request whose inputs do not fit its state. It equals no other key."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: The error for which the request cannot run.
@@ -34,7 +34,10 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns ``described`` with the sequences' state as inputs and outputs of the program. Raises Unsupported: ragged inputs."""
+    """Returns the signature of the program: the sequences' state is among its inputs and outputs.
+
+    Raises Unsupported: the model has ragged inputs.
+    """
     if described.ragged:
         name = described.states[0].name
         raise Unsupported(
@@ -52,7 +55,7 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Wraps ``apply(parameters, inputs, state)``: the wrapper's inputs and outputs include the state of ``described``."""
+    """Wraps ``apply(parameters, inputs, state)``, so that inputs and outputs include the state."""
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +75,8 @@ class FreeState:
 
         Args:
           described: the inputs and outputs that clients send and get, and the state.
-          initial: state name -> the array with which a sequence begins; a state that is not in it begins as zeros.
+          buckets: the sizes to which inputs and state are padded.
+          initial: state name -> the array with which a sequence begins; other states begin as zeros.
           limit: the most bytes that the state of all sequences together may have.
         """
         self._described = described
@@ -85,7 +89,7 @@ class FreeState:
     def attach(self, request: RequestTensors) -> None:
         """Adds the state of its sequence to a request's inputs. The batching key becomes the shapes of inputs and state.
 
-        If the state does not fit the inputs, the inputs stay as they are and the key is an ``Unfit`` with the error.
+        If the state does not fit the inputs, the inputs stay unchanged, and the key is an ``Unfit`` with the error.
         """
         kept = None if request.controls.start else request.live.kept
         try:
@@ -98,7 +102,7 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: RequestTensors, state: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns ``state``, a sequence's state, if it fits the inputs. Raises InvalidArgument: sizes of an axis differ."""
+        """Returns a sequence's state. Raises InvalidArgument: it does not fit the inputs."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, state[spec.name].shape[self._described.batches :], strict=True):
@@ -110,11 +114,11 @@ class FreeState:
         return state
 
     def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Returns axis name -> size in ``arrays``, a client's inputs. Raises InvalidArgument: one axis has two sizes."""
+        """Returns axis name -> size in a client's inputs."""
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state for inputs (``arrays``) of ``rows`` rows. Raises InvalidArgument: an axis has two sizes."""
+        """Returns the initial state for inputs of ``rows`` rows. Raises InvalidArgument: an axis has two sizes."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}
@@ -135,8 +139,8 @@ class FreeState:
     ) -> list[Result]:
         """Stores the sequences' new state from the results of a run. Returns the results without the state.
 
-        If a sequence's state would exceed the limit, the sequence keeps its former state and its request's result is Unavailable.
-        ``live``: returns all sequences, whose state is counted for the limit.
+        If the state would exceed the limit, the sequence keeps its former state, and the result is Unavailable. ``live``:
+        returns all sequences whose state counts.
         """
         return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

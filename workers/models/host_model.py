@@ -58,7 +58,7 @@ class HostFunction(Instantiated):
 
 
 class HostModel(HostFunction):
-    """A version whose function returns a dict of arrays for a batch."""
+    """A model version whose function returns a dict of arrays for a batch."""
 
     _told = False  #: Whether the log says which outputs are made and not declared.
 
@@ -96,7 +96,7 @@ class HostModel(HostFunction):
         execution.results = results
 
     def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Concatenates each input of a batch's requests, and adds the batch inputs that tell the lengths of ragged inputs."""
+        """Concatenates each input of a batch's requests. Adds the batch inputs."""
         inputs: dict[str, Array] = {}
         rows = sum(request.rows for request in requests)
         for spec in self.signature.inputs.values():
@@ -125,7 +125,7 @@ class HostModel(HostFunction):
 
 
 def fetched(request: Request) -> tuple[dict[str, Array], int]:
-    """Returns a request's inputs in host memory, and how many bytes of them were copied from regions. For the model's thread."""
+    """Returns a request's inputs in host memory, and how many bytes were copied from regions. The model's thread calls it."""
     inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
     copied = sum(array.nbytes for array in request.arrays.values() if isinstance(array, LateTensor))
     return inputs, copied
@@ -135,7 +135,7 @@ _END: Any = object()
 
 
 class GeneratorModel(HostFunction):
-    """A version whose function is a Python generator: each value that it yields is sent as a response."""
+    """A model version whose function is a Python generator. Each value that it yields is sent as a response."""
 
     def execute(self, execution: Execution) -> None:
         (request,) = execution.requests
@@ -150,7 +150,7 @@ class GeneratorModel(HostFunction):
         execution.results = [STREAMED]
 
     def response(self, request: Request, value: Any) -> Result:
-        """Returns ``value``, which the generator yielded, as a response to ``request``. Raises Internal: it is invalid."""
+        """Returns a value that the generator yielded as a response. Raises Internal: the value is invalid."""
         parameters: Any = {}
         if isinstance(value, tuple) and len(value) == 2:
             value, parameters = value
@@ -189,9 +189,9 @@ class _GeneratorRun:
         self._resume = execution.resume
 
     def go_on(self, alone: bool) -> None:
-        """Runs the generator to its end, or until its client has too many unacknowledged responses. Raises what the model raises.
+        """Runs the generator to its end, or until its client has too many unacknowledged responses.
 
-        ``alone``: True if called outside of the model's ``execute``. The end of the generator must then wake the worker's loop.
+        ``alone``: whether the end of the generator must wake the worker's loop. Errors of the model are raised unchanged.
         """
         sender, generator, request = self._sender, self._generator, self._request
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.
@@ -204,7 +204,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Has the instance's thread go on with the generator. The loop calls this once the client has acknowledged enough."""
+        """Has the instance's thread go on with the generator. The loop calls it."""
         assert self._resume is not None
         self._resume(self._rested)
 

@@ -23,10 +23,10 @@ from tensord.workers.threads.inbox import Inbox
 
 
 class Instantiated(RunnableModel, Protocol):
-    """A model object that an instance's thread creates, runs and closes. By default ``initialize`` and ``close`` do nothing."""
+    """A model object that an instance's thread creates, runs and closes."""
 
     def initialize(self) -> None:
-        """Initialises the model before its first batch. Raises whatever the model raises."""
+        """Initialises the model before its first batch. Errors of the model are raised unchanged."""
         return
 
     def close(self) -> None:
@@ -36,7 +36,7 @@ class Instantiated(RunnableModel, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """The last entry of an instance's queue: the thread closes the model, then ``closed`` is called on the worker's loop."""
+    """The last entry of an instance's queue: the thread closes the model."""
 
     closed: Callable[[], None]
 
@@ -44,7 +44,7 @@ class _Closing:
 class Instance:
     """A thread that runs one instance of a model.
 
-    For the loop only: ``given`` (batches that wait or run), ``depth`` (how many there may be) and ``status_slot``.
+    Only the worker's loop may use ``given`` (batches that wait or run), ``depth`` (their maximum) and ``status_slot``.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Instance:
         check: CheckDevice = works,
         code: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Prepares an instance; ``start`` starts its thread.
+        """Prepares an instance. ``start`` starts its thread.
 
         Args:
           create: makes the model; called in the thread.
           inbox: passes functions from the thread to the worker's loop.
           page: the status page in which the thread notes the batch that it runs.
-          warm: warms the model up before the instance counts as started; called in the thread. None: there is no warmup.
-          check: raises if the model's device has failed.
-          code: makes a context in which the thread works: in it, JAX's settings are as the model's code has changed them.
+          warm: warms the model up before the instance counts as started, in the thread; None: there is no warmup.
+          check: raises an error if the model's device has failed.
+          code: makes a context in which the thread works, with JAX's settings of the model.
         """
         self._code = code
         self._check = check
@@ -99,11 +99,14 @@ class Instance:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, which initialises and warms up the model. It does not wait for that; ``wait_started`` does."""
+        """Starts the thread, which initialises and warms up the model. Does not wait for that."""
         self._thread.start()
 
     def wait_started(self, cancellation: Cancellation) -> None:
-        """Waits until the model is initialised and warm. Raises what the model raised; Cancelled: the load was cancelled."""
+        """Waits until the model is initialised and warm. Errors of the model are raised unchanged.
+
+        Raises Cancelled: the load was cancelled.
+        """
         # What it is in nobody can cut short: it is left to itself, and is to be closed all the same.
         with cancellation.interrupting(self._started.set):
             self._started.wait()
@@ -114,12 +117,12 @@ class Instance:
 
     @property
     def failed(self) -> bool:
-        """True if the model could not be started; then the thread has ended, or is about to."""
+        """True if the model could not be started."""
         return self._failure is not None
 
     @property
     def busy(self) -> bool:
-        """True while the instance has as many executions as it may be given at a time."""
+        """True while the instance has as many executions as it may have."""
         return len(self.given) >= self.depth
 
     @property
@@ -129,17 +132,17 @@ class Instance:
 
     @property
     def thread(self) -> int:
-        """The identifier of the instance's thread (``threading.get_ident``); -1: it was not started."""
+        """The identifier of the instance's thread; -1: it was not started."""
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Has the thread run a batch (``execution``); ``done`` is called on the worker's loop afterwards."""
+        """Has the thread run a batch. The worker's loop calls ``done`` afterwards."""
         self.given.append(execution)
         self._ahead.append(execution)
         self._jobs.put((execution, done))
 
     def take_back(self, execution: Execution) -> bool:
-        """Withdraws an execution: it will not run, and ``done`` is not called. Returns False if the execution has begun."""
+        """Withdraws an execution, so that it does not run. Returns False if it has begun."""
         # One of the two removes it: that is one step, which no other thread can come between.
         with contextlib.suppress(ValueError):
             self._ahead.remove(execution)
@@ -148,14 +151,14 @@ class Instance:
         return False
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Ends the model and its thread after all batches given to it. The worker's loop then calls ``closed``."""
+        """Ends the model and its thread after all batches. The worker's loop then calls ``closed``."""
         self.closing = True
         self._jobs.put(_Closing(closed))
         if self._failure is not None:
             self._say_closed()
 
     def _say_closed(self) -> None:
-        """Drops the batches of an instance whose start failed. Has the loop call the functions that were given to ``close``."""
+        """Drops the batches of an instance whose start failed, and ends it."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
@@ -208,7 +211,7 @@ class Instance:
             del job, execution, done
 
     def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Removes from ``given`` an execution that has ended, and calls its ``done``; runs on the worker's loop."""
+        """Ends an execution on the worker's loop."""
         self.given.popleft()
         done(execution)
 

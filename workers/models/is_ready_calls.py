@@ -24,7 +24,10 @@ _SECONDS = 5.0
 
 
 class IsReadyCalls:
-    """Calls ``is_ready()`` of a version's instances. Instance threads use ``join`` and ``leave``, the loop all other methods."""
+    """Calls ``is_ready()`` of a version's instances.
+
+    Instances' threads use ``join`` and ``leave``. The worker's loop uses the other methods.
+    """
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._name = name
@@ -39,16 +42,16 @@ class IsReadyCalls:
         self._logged = False
 
     def join(self, is_ready: Callable[[], object]) -> None:
-        """Has ``ask`` call an instance's ``is_ready``, too."""
+        """Adds an instance's ``is_ready`` to those that ``ask`` calls."""
         self._models.append(is_ready)
 
     def leave(self, is_ready: Callable[[], object]) -> None:
-        """Has ``ask`` no longer call an instance's ``is_ready``."""
+        """Removes an instance's ``is_ready`` from those that ``ask`` calls."""
         with contextlib.suppress(ValueError):
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Has the loop call ``answered`` with True if each ``is_ready`` returns True within five seconds; else with False."""
+        """Has the loop call ``answered`` with whether each ``is_ready`` has returned True within five seconds."""
         self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)

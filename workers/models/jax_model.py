@@ -36,9 +36,9 @@ from tensord.workers.threads.cancellation import Cancellation
 
 
 class GatheredRun:
-    """Runs batches of a model with sequence state by one program, on inputs that already lie in the program's memory.
+    """Runs batches of a model with sequence state by one program, on inputs that lie in the program's memory already.
 
-    Used only by the thread that runs the instance's batches, which reads the outputs of each batch before the next one begins.
+    Only the thread that runs the instance's batches uses it. It reads the outputs of each batch before the next batch begins.
     """
 
     def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
@@ -51,13 +51,11 @@ class GatheredRun:
         self._used = 0
 
     def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Content]:
-        """Runs the batch whose inputs lie in the executable's ``memory``. Returns the contents of the outputs in host memory.
+        """Runs the batch whose inputs lie in the executable's ``memory``. Returns the outputs in host memory.
 
-        Args:
-          slots: for each of the first rows, the slot in which the state of its sequence lies; other rows belong to no request.
-          starts: for each of these rows, whether its sequence begins.
-        Raises StateLost: the run failed, or reading its outputs did, and the state of all sequences is lost. After any other
-          error, of the run or of sending the inputs, all state is as before.
+        ``slots``: for each of the first rows, the slot of its sequence's state; other rows belong to no request. ``starts``: for
+        each of these rows, whether its sequence begins. Raises StateLost: the run failed, and the state of all sequences is
+        lost. After any other error all state is as before.
         """
         rows, used = self._rows, len(slots)
         rows[0, :used] = slots
@@ -80,7 +78,7 @@ class GatheredRun:
 class JaxModel:
     """Runs the batches of one version of a jitted model with its compiled programs.
 
-    Everything but ``executables.compile`` is for the one thread that runs the model: the worker's loop, or an instance's thread.
+    Only the thread that runs the model may use it, except for ``executables.compile``.
     """
 
     def __init__(
@@ -93,13 +91,10 @@ class JaxModel:
         alone: bool = False,
         free_state: FreeState | None = None,
     ) -> None:
-        """Makes the model of ``executables``. Raises Unsupported: a tensor has a datatype that cannot be jitted.
+        """Makes a model of compiled programs. Raises Unsupported: a tensor has a datatype that cannot be jitted.
 
-        Args:
-          instances: how many threads run the model.
-          alone: True: no two requests share a call of a program, even if they do not share a batch.
-          free_state: the state of sequences, if its size varies; it is then among the inputs and outputs of ``signature``. None:
-            the model has no such state.
+        ``instances``: how many threads run the model. ``alone``: whether requests that share no batch may not share a call
+        either. ``free_state``: the state of sequences, if its size varies; None: there is no such state.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -140,7 +135,10 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model of the same programs, without state, for ``count`` threads. ``alone``: no two requests share a call."""
+        """Returns a model of the same programs, without state, for ``count`` threads.
+
+        ``alone``: whether no requests share a call.
+        """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
@@ -158,14 +156,15 @@ class JaxModel:
         return self._buckets.fitting(requests) if self.ragged else len(requests)
 
     def find(self, requests: Sequence[Request]) -> Executable | None:
-        """Returns the compiled executable for a batch of requests; None: it is not compiled yet."""
+        """Returns the executable for a batch; None: it is not compiled yet."""
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns, for each number of rows from 1 to ``most``, the program for batches with this ``key``; None: none is compiled.
+        """Returns the program for each number of rows from 1 to ``most``; None: none is compiled.
 
-        If one call can run several requests, the list has instead a program for each number of requests from 1 to
-        ``grouped_calls.MOST``. The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size.
+        If one call can run several requests, the list has a program for each number of requests from 1 to ``grouped_calls.MOST``
+        instead. The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. ``key``: the
+        batch's shapes.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
@@ -177,9 +176,9 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
-        """Compiles programs that run several requests in one call, or loads them, for the shapes known before serving.
+        """Compiles or loads programs that run several requests in one call, if the model may have them.
 
-        Does nothing for a model without such programs. Raises Cancelled if the load was given up, and whatever tracing raises.
+        Raises Cancelled: the load was cancelled. Errors of tracing are raised unchanged.
         """
         if self.grouped is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
@@ -187,29 +186,29 @@ class JaxModel:
             self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function (slots, starts) -> outputs that runs ``executable`` on inputs already in its memory.
+        """Returns a function that runs ``executable`` on inputs in its memory: (slots, starts) -> outputs.
 
-        ``slots`` and ``starts``: each row's index in the sequence state, and whether its sequence starts.
+        ``slots`` and ``starts``: the slot of each row's sequence state, and whether the sequence starts.
         """
         if self._carry is None:
             return lambda slots, starts: executable.run()
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the executable for exactly ``rows`` rows of these shapes, which needs no padding; None: there is none."""
+        """Returns the executable for these rows and shapes, whose outputs need no cutting; None: there is none."""
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns output name -> number of bytes to reserve before the run of ``executable``; None: nothing is to be reserved."""
+        """Returns how many bytes to reserve for each output before the run, by name; None: nothing is to be reserved."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
 
     def is_whole(self, execution: Execution) -> bool:
-        """Returns whether ``execution`` was of a single request whose inputs and outputs have the program's shapes."""
+        """Returns whether an execution was of a single request whose inputs and outputs have the program's shapes."""
         executable, requests = execution.executable, execution.requests
         if (
             not isinstance(executable, Executable)
@@ -224,13 +223,14 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether outputs of a program for ``bucket`` rows are just one request's answer, with no rows to cut off."""
+        """Returns whether a program's outputs are one request's answer, uncut."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs ``execution`` and fills in its outputs. ``carry``: an instance's sequence state; None: this object's, if any.
+        """Runs a batch and stores its outputs. ``carry``: an instance's sequence state; None: this object's.
 
-        Raises LookupError: no executable for the batch is compiled.  StateLost: the run failed, and all sequences lost state.
+        Raises LookupError: no executable for the batch is compiled. Raises StateLost: the run failed, and the state of all
+        sequences is lost.
         """
         requests = execution.requests
         executable: Executable | GroupedProgram | None = execution.executable
@@ -264,7 +264,7 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """The batch sizes whose inputs need no padding. Empty: any batch may need it. None: the model has no batch dimension."""
+        """The batch sizes that need no padding. Empty: any may need it. None: the model has no batch dimension."""
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None
@@ -277,7 +277,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows and input elements were padding in runs by C code. ``done``: counts of the runs for ``key``."""
+        """Returns how many rows and input elements were padding in runs by C. ``done``: counts of the runs for shapes ``key``."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
@@ -352,21 +352,18 @@ class JaxModel:
 
 
 def _leave(requests: Sequence[Request]) -> bool:
-    """Returns whether the answer to any of these requests is sent out of the worker, and not only to another model in it."""
+    """Returns whether any answer leaves the worker."""
     return requests[0].sink is None or any(request.sink is None for request in requests)
 
 
 class JittedInstance(Instantiated):
-    """Runs the batches of one instance of a jitted model, with its own memory for inputs; used by the instance's thread only.
+    """Runs the batches of one instance of a jitted model, with memory of its own for inputs. Only its thread may use it.
 
-    XLA runs programs without Python's lock, so the instances of a model run in parallel. They share code and parameters, but not
-    the state of sequences: each sequence belongs to one instance. On a GPU each instance copies on a stream of its own, so that
-    the inputs of one instance are copied while a second one computes and the outputs of a third one are copied back:
-
-        instance 0    | in | run | out |     | in | run | out |
-        instance 1         | in |     run | out |     | in | ...
+    The instances of a model run in parallel. They share code and parameters. Each sequence and its state belong to one instance.
     """
 
+    # On a GPU each instance copies on a stream of its own, so that the inputs of one are copied while a second one computes and
+    # the outputs of a third one are copied back.
     def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
         """Makes an instance of ``model``. ``device``: its device, with input memory and a stream for this instance's thread."""
         self._model = model
@@ -377,7 +374,7 @@ class JittedInstance(Instantiated):
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
 
     def execute(self, execution: Execution) -> None:
-        """Runs ``execution`` with this thread's copy of the executable. Raises what ``JaxModel.execute`` raises."""
+        """Runs a batch with this thread's copy of the executable. Raises what ``JaxModel.execute`` raises."""
         shared = execution.executable or self._model.find(execution.requests)
         if isinstance(shared, Executable):
             twin = self._twins.get(shared)

@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 def auto_complete(module: ModuleType, config: ModelConfig, port: ModelPort) -> ModelConfig:
-    """Returns the configuration ``config``, as ``auto_complete_config`` of the model's ``module`` completes it.
+    """Returns the configuration as ``auto_complete_config`` of the model's ``module`` completes it.
 
-    If the module has no such function, returns ``config`` itself. ``port``: connects the module's code with the worker.
-    Raises InvalidArgument: the result is no valid configuration; or whatever ``auto_complete_config`` raises.
+    Without such a function returns ``config`` itself. ``port``: connects the module's code with the worker. Raises
+    InvalidArgument: the result is no valid configuration. Errors of the function are raised unchanged.
     """
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:
@@ -90,7 +90,6 @@ class PythonVersion:
     outputs: DeclaredOutputs = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument: the value of ``strict_outputs`` in the model's configuration is no boolean."""
         object.__setattr__(self, "outputs", DeclaredOutputs(self.config, self.signature))
 
 
@@ -98,7 +97,7 @@ class PythonModel:
     """One instance of a Triton Python model. The instance's thread calls ``initialize``, ``execute`` and ``close``."""
 
     def __init__(self, shared: PythonVersion, instance: str) -> None:
-        """Creates the version's ``TritonPythonModel``; raises what its constructor raises. ``instance``: the instance's name."""
+        """Creates the ``TritonPythonModel``, whose errors are raised unchanged. ``instance``: the instance's name."""
         self._readiness = shared.readiness
         self._port = shared.port
         self._sequences = shared.sequences
@@ -120,7 +119,7 @@ class PythonModel:
         }
 
     def initialize(self) -> None:
-        """Calls the model's ``initialize``, if it has one. Raises whatever the model raises."""
+        """Calls the model's ``initialize``, if it has one. Errors of the model are raised unchanged."""
         if hasattr(self._model, "initialize"):
             with calling(Caller(self._port, phase=CallerPhase.LOADING)):
                 self._model.initialize(self._arguments)
@@ -128,7 +127,7 @@ class PythonModel:
             self._readiness.join(self._is_ready)
 
     def _is_ready(self) -> object:
-        """Returns what the model's ``is_ready`` returns; called in any thread. Raises whatever the model raises."""
+        """Returns what the model's ``is_ready`` returns. Any thread may call it."""
         with self._port.code(), calling(Caller(self._port, phase=CallerPhase.APART)):
             said = self._model.is_ready()
             return asyncio.run(said) if inspect.iscoroutine(said) else said
@@ -172,7 +171,7 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns each row's request by its index in ``requests``, or None for an empty row; None: row i has request i."""
+        """Returns the index of each batch row's request; None: an empty row."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
@@ -181,7 +180,7 @@ class PythonModel:
         return rows
 
     def _nobody(self, request: Request) -> interface.InferenceRequest:
-        """Makes a request for a batch row that has none: zeros in the shapes of ``request``, without START, END and READY."""
+        """Makes a request of zeros for a batch row that has none."""
         assert self._sequences is not None
         arrays = {name: np.zeros(array.shape, array.dtype) for name, array in request.arrays.items()}
         for array in arrays.values():
@@ -213,11 +212,7 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request to a decoupled model, after the model's run; responses go through response senders.
-
-        The result is STREAMED if a sender answers the request now or later, an error if no sender is left, or None if the model
-        asked for another run. ``asked``: the request as the model got it.
-        """
+        """Returns the result of a request to a decoupled model, after the model's run."""
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:
@@ -235,11 +230,7 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends with an error those of ``requests`` that a coroutine has left unanswered. The coroutines' thread calls this.
-
-        ``asked``: the requests as ``execute`` got them. ``caller``: the coroutine's run, which is closed. ``error``: what the
-        coroutine raised, with which all requests end; None: it returned, and requests whose sender the model keeps go on.
-        """
+        """Ends those requests with an error that a coroutine has left unanswered."""
         caller.close()
         if self._port.ran is not None:
             self._port.ran()
@@ -255,10 +246,7 @@ class PythonModel:
                     sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
-        """Converts the model's response to ``request`` into a result; None: the model asked for another run of the request.
-
-        ``asked``: the request as the model got it. Raises TypeError: the model returned something else than a response.
-        """
+        """Converts the model's response into a result; None: the request is to be run again."""
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             return self._rescheduled(request, response)
         if asked.sender is not None:
@@ -286,7 +274,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns None if a request may run again: it belongs to an iterative sequence and got no ``response``; else an error."""
+        """Returns None if a request may run again, else an error."""
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "
@@ -310,7 +298,7 @@ class PythonModel:
         return f"Failed to process the request(s) for model '{self._instance}', message: {reason}"
 
     def close(self) -> None:
-        """Calls the model's ``finalize``, if it has one, and logs an exception that it raises."""
+        """Calls the model's ``finalize``, if it has one. An exception is logged."""
         if self._readiness is not None:
             self._readiness.leave(self._is_ready)
         self._coroutines.close()
@@ -333,8 +321,8 @@ def _client_error(error: Any) -> ServingError:
 class DeclaredOutputs:
     """Checks the outputs that a version computes against its configuration, and reshapes them as clients expect them.
 
-    As in Triton, an output is sent as the model returns it even if the configuration differs, and an undeclared output is
-    dropped, with one warning in all. With the model's parameter ``strict_outputs``, the difference is an error instead.
+    If they differ, an output is sent as it is, with one warning in all, as in Triton. With the model's parameter
+    ``strict_outputs`` the difference is an error.
     """
 
     def __init__(self, config: ModelConfig, signature: Signature) -> None:
@@ -345,9 +333,10 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns ``array``, an output of ``rows`` rows, in the shape for clients, ``dims``; a ``reshape`` is undone.
+        """Returns an output of ``rows`` rows in the shape for clients.
 
-        An output of other dimensions stays as it is, with one warning. With ``strict_outputs``, raises Internal instead.
+        An output of other dimensions than declared stays unchanged, with one warning. With ``strict_outputs``, raises Internal
+        instead.
         """
         spec = self._signature.outputs[name]
         array = spec.as_objects(array)
@@ -378,7 +367,7 @@ class DeclaredOutputs:
 
 
 class ResponseWriter:
-    """Hands to the worker's ``ResponseSender`` the responses that a Triton Python model sends to one request."""
+    """Passes the responses that a Triton Python model sends to one request to the worker's ``ResponseSender``."""
 
     def __init__(
         self,
@@ -396,8 +385,8 @@ class ResponseWriter:
     def send(self, response: InferenceResponse | None, final: bool) -> None:
         """Sends a response after all earlier ones. Waits while the client has too many unacknowledged responses.
 
-        ``final``: whether no response follows; if ``response`` is None, the client is told only this. Does nothing if the request
-        has ended.
+        ``response`` None: only says that no response follows. ``final``: whether no response follows. Does nothing if the
+        request has ended.
         """
         # One that was ended for the model sends to nobody.
         with contextlib.suppress(SenderClosed):
@@ -407,5 +396,5 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Records that the model has dropped one of its senders. When the last one is dropped, the request ends with an error."""
+        """Records that the model has dropped a sender. After the last one the request ends with an error."""
         self._sender.let_go()

@@ -29,7 +29,7 @@ class RateLimiter:
     """The limited resources of one worker, and the instances that need some of them to run."""
 
     def __init__(self, given: Mapping[str, int]) -> None:
-        """Begins without instances. ``given``: resource name -> how many units there are, as the operator has configured."""
+        """Begins without instances. ``given``: resource name -> how many units the operator has configured."""
         self._given = given
         self._limits: dict[str, int] = dict(given)
         self._turns: dict[Instance, _Turns] = {}
@@ -41,7 +41,7 @@ class RateLimiter:
         self.moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:
-        """Adds new instances that need resources. The caller has checked that no instance needs more than is configured."""
+        """Adds instances. The caller has checked that no instance needs more than is configured."""
         for instance in instances:
             if instance.needs and instance not in self._turns:
                 # One that comes later has not missed the turns of the others.
@@ -64,14 +64,17 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done``. False: too few are free; try again when ``self.moved`` is True."""
+        """Reserves an instance's resources until ``done``. Returns False if too few are free.
+
+        Try again when ``self.moved`` is True.
+        """
         if instance not in self._running:
             self._waiting[instance] = None
             self._grant()
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees an instance's resources after a run, or ends its wait for resources. ``again``: it waits for another run."""
+        """Frees an instance's resources after a run, or ends its wait for them. ``again``: whether it waits for another run."""
         if instance in self._running:
             del self._running[instance]
             for name, count in instance.needs.items():
@@ -84,7 +87,7 @@ class RateLimiter:
         self.moved |= self._grant()
 
     def _grant(self) -> bool:
-        """Gives resources to the waiting instances that may run now. Returns whether any instance got some."""
+        """Gives resources to waiting instances. Returns whether any got some."""
         granted = False
         kept: set[str] = set()
         for instance in sorted(self._waiting, key=lambda waiting: self._turns[waiting].count):
@@ -109,7 +112,7 @@ class RateLimiter:
 
     @property
     def running(self) -> list[Instance]:
-        """The instances that are running now."""
+        """The instances that run now."""
         return [instance for instance in self._turns if instance.busy]
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from tensord.workers.scheduling.sequence_table import SequenceTable
 
 
 class SequenceRegister:
-    """Counts and bounds the live sequences of one worker; it alone writes the worker's sequence page."""
+    """Counts and bounds the live sequences of one worker. It alone writes the worker's sequence page."""
 
     def __init__(self, page: SequencePage, most: int) -> None:
         self.page = page
@@ -33,7 +33,7 @@ class SequenceRegister:
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
-        """Counts a new sequence. Raises Unavailable: as many sequences as ``requests.max_sequences`` allows are live."""
+        """Counts a new sequence. Raises Unavailable: too many are live."""
         if self.live >= self._most:
             raise Unavailable(
                 f"{self.live} sequences are live on this worker, requests.max_sequences allows {self._most}"
@@ -41,7 +41,10 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes changed numbers of free slots to the sequence page. Called before answers: clients may then start sequences."""
+        """Writes changed numbers of free slots to the sequence page.
+
+        Call it before answers, after which clients may start sequences.
+        """
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()
@@ -52,7 +55,7 @@ class SequenceRegister:
             self.settle()
 
     def settle(self) -> None:
-        """Removes all ended sequences from the sequence page. It may be called only once their answers were sent."""
+        """Removes all ended sequences from the sequence page. Call it only once their answers were sent."""
         self.ended = False
         self.page.settle()
 
@@ -63,9 +66,8 @@ class SequenceRegister:
 class RegisteredSequences:
     """Registers the sequences of one load of a model version on the worker's sequence page.
 
-    ``generation`` tells sequences with one correlation id apart: a later sequence has a higher number. For each sequence
-    ``waiting`` is called first, then ``begun`` when its first request runs, and ``gone`` at its end. ``waiting`` for the next
-    sequence of the same id may be called before ``gone``.
+    ``generation`` tells sequences with one correlation id apart. For each sequence call ``waiting`` first, then ``begun`` when
+    its first request runs, and ``gone`` at its end. ``waiting`` for the next sequence of the same id may come before ``gone``.
     """
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
@@ -89,23 +91,23 @@ class RegisteredSequences:
             self._register.page.withdraw_slots(self._keys.slots)
 
     def publish_slots(self) -> None:
-        """Writes to the sequence page how many slots are free and how many sequences wait; does nothing after ``retire``."""
+        """Writes to the sequence page how many slots are free and how many sequences wait. Does nothing after ``retire``."""
         if self._table is not None:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a sequence of a new ``generation``, which waits for a slot. Raises Unavailable if too many are live."""
+        """Registers a new sequence, which waits for a slot. Raises Unavailable: too many sequences are live."""
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page, which fronts read, that the sequence of this ``generation`` begins to run."""
+        """Writes to the sequence page that a sequence begins to run."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page, which fronts read, that the sequence of this ``generation`` has ended."""
+        """Writes to the sequence page that a sequence has ended."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

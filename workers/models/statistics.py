@@ -33,7 +33,7 @@ MAX_RESPONSES = 1024
 
 @dataclass(slots=True)
 class Duration:
-    """How often a kind of event happened, such as a cache hit or a failure, and the nanoseconds that all of them took."""
+    """How often a kind of event happened, such as a cache hit, and the nanoseconds that all of them took."""
 
     count: int = 0
     ns: int = 0
@@ -43,13 +43,13 @@ class Duration:
         self.ns += ns
 
     def to_dict(self) -> dict[str, int]:
-        """Returns the count and the nanoseconds as Triton's statistics extension has them."""
+        """Returns the count and the nanoseconds as in Triton's statistics extension."""
         return {"count": self.count, "ns": self.ns}
 
 
 @dataclass(slots=True)
 class ResponseStatistics:
-    """The responses at one position in their requests: an entry of ``response_stats`` of Triton's statistics extension."""
+    """The responses at one position in their requests: an entry of ``response_stats`` in Triton's statistics extension."""
 
     #: The time from the response before it, or from when the request began to run.
     compute_infer: Duration = field(default_factory=Duration)
@@ -75,15 +75,15 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of the responses with this number in their requests; None: the number is too high."""
+        """Returns the statistics of responses at this position; None: the position is too high."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts successful responses to one request, which have the positions ``first``, ``first`` + 1 and so on.
+        """Counts successful responses to one request, from position ``first`` on. The time to write them counts as 0.
 
-        The time to write them is counted as 0. ``waited_ns``: INT64[count], the time between each and the response before it.
+        ``waited_ns``: INT64[count], the time between each response and the one before.
         """
         if not len(self._counts):
             self._open()
@@ -92,7 +92,10 @@ class ResponsesByNumber:
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
 
     def add_at_once(self, first: int, count: int, waited_ns: int) -> None:
-        """Counts ``count`` responses of a request, numbered from ``first``, sent together ``waited_ns`` after the one before."""
+        """Counts ``count`` responses of one request from position ``first`` on, which were sent together.
+
+        ``waited_ns``: the time between them and the response before.
+        """
         if not len(self._counts):
             self._open()
         self._counts[first : first + count] += 1
@@ -102,7 +105,7 @@ class ResponsesByNumber:
         self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns ``response_stats`` of Triton statistics: counters by the position of each response in its request, as text."""
+        """Returns ``response_stats`` of Triton's statistics: counters by the position of responses in their requests, as text."""
         for number in np.flatnonzero(self._counts).tolist():
             counted = self.of(number)
             assert counted is not None
@@ -119,7 +122,7 @@ class ResponsesByNumber:
 
 
 class NativeRuns(NamedTuple):
-    """Counts of requests that C code answered successfully (``tensord.workers.dispatch.fast_path``)."""
+    """Counts of requests that C code answered successfully."""
 
     answered: int
     rows: int
@@ -134,7 +137,7 @@ class NativeRuns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> NativeRuns:
-        """Returns one model's counts out of those of a pipeline of models. ``share / whole``: the model's part of the time."""
+        """Returns one model's counts from those of a pipeline. ``share / whole``: the model's part of the time."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
         return NativeRuns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
@@ -166,7 +169,7 @@ class BatchStatistics:
 
 
 class VersionStatistics:
-    """Statistics of one model version on one worker; used by the worker's loop only."""
+    """The statistics of one model version on one worker. Only the worker's loop may use them."""
 
     def __init__(self, name: str, version: int, buckets: Sequence[float] = Metrics().buckets) -> None:
         self._name = name
@@ -215,9 +218,9 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts an execution whose answers are written or wait for memory. ``failed``: its requests that failed -> the reason.
+        """Counts an execution whose answers are written or wait for memory. ``failed``: the failed requests, with the reasons.
 
-        Requests that response senders answer are counted by ``streamed`` instead, after their last response.
+        Requests that response senders answer are counted by ``streamed`` instead.
         """
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests
@@ -279,14 +282,14 @@ class VersionStatistics:
         batch.output_ns += output_ns
 
     def stepped(self, count: int, infer_ns: int) -> None:
-        """Counts one step of ``count`` requests, which took ``infer_ns``. ``streamed`` counts the requests when they end."""
+        """Counts one step of ``count`` requests, which took ``infer_ns``. The requests are counted by ``streamed``."""
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response that the model made at ``now_ns`` and that was written at ``placed_ns``. Updates ``sender.count``.
+        """Counts a response that was made at ``now_ns`` and written at ``placed_ns``. Updates ``sender.count``.
 
-        ``result``: the response; None: only the end of the responses was sent.
+        ``result`` None: only the end of the responses was sent.
         """
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns
@@ -311,7 +314,7 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts ``count`` more successful responses of a sender, after its first. The time to write them counts as 0."""
+        """Counts successful responses after a sender's first. The time to write them counts as 0."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns
@@ -336,7 +339,7 @@ class VersionStatistics:
         self.copied_byte_size += request.copied_byte_size
 
     def add(self, done: NativeRuns) -> None:
-        """Adds the counts in ``done`` of successful requests that C code has answered."""
+        """Adds the counts of successful requests that C code has answered."""
         self.success_count += done.answered
         self.request_ns += done.request_ns
         self.queue_ns += done.queue_ns
@@ -352,17 +355,17 @@ class VersionStatistics:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def padded(self, rows: int, elements: int) -> None:
-        """Counts padding: batch ``rows`` that belong to no request, and ``elements`` of inputs that no request has sent."""
+        """Counts padding: rows of batches, and elements of inputs, that belong to no request."""
         self.padded_rows += rows
         self.padded_elements += elements
 
     def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
-        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. ``why``: the reason, counted too."""
+        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. ``why``: the reason to count."""
         self.fail.add(lasted_ns)
         self.failures[why] += 1
 
     def found(self, request: Request, began_ns: int, now_ns: int) -> None:
-        """Counts a request that the response cache answered; ``began_ns``: when looking for the answer began."""
+        """Counts a request that the response cache answered. ``began_ns``: when the search for the answer began."""
         self.success_count += 1
         self.request_ns += now_ns - request.arrived_ns
         waited_ns = max(0, began_ns - request.arrived_ns)
@@ -373,18 +376,18 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """Includes the counts of the version's former load from now on, even while they still grow."""
+        """Includes the counts of the version's former load from now on, even while they grow."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Takes over the former load's counts (see ``succeed``), once the former load has ended and counts no more."""
+        """Takes over the counts of the former load (see ``succeed``), once it counts no more."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None
 
     @property
     def histograms(self) -> tuple[array[int], array[int]]:
-        """The counts and the upper bounds of the duration histograms. C code adds its requests to the counts."""
+        """The counts and the upper bounds of the duration histograms. C code adds to the counts."""
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:

@@ -40,7 +40,7 @@ _ASKED, _STEPS = 4, 3
 
 
 class DeviceRun(NamedTuple):
-    """A call of a program that adds requests to a batch's state or computes a step, perhaps still running on the device."""
+    """A call of a program that the device may still run: an insertion or a step."""
 
     made: Any
     #: Arrays that the device may still read.
@@ -48,16 +48,19 @@ class DeviceRun(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """True once the results are there, so that ``read`` returns at once."""
+        """True once the results are there."""
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits for the results and returns them: UINT8[rows, size], laid out as in ``Rows``. Raises what the program raised."""
+        """Waits for the results: UINT8[rows, size], laid out as in ``Rows``. Errors of the program are raised unchanged."""
         return np.asarray(self.made)
 
 
 class SteppedModel:
-    """A version of a model that computes many requests at once, step by step. Each request keeps its slot until its end."""
+    """A version of a model that runs step by step: it computes many requests at once.
+
+    Each request keeps its slot until its end.
+    """
 
     def __init__(
         self,
@@ -90,7 +93,10 @@ class SteppedModel:
         self._unmasked: tuple[int, frozenset[int], Any] | None = None
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the batching key of inputs; requests with equal keys get slots in one call. Raises InvalidArgument: unfit."""
+        """Returns the batching key of inputs. Requests with equal keys get slots in one call.
+
+        Raises InvalidArgument: they do not fit.
+        """
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:
             for axis, size in self._shapes.lengths(arrays).items():
@@ -107,10 +113,10 @@ class SteppedModel:
     def insert(
         self, requests: Sequence[RequestTensors], slots: Sequence[int], chosen: ParameterSet | None = None
     ) -> DeviceRun:
-        """Starts a call of ``insert`` for requests with equal batching keys. The returned run has one row for each request.
+        """Starts a call of ``insert`` for requests with equal batching keys. Its results have one row for each request.
 
-        ``slots``: the requests' indices in the state. ``chosen``: the parameter set; None: ``main``. Raises StateLost: the call
-        failed and the state of all slots is lost. Any other error leaves all slots unchanged.
+        ``slots``: the requests' slots. ``chosen``: the parameter set; None: ``main``. Raises StateLost: the call failed and the
+        state of all slots is lost. Any other error leaves all slots unchanged.
         """
         key = self._shapes.key(requests[0].arrays)
         inputs, numbers = self.executables.zeros(key)
@@ -127,10 +133,10 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
-        """Starts one step of the requests at indices 0 to ``last`` of the batch's state, with the smallest program that fits.
+        """Starts one step of the requests in slots 0 to ``last``, with the smallest program that fits.
 
-        ``masked``: indices whose requests take no part. ``chosen``: the parameter set; None: ``main``. Raises StateLost if the
-        step failed and the state of all requests is lost. After any other error the state is unchanged.
+        ``masked``: slots whose requests take no part. ``chosen``: the parameter set; None: ``main``. Raises StateLost: the step
+        failed and the state of all slots is lost. Any other error leaves all slots unchanged.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):
@@ -159,9 +165,9 @@ class SteppedModel:
         return DeviceRun(made, given)
 
     def find_fault(self) -> str | None:
-        """Runs generated requests alone, with others and in other slots. Returns a sentence if they affect each other.
+        """Runs generated requests alone, with others and in other slots. Returns a sentence if they affect each other; else None.
 
-        Returns None else, and if the programs may not be run or take long. Raises what they raise.
+        Also returns None if the programs may not be run or take long. Errors of the programs are raised unchanged.
         """
         used, count = self.executables, min(self._slots, _ASKED)
         shapes, insert = next(iter(used.inserts.items()))
@@ -195,7 +201,7 @@ class SteppedModel:
         return StateLost()
 
     def describe(self, error: BaseException) -> str:
-        """Returns the sentence that clients get when the model failed with ``error``: no path, no traceback."""
+        """Returns the sentence for clients after a failure of the model. It has no path and no traceback."""
         return describe_failure(self._signature.model, self._version, error)
 
     def __repr__(self) -> str:
