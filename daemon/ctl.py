@@ -48,7 +48,7 @@ _NO_TIME = (
 
 
 class _Command(click.Command):
-    """A command of tensorctl. The option ``--json`` may stand after its name, as well as before it."""
+    """A command of tensorctl, which accepts ``--json``."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
@@ -66,7 +66,7 @@ def _print_as_json(ctx: click.Context, _: click.Parameter, given: bool) -> None:
 
 
 class _Group(tables.CommandGroup):
-    """A group of tensorctl's commands. Commands and subgroups that are added to it accept ``--json``."""
+    """A group of tensorctl's commands, which accept ``--json``."""
 
     command_class = _Command
     group_class = type
@@ -97,11 +97,7 @@ class _Daemon:
         self.as_json = as_json
 
     def ask(self, command: str, **words: Any) -> Any:
-        """Sends a command and its arguments, ``words``, to the daemon and returns the answer.
-
-        If the daemon does not answer, prints an error and exits with status 2. If the daemon answers with an error, prints
-        that error and exits with status 1.
-        """
+        """Sends a command with its arguments, and returns the answer or exits."""
         try:
             return _ask(self._path, {"command": command, **words})
         except _Refused as error:
@@ -110,7 +106,7 @@ class _Daemon:
             self._fail(str(error), 2)
 
     def _fail(self, message: str, status: int) -> NoReturn:
-        """Prints an error, to standard output as {"error": message} if JSON is wanted, else to stderr; exits with ``status``."""
+        """Prints an error, as JSON if that is wanted, and exits."""
         if self.as_json:
             _print_json({"error": message})
         else:
@@ -118,20 +114,13 @@ class _Daemon:
         sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command with its arguments ``words``, and prints the answer as JSON. Exits after an error.
-
-        An empty answer is printed only if ``as_json`` is true.
-        """
+        """Sends a command with its arguments, and prints the answer as JSON."""
         result = self.ask(command, **words)
         if result is not None or self.as_json:
             _print_json({} if result is None else result)
 
     def show(self, repeat_seconds: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
-        """Sends a command to the daemon, and prints the answer with ``print_``, or as JSON if that is wanted.
-
-        ``repeat_seconds``: the seconds after which the command is sent again; None: it is sent once. ``words``: the command's
-        arguments. After an error the program exits.
-        """
+        """Sends a command, once or repeatedly, and prints the answer."""
         while True:
             result = self.ask(command, **words)
             if repeat_seconds is not None:
@@ -146,19 +135,15 @@ class _Daemon:
 
 
 class _Unreachable(Exception):
-    """Raised if no daemon answers, or if several do and the user has chosen none of them. The message names the sockets."""
+    """Raised if no daemon answers, or if several do."""
 
 
 class _Refused(Exception):
-    """Raised if the daemon answered a command with an error. The exception's message is that error's message."""
+    """Raised if the daemon answered a command with an error."""
 
 
 def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
-    """Sends the command ``question`` to the daemon on the control socket ``path``, and returns its result, decoded JSON.
-
-    ``path`` None: a daemon is looked for. Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon
-    answered with an error.
-    """
+    """Sends a command to the daemon on the socket ``path`` (None: the one that is found)."""
     sock = _connected(path) if path is not None else _found()
     try:
         with sock:
@@ -191,10 +176,7 @@ def _connected(path: Path) -> socket.socket:
 
 
 def _found() -> socket.socket:
-    """Connects to the daemon whose control socket lies in one of the default folders; the first folder with a daemon counts.
-
-    Raises _Unreachable: no daemon answers, or several do in that folder.
-    """
+    """Connects to the one daemon in the first default folder that has any."""
     reasons: list[str] = []
     for folder in runtime_directory.searched(os.environ):
         answering: dict[Path, socket.socket] = {}
@@ -219,7 +201,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _watched(command: F) -> F:
-    """Adds the option ``--watch``, which repeats the command every few seconds, to a command's function. Returns the function."""
+    """Adds the option ``--watch`` to a command's function."""
     option = click.option(
         "--watch",
         "repeat_seconds",
@@ -233,7 +215,7 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Returns a function with which click completes a name that ``read`` finds in the daemon's answer to ``command``."""
+    """Returns a function that completes names in the daemon's answer to ``command``."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         parent = ctx.find_root().params
@@ -464,7 +446,7 @@ def models_list(daemon: _Daemon, repeat_seconds: float | None) -> None:
 
 
 def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a row about a model's version, with numbers of bytes as texts such as "1.5 MiB"."""
+    """Returns a row about a model version, with sizes such as "1.5 MiB"."""
     sizes = {name: tables.scaled(version[name]) for name in _SIZES if isinstance(version.get(name), int | float)}
     return {**version, **sizes}
 

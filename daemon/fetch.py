@@ -78,17 +78,14 @@ def fetch(
 ) -> str:
     """Fetches the model at ``url`` into ``folder``, after checking it. Returns a sentence that says what was done.
 
-    Progress is printed to stderr.
-
     Args:
-      devices: the devices of the workers, one of which loads the model to check it; empty: only the model's configuration and
-        folders are read, and none of its code is run.
-      sha256: the expected checksum of the archive, or of the file SHA256SUMS in the folder; "": it is not known.
+      devices: the devices of the workers, one of which loads the model to check it. If it is empty, none of the model's code
+      is run.
+      sha256: the expected checksum of the archive, or of the file SHA256SUMS in the folder, or "".
       max_byte_size: the most bytes that the model, and an archive of it, may have.
       timeout: how many seconds the load of each version may take in the check.
-
-    Raises ServingError: the model is not at ``url``, cannot be downloaded, is too large, or cannot be served; OSError: the
-    model cannot be written.
+    Raises ServingError if the model is not at ``url``, cannot be downloaded, is too large, or cannot be served.
+    Raises OSError if the model cannot be written.
     """
     folder, source = folder.absolute(), Source(url)
     if not repository.NAME.fullmatch(folder.name):
@@ -118,8 +115,8 @@ def fetch(
 def staged(folder: Path) -> Iterator[Path]:
     """Yields a hidden folder beside a model's ``folder``, in which only this process builds the new model.
 
-    The hidden folder is removed after the ``with`` block. If the block raises an error, the hidden folder stays, and a later
-    fetch goes on with its files. Raises InvalidArgument: another process is fetching the model.
+    The hidden folder is removed after the ``with`` block, unless the block raises an error: then a later fetch uses its
+    files. Raises InvalidArgument if another process is fetching the model.
     """
     stage = folder.with_name(f".{folder.name}.fetch")
     stage.mkdir(parents=True, exist_ok=True)
@@ -138,11 +135,14 @@ def staged(folder: Path) -> Iterator[Path]:
 def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_byte_size: int) -> None:
     """Builds the new model in the folder ``model``: downloads missing files, and verifies their checksums.
 
-    ``files``: the model's files at the source. Files that an earlier fetch has left beside ``model`` are not downloaded again.
-    ``sha256``: the expected checksum of the archive or, if the source is a folder, of its file SHA256SUMS; "": it is not known.
-
-    Raises InvalidArgument: the model is too large or damaged, or a checksum is wrong; Unavailable: a file could not be read,
-    or the model at the source has changed meanwhile; OSError: a file cannot be written.
+    Files that an earlier fetch has left beside ``model`` are not downloaded again.
+    Args:
+      files: the files of the model at the source.
+      sha256: the expected checksum of the archive, or of the file SHA256SUMS in a folder, or "".
+      max_byte_size: the most bytes of the model.
+    Raises InvalidArgument if the model is too large or damaged, or if a checksum is wrong.
+    Raises Unavailable if a file could not be read, or if the model at the source has changed meanwhile.
+    Raises OSError if a file cannot be written.
     """
     whole = model.with_name("files")
     whole.mkdir(exist_ok=True)
@@ -191,8 +191,8 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
 def swap(model: Path, folder: Path) -> None:
     """Replaces the served model in ``folder`` by the new one in ``model``, by one rename.
 
-    On a file system that cannot exchange two folders it takes two renames. For an instant no folder has the name then, which a
-    daemon that polls ignores. Raises OSError: a rename failed; the former model is still served.
+    If the file system cannot exchange two folders, two renames are needed, and for an instant no folder has the name.
+    Raises OSError if a rename failed. Then the former model is still served.
     """
     if not os.path.lexists(folder):
         model.rename(folder)
@@ -209,7 +209,7 @@ def swap(model: Path, folder: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges the folders ``one`` and ``other`` by one rename. Returns False if this host cannot. Raises OSError: it failed."""
+    """Exchanges two folders by one rename. Returns False if this host cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None or not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         return rename is not None
@@ -219,11 +219,7 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def _check_sums(model: Path, sha256: str) -> None:
-    """Checks a model's files against the list SHA256SUMS in its folder, if it has one. The files must be exactly those listed.
-
-    ``sha256``: the expected checksum of the list itself; "": it is not known. Raises InvalidArgument: a checksum is wrong, or
-    the list or a file is missing, unexpected or malformed.
-    """
+    """Checks a model's files against its list SHA256SUMS, if it has one."""
     if not (model / SUMS).is_file():
         if sha256:
             raise InvalidArgument(f"--sha256 of a folder is that of its {SUMS}, which it does not have")
@@ -250,12 +246,7 @@ def _check_sum(path: Path, name: str, wanted: str) -> None:
 
 
 def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Device], timeout: float) -> FoundModel:
-    """Checks a fetched model as ``tensord check`` does, an ensemble together with its members. Returns the model as it was read.
-
-    ``beside``: the repository to which the model will belong. Members are looked for there and in the configured repositories.
-    ``devices``: the devices of the workers; empty: no model is loaded. ``timeout``: how many seconds the load of each version
-    may take. Raises InvalidArgument: the model cannot be served. The model's folder is left in place.
-    """
+    """Checks a fetched model as ``tensord check`` does, and returns it as it was read."""
     found = repository.poll(model)
     repositories = list(dict.fromkeys([beside, *(Path(path).absolute() for path in options.repository.paths)]))
     models, waiting = {found.name: found}, list(found.members)
@@ -294,7 +285,7 @@ class Source:
     """The place from which a model is fetched: a folder or an archive, on any file system that fsspec knows."""
 
     def __init__(self, url: str) -> None:
-        """Chooses the file system for the URL. No request is sent yet. Raises InvalidArgument: the URL cannot be used."""
+        """Chooses the file system for the URL, without a request. Raises InvalidArgument if the URL cannot be used."""
         if fsspec is None:
             raise InvalidArgument("fetching needs fsspec: pip install 'tensord[fetch]'")
         #: The URL as it may be shown: without a user's name, password and query, where signatures stand.
@@ -328,10 +319,8 @@ class Source:
     def files(self) -> tuple[File, ...]:
         """Lists the model's files at the source, sorted by name. If the source is an archive, only the archive is listed.
 
-        Raises:
-          NotFound: there is nothing at the source.
-          InvalidArgument: the source is no model, or may not be read.
-          Unavailable: the source could not be read now.
+        Raises NotFound if nothing is at the source.
+        Raises InvalidArgument if the source is no model, or may not be read. Raises Unavailable if it could not be read now.
         """
         if self.is_archive:
             return (_file("", self.shown.rpartition("/")[2], self._ask(self._files.info, self._path)),)
@@ -356,8 +345,9 @@ class Source:
     def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
         """Downloads ``files`` to the paths ``places``. A path exists only once its file has arrived completely.
 
-        ``stage``: a folder on the same file system for incomplete files. ``max_byte_size``: the most bytes of an archive. Raises
-        ServingError: a file could not be read, or has another size than was listed; OSError: a file cannot be written.
+        ``stage``: a folder on the same file system for incomplete files. ``max_byte_size``: the most bytes of an archive.
+        Raises ServingError if a file could not be read, or has another size than was listed. Raises OSError if a file cannot be
+        written.
         """
 
         def bring() -> None:
@@ -378,10 +368,7 @@ class Source:
         self._ask(bring)
 
     def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """Calls ``ask``, a function of the file system's library. Repeats the call after a pause if a passing error occurs.
-
-        Raises ServingError: no attempt succeeded; OSError: this host's disk fails.
-        """
+        """Calls a function of the file system's library, again after a passing error."""
         pauses = list(PAUSES)
         while True:
             try:
@@ -411,7 +398,7 @@ class Source:
 
 
 class _Coming(Callback):  # type: ignore[misc]
-    """Counts the bytes of a download, prints them every ten seconds, and raises InvalidArgument beyond ``max_byte_size``."""
+    """Counts and prints the bytes of a download, and raises beyond ``max_byte_size``."""
 
     def __init__(self, file: File, max_byte_size: int) -> None:
         super().__init__()
@@ -432,12 +419,11 @@ def _file(path: str, name: str, info: Mapping[str, Any]) -> File:
 
 
 def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
-    """Unpacks an archive into ``folder``, which must not exist yet. ``name``: the archive's name, by which its format is known.
+    """Unpacks an archive into ``folder``, which must not exist yet.
 
-    If the archive holds only one folder, and the name of that folder is not a version number, the content of that
-    folder becomes the content of ``folder``. ``max_byte_size``: the most bytes of all files in the archive together.
-
-    Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file
+    If the archive holds only one folder, whose name is no version number, the content of that folder is unpacked.
+    ``name``: the name of the archive, which says its format. ``max_byte_size``: the most bytes of all files together.
+    Raises InvalidArgument if the archive is damaged, too large, or has members that are not allowed. Raises OSError if a file
     cannot be written.
     """
     left = max_byte_size
@@ -494,10 +480,9 @@ def _zipped(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | 
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
-    """Returns whether a file at the source is no part of a model, such as files that other programs leave in folders.
+    """Returns whether a file at the source is no part of a model. ``parts``: the parts of its path.
 
-    ``parts``: the parts of the file's path. Raises InvalidArgument: on some operating system the path leads out of the model's
-    folder.
+    Raises InvalidArgument if the path leads out of the model's folder on some operating system.
     """
     if any(part in ("..", "") or "\\" in part or "\0" in part for part in parts) and parts != [""]:
         raise InvalidArgument(f"'{'/'.join(parts)}' is no path in a model's folder")

@@ -61,9 +61,9 @@ Measure it while it is served:
 
 
 def write(folder: Path) -> str:
-    """Writes version 1 of an example model into ``folder``. Returns instructions for the user.
+    """Writes version 1 of an example model into ``folder``, which has the model's name. Returns instructions for the user.
 
-    ``folder`` has the model's name. Raises InvalidArgument: no model can have that name, or the folder is not empty.
+    Raises InvalidArgument if no model can have that name, or if the folder is not empty.
     """
     folder = folder.absolute()
     if not NAME.fullmatch(folder.name):
@@ -79,6 +79,6 @@ def write(folder: Path) -> str:
 
 
 def _program() -> str:
-    """Returns the command with which the user runs this program: its name if the shell finds that name, else its path."""
+    """Returns the command with which the user runs this program."""
     here = Path(sys.argv[0])
     return "tensord" if shutil.which("tensord") == str(here.absolute()) or here.name != "tensord" else str(here)

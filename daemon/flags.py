@@ -180,7 +180,7 @@ _REFUSED = {
 
 
 class FlagCommand(click.Command):
-    """A click command that accepts all flags besides its own parameters. ``settings`` returns what the flags set."""
+    """A click command that accepts all flags besides its own parameters."""
 
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **words)
@@ -190,10 +190,10 @@ class FlagCommand(click.Command):
         return [*super().get_params(ctx), *_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses ``args``, the words of a command line, into ``ctx``, click's context. Returns an empty list.
+        """Parses ``args``, the words of a command line, into click's context ``ctx``. Returns an empty list.
 
-        While a shell completes the command line, the words that are not parsed are returned instead. Raises ConfigurationError:
-        a flag or an argument is refused; the message says why.
+        While a shell completes the command line, the words that are not parsed are returned.
+        Raises ConfigurationError if a flag or an argument is refused.
         """
         if ctx.resilient_parsing:  # a shell completes them
             return super().parse_args(ctx, args)
@@ -215,7 +215,7 @@ class FlagCommand(click.Command):
 
 
 class FlagOption(click.Option):
-    """A click option for one flag. Its value is stored as the user wrote it; ``tensord.config.layers`` checks it."""
+    """A click option for one flag, whose value is stored as the user wrote it."""
 
     def __init__(self, flag: Flag) -> None:
         names = [f"--{name}" for name in (flag.name, flag.alias) if name]
@@ -242,7 +242,7 @@ class FlagOption(click.Option):
 
 
 class _KeyType(_TextType):
-    """A click type for the values of a flag. It completes values in the shell; ``tensord.config.layers`` checks them."""
+    """A click type for the values of a flag, which completes them in the shell."""
 
     name = "value"
 
@@ -265,7 +265,6 @@ _SETTINGS = f"{__name__}.settings"
 
 
 def _collect(ctx: click.Context, option: click.Parameter, value: Any) -> None:
-    """Adds the flag ``option`` of the command line with its ``value`` to the settings in click's context ``ctx``."""
     if value is None or value == () or ctx.resilient_parsing:
         return
     assert isinstance(option, FlagOption)
@@ -283,10 +282,8 @@ def settings(ctx: click.Context) -> list[Setting]:
 def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
     """Rewrites the flags of a command line as ``--name=value``. Flags of Triton that change nothing in tensord are left out.
 
-    A flag may be given as ``--name value`` or, if it is a switch, as ``--name`` alone. ``own``: the command's own options, each
-    with whether it takes a value. These options and the arguments stay as they are, for click.
-
-    Raises ConfigurationError: a flag is unknown, refused or lacks its value.
+    ``own``: the options of the command itself, each with whether it takes a value. These and the arguments stay as they are.
+    Raises ConfigurationError if a flag is unknown, refused or lacks its value.
     """
     found: list[str] = []
     waiting = list(arguments)
@@ -331,11 +328,7 @@ _TRACE_FLAGS = {
 
 
 def _of_trace_config(value: str) -> str | None:
-    """Returns the flag that means the same as ``--trace-config=value``; None: the value asks only for the default.
-
-    ``value``: ``[triton,]SETTING=VALUE``. Raises ConfigurationError: the value is malformed, or asks for OpenTelemetry, which is
-    turned on by a key of the configuration file and by no flag.
-    """
+    """Returns the flag that means the same as ``--trace-config=value``, or None for a default."""
     mode, comma, setting = value.partition(",")
     name, equals, given = (setting if comma else mode).partition("=")
     if (comma and mode != "triton") or (name, given) == ("mode", "opentelemetry"):
@@ -352,10 +345,7 @@ def _of_trace_config(value: str) -> str | None:
 
 
 def _of_cache_config(value: str) -> str:
-    """Returns the flag that means the same as ``--cache-config=value``. ``value``: ``local,size=BYTES``.
-
-    Raises ConfigurationError: the value is malformed or names another cache.
-    """
+    """Returns the flag that means the same as ``--cache-config=value``."""
     cache, _, setting = value.partition(",")
     name, _, size = setting.partition("=")
     if cache != "local":

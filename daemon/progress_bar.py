@@ -13,7 +13,7 @@ _WIDTH = 20
 
 
 class ProgressBar:
-    """Draws a progress bar on a terminal. If ``stream`` (None: stderr) is not a terminal, nothing is drawn."""
+    """Draws a progress bar on a terminal, and nothing elsewhere. ``stream`` None means stderr."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -21,7 +21,7 @@ class ProgressBar:
         self._on = self._stream.isatty()
 
     def draw(self, done: int, total: int, doing: str) -> None:
-        """Draws the bar: ``done`` of ``total`` models are loaded. ``doing``: what is done now, as ``compiling m 3/9``."""
+        """Draws the bar: ``done`` of ``total`` models are loaded. ``doing``: what is done now, such as ``compiling m 3/9``."""
         if not self._on or not total:
             return
         filled = _WIDTH * done // total
@@ -33,7 +33,7 @@ class ProgressBar:
             self._write(f"\r\x1b[K{line}\r")
 
     def clear(self) -> None:
-        """Removes the bar from the terminal, so that later output begins on an empty line."""
+        """Removes the bar from the terminal."""
         if self._drawn:
             self._drawn = ""
             self._write("\r\x1b[K")

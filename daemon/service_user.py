@@ -35,12 +35,12 @@ _OF_SYSTEMD, _NO_EXEC = 200, 203
 
 
 class Unusable(Exception):
-    """Raised if a user does not exist, or if this program cannot be run as that user. The message is for the operator."""
+    """Raised if a user does not exist, or if this program cannot be run as that user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Says how systemd runs the service: as which user, in which working directory, and with which settings of its sandbox."""
+    """Says how systemd runs the service: as which user, in which working directory, and with which settings."""
 
     user: str
     #: "": the root of the file system.
@@ -50,7 +50,7 @@ class Service:
 
 
 def installed() -> Service | None:
-    """Returns user, working directory and settings of the installed tensord.service; None: it or systemd is not installed."""
+    """Returns how the installed tensord.service runs, or None if it or systemd is not installed."""
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
         done = subprocess.run(
@@ -74,7 +74,7 @@ def installed() -> Service | None:
 def settings(unit: str) -> list[str]:
     """Returns the settings in the section [Service] of a unit file that say where and how a process runs, in their order.
 
-    ``unit``: the file's text. Settings about the service's own process, such as ExecStart=, are left out.
+    ``unit``: the text of the file. Settings about the service's own process, such as ExecStart=, are left out.
     """
     found, section = [], ""
     for line in map(str.strip, unit.replace("\\\n", " ").splitlines()):
@@ -88,10 +88,11 @@ def settings(unit: str) -> list[str]:
 def check_inside(service: Service, words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs ``tensord check`` in a sandbox with the settings of the service. Returns the exit status of the check.
 
-    ``words``: the arguments of ``tensord check``; a relative path among them, except that of the configuration file, begins in
-    the service's working directory. ``environment``: the variables of the caller; those that configure tensord are passed on.
-
-    Raises Unusable: systemd could not start the check in the sandbox.
+    Args:
+      words: the arguments of ``tensord check``. A relative path begins in the service's working directory, except that of the
+      configuration file.
+      environment: the variables of the caller, of which those that configure tensord are passed on.
+    Raises Unusable if systemd could not start the check in the sandbox.
     """
     unit = f"tensord-check-{os.getpid()}.service"
     variables = {name: value for name, value in environment.items() if name.startswith("TENSORD_")}
@@ -121,8 +122,8 @@ def check_inside(service: Service, words: Sequence[str], environment: Mapping[st
 def become(name: str) -> None:
     """Switches this process, which must run as root, to the user ``name``, with the user's groups and home directory.
 
-    Environment variables of the caller are kept, except those that name the caller or the caller's directories: they are
-    replaced or removed. Raises Unusable: the user does not exist, or cannot use this Python or the working directory.
+    Environment variables that name the caller or the caller's directories are replaced or removed.
+    Raises Unusable if the user does not exist, or cannot use this Python or the working directory.
     """
     try:
         user = pwd.getpwuid(accounts.user_id(name))

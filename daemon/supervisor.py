@@ -102,7 +102,7 @@ class Programs:
 
 
 class Supervisor:
-    """The main object of the daemon. ``run`` runs the daemon and returns its exit status."""
+    """The main object of the daemon."""
 
     def __init__(
         self,
@@ -113,15 +113,15 @@ class Supervisor:
         programs: Programs = Programs(),
         first_signals: FirstSignals | None = None,
     ) -> None:
-        """Creates the parts of the daemon. Only the first workers run already; nothing else is started yet.
+        """Creates the parts of the daemon. Only the first workers run already.
 
         Args:
           configured: the options, with the source of each value.
-          reread: reads the configuration again; raises ConfigurationError if it is wrong.
+          reread: reads the configuration again, or raises ConfigurationError.
           environment: the environment variables.
-          spawned: the first workers, which were started already; the supervisor owns them once its sockets are bound.
+          spawned: the first workers. The supervisor owns them once its sockets are bound.
           programs: the modules that child processes run.
-          first_signals: the object that has handled signals until now; None: there is none.
+          first_signals: the object that has handled signals until now, or None.
         """
         self.phase = DaemonPhase.STARTING
         options = configured.options
@@ -205,10 +205,10 @@ class Supervisor:
         self._agent = Agent(options.metrics, self._availability, collection.look)
 
     async def run(self) -> int:
-        """Runs the daemon, from binding its sockets to the end of its last child process. Returns the exit status.
+        """Runs the daemon until its last child process has ended. Returns the exit status.
 
-        Raises ListenError or OSError: a socket cannot be opened or a process not started; InvalidArgument: the configuration
-        cannot be used.
+        Raises ListenError or OSError if a socket cannot be opened or a process not started.
+        Raises InvalidArgument if the configuration cannot be used.
         """
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
@@ -278,7 +278,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def _tell(self, front: FrontProcess) -> None:
-        """Sends a new front all that it needs. Lanes to the workers come before the models' states, which name workers."""
+        # Lanes to the workers come before the models' states, which name workers.
         for worker in self.workers.ready():
             # One that has not joined opens lanes to all fronts when it does.
             if worker.joined:
@@ -300,7 +300,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Sends a ready worker all that it needs: regions first, so that no request can use a region that the worker lacks."""
+        # Regions come first, so that no request can use a region that the worker lacks.
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
@@ -337,7 +337,7 @@ class Supervisor:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     async def _all_up(self) -> None:
-        """Waits until every child has loaded its models, or the daemon stops. Asks the service manager for time meanwhile."""
+        """Waits until every child has loaded its models, or the daemon stops."""
         told = 0.0
         while self.phase is DaemonPhase.STARTING and (missing := self._missing()):
             if time.monotonic() - told >= _TOLD_SECONDS:
@@ -347,10 +347,7 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     def _missing(self) -> list[str]:
-        """Returns the names of the fronts and workers for which the daemon's start still waits.
-
-        A worker is left out if it was ready once and its device cannot be used any more: the other workers serve without it.
-        """
+        """Returns the names of the processes for which the daemon's start still waits."""
         usable, slots = self.workers.usable, self.workers.slots
         lost = {name for name, device in slots.items() if device not in usable and self._slots.was_filled(name)}
         return self.fronts.missing() + [name for name in self.workers.missing() if name not in lost]
@@ -362,7 +359,7 @@ class Supervisor:
         _log.log(logging.INFO if self.models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Publishes ``record``, a model's new state or the daemon's readiness, to all fronts and to ``ClientLanes``.
+        """Publishes the state of a model, or the daemon's readiness, to the fronts.
 
         Readiness is also shown on the terminal, in the log and to the service manager.
         """
@@ -381,18 +378,12 @@ class Supervisor:
     # ---------------------------------------------------------------------------------------------------------- records
 
     def _front_said(self, front: FrontProcess, record: Record, fds: list[int]) -> None:
-        """Handles a record of a front that concerns other parts of the daemon, and closes its descriptors ``fds``."""
         if isinstance(record, ControlCall):
             self._tasks.spawn(self._answer(front, record, fds))
         else:
             self._child_said(record)
 
     def _worker_said(self, worker: WorkerProcess, record: Record) -> None:
-        """Handles a record of a worker: passes it to the part of the daemon that it concerns.
-
-        A ``Loaded`` record goes to ``Parameters``, which first gives the worker the parameters that clients have sent, and
-        then passes the record to ``Models``.
-        """
         match record:
             case Loading():
                 self.models.loading(worker.incarnation, record)
@@ -410,11 +401,6 @@ class Supervisor:
                     self._tasks.spawn(self._join(worker))
 
     def _child_said(self, record: Record) -> None:
-        """Handles a record of a front or a worker that is about ended traces or about its start.
-
-        Ended traces are sent to the OpenTelemetry collector, if one is configured. If a process has become ready, the installed
-        version is this daemon's, and dead processes can be replaced again.
-        """
         if isinstance(record, TracesEnded) and self._spans is not None:
             self._spans.export(record.traces)
         elif isinstance(record, ChildReady):
@@ -431,13 +417,12 @@ class Supervisor:
         worker.send(await self._operations.reply_to_model(call))
 
     def _traces_changed(self, record: TraceChanged | TraceCleared, *fds: int) -> None:
-        """Sends ``record``, trace settings, to every front and worker, with duplicates of the counters' descriptors ``fds``."""
         self.fronts.publish(record, *fds)
         for worker in self.workers:
             worker.send(record, *fds)
 
     def _log_changed(self, options: Log) -> None:
-        """Applies ``options``, changed log settings, to this process, every front and worker, and processes started later."""
+        """Applies changed log settings to this process and all child processes."""
         self.configuration.take_log(options)
         log.configure(options, "supervisor", self._environment)
 
@@ -451,7 +436,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells the fronts and the supervisor's tables that a worker has died. Starts another worker if one is still needed."""
+        """Tells the fronts that a worker has died, and has it replaced if it is needed."""
         self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
@@ -465,16 +450,15 @@ class Supervisor:
         self._shutdown.child_died()
 
     def _look(self, child: Child) -> None:
-        """Finds out why a child process has died. If another version of tensord is installed, the daemon's readiness says so."""
+        """Finds out why a child process has died."""
         self._slots.look(child)
         if child.is_of_other_version:
             self.models.outdated(f"{child.name} {child.describe_exit()}")
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts the workers that are wanted for isolated models, and stops the other workers of such models.
+        """Starts the workers that are wanted for isolated models, and stops other workers of such models.
 
-        A model is isolated if workers serve it alone. ``wanted``: the devices of these workers, each with the fraction (0 to
-        1) of a GPU's memory that the worker may take.
+        ``wanted``: the devices of these workers, each with the fraction (0 to 1) of a GPU's memory that the worker may take.
         """
         if self.phase is DaemonPhase.STOPPING:
             return
@@ -484,26 +468,18 @@ class Supervisor:
             self._slots.forget(name)
 
     def _front_died(self, front: FrontProcess) -> None:
-        """Has a front that has died replaced, unless the daemon stops."""
         self._look(front)
         self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
     def _needs(self, child: Child) -> bool:
-        """Returns whether a dead child process should be replaced now.
-
-        A front is not replaced once the daemon stops. A worker is still replaced while the fronts finish their requests,
-        unless it had been asked to stop, is not needed any more, or has been replaced already.
-        """
+        """Returns whether a dead child process should be replaced now."""
         if isinstance(child, WorkerProcess):
             return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
         return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
     def _gives_up(self, child: Child) -> bool:
-        """Asks the daemon to stop because the process ``child`` will not be replaced, and returns True.
-
-        Returns False, and does nothing, if the daemon serves already, or if the process is the worker of an isolated model.
-        """
+        """Asks the daemon to stop, while it starts, because ``child`` will not be replaced."""
         if self.phase is not DaemonPhase.STARTING or (isinstance(child, WorkerProcess) and child.model):
             return False
         self._shutdown.fail()
@@ -512,15 +488,14 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------- reload and stop
 
     async def _hang_up(self) -> None:
-        """Reloads the configuration, because SIGHUP came. A refused reload is only logged."""
         with contextlib.suppress(InvalidArgument):
             await self.reload()
 
     async def reload(self) -> list[asyncio.Future[str]]:
-        """Reads the configuration and the repositories again, and applies the changes that need no restart, in every process.
+        """Reads the configuration and the repositories again, and applies the changes that need no restart.
 
-        Returns a future for each load that has begun. Its result is the reason why the load failed, or "" if the load
-        succeeded. Raises InvalidArgument: the new configuration cannot be used. Nothing has changed then.
+        Returns a future for each load that has begun, whose result is the reason why the load failed, or "".
+        Raises InvalidArgument if the new configuration cannot be used. Then nothing has changed.
         """
         while self.phase is DaemonPhase.STARTING:
             await asyncio.sleep(0.1)
@@ -552,15 +527,12 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     def refuse_requests(self, refuses: bool) -> None:
-        """Sets whether the fronts refuse new requests and clients get no new lanes. False: both are accepted again."""
+        """Sets whether the fronts refuse new requests and clients get no new lanes."""
         self.lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 
     async def _drain(self) -> None:
-        """Stops the daemon in order: it serves on for ``drain.time_left`` seconds, then the fronts are stopped, then the workers.
-
-        Returns after ``supervisor.exit_timeout`` or at a second signal; ``_bury`` kills processes that run even then.
-        """
+        """Stops the daemon in order: it serves on, then the fronts and the workers stop."""
         seconds = self.drain.time_left
         if seconds and self.phase is DaemonPhase.SERVING:
             _log.info("stopping: not ready from now on, and serving on for %g s", seconds)
@@ -579,7 +551,7 @@ class Supervisor:
         await self._shutdown.finish(self.workers.by_incarnation, deadline_ns)
 
     async def _bury(self) -> None:
-        """Cancels all tasks and kills every child process that still runs, so that none outlives the daemon."""
+        """Cancels all tasks and kills every child process that still runs."""
         await self._tasks.cancel()
         await self._shutdown.bury(lambda: (*self.fronts, *self.workers))
         await self._leftovers.ended()
@@ -613,7 +585,7 @@ class Supervisor:
         }
 
     async def _describe_page(self) -> dict[str, Any]:
-        """Returns what browsers are shown: what ``tensorctl status`` shows, each model's readiness, and recent errors."""
+        """Returns what the status page shows."""
         errors = await recent_errors(self.fronts, self.workers.ready())
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}
@@ -622,7 +594,7 @@ class Supervisor:
         return {**self.describe(), "standings": standings, "errors": errors}
 
     def _availability(self) -> tuple[bool, str]:
-        """Returns, for load balancers, whether the daemon drains or stops, and why it is not ready; "": it is ready."""
+        """Returns whether the daemon drains or stops, and why it is not ready, or ""."""
         draining = self.drain.phase is not DrainPhase.NONE or self.phase not in (
             DaemonPhase.STARTING,
             DaemonPhase.SERVING,
@@ -637,7 +609,7 @@ class Supervisor:
 
 
 def _raise_open_files(options: Options) -> None:
-    """Raises the limit of open files for this process and its children. Logs a warning if the options may need more."""
+    """Raises the limit of open files, and warns if the options may need more."""
     allowed = descriptors.raise_limit()
     wanted = max(
         options.http.max_connections, options.grpc.max_connections, options.regions.max_count, options.clients.max_count
@@ -651,14 +623,14 @@ def _raise_open_files(options: Options) -> None:
 
 
 class Tasks:
-    """Owns the supervisor's background tasks. If a task raises an exception, ``failed`` is called, which stops the daemon."""
+    """Owns the supervisor's background tasks. If a task raises an exception, ``failed`` is called."""
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
         self._tasks: set[asyncio.Task[object]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        """Runs ``work``, a coroutine, as a background task, on the running event loop."""
+        """Runs ``work`` as a background task on the running event loop."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -13,7 +13,7 @@ _MAX_SENTENCE = 240
 
 
 def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table: a line with the names of the columns, and a line for each row. A value that a row lacks is left blank."""
+    """Prints a table: a line with the names of the columns, and a line for each row. A missing value is left blank."""
     cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in [list(columns), *cells]:
@@ -21,9 +21,9 @@ def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as the text of a table's cell, on one line; "" for None.
+    """Returns a value as the text of a table's cell, on one line.
 
-    A mapping must say what a worker runs now, with the keys "model", "version" and "seconds" (for how long).
+    A mapping must have the keys "model", "version" and "seconds": what a worker runs now, and for how long.
     """
     if value is None:
         return ""
@@ -36,7 +36,7 @@ def shown(value: Any) -> str:
 
 
 def scaled(byte_size: float) -> str:
-    """Returns a number of bytes with three digits and a unit: ``1.5 MiB``."""
+    """Returns a number of bytes with three digits and a unit, such as ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if byte_size < 1024 or unit == "TiB":
             break
@@ -45,13 +45,13 @@ def scaled(byte_size: float) -> str:
 
 
 def plot(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], drawn: str) -> None:
-    """Prints ``rows`` as a table with ``columns``, and one more column: bars for the numbers in the column ``drawn``."""
+    """Prints ``rows`` as a table, with bars for the numbers in the column ``drawn``."""
     most = max(row[drawn] for row in rows) or 1
     show((*columns, ""), [{**row, "": "#" * round(24 * row[drawn] / most)} for row in rows])
 
 
 def parameters(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a table's row for each parameter set, with the time of the set's last push as text."""
+    """Returns a table's row for each parameter set, with the time of its last push as text."""
     return [
         {**row, "pushed_at": datetime.fromtimestamp(row["pushed_at"], UTC).isoformat(timespec="seconds")}
         if row.get("pushed_at")
@@ -101,7 +101,7 @@ def _mean(durations: Mapping[str, Any], what: str) -> str:
 
 
 class CommandGroup(click.Group):
-    """A group of click commands. The group's help lists each command with the whole first sentence of its help."""
+    """A group of click commands, whose help lists each command with the whole first sentence of its help."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the section "Commands" of the group's help to ``formatter``."""

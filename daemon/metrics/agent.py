@@ -34,11 +34,7 @@ WINDOW_NS = 5 * 10**9
 
 
 class BusyPart:
-    """Measures the part of the last seconds in which workers were running models.
-
-    The part follows from the total time of all runs so far, in which a run is counted when it ends. For runs that last longer
-    than the window, the caller gives the number of workers that have such a run. Times are CLOCK_MONOTONIC ns.
-    """
+    """Measures the part of the last seconds in which workers were running models."""
 
     def __init__(self) -> None:
         #: When it was looked, and the busy time of all workers so far, in ns.
@@ -46,10 +42,12 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores how long the workers have been running models until ``now_ns``. ``workers``: the number of workers.
+        """Stores how long the workers have been running models until ``now_ns``. Times are CLOCK_MONOTONIC ns.
 
-        ``busy_ns``: the sum of the times of all models' runs that have ended. ``running``: how many workers have a run that
-        has lasted longer than ``WINDOW_NS``. Times are CLOCK_MONOTONIC ns.
+        Args:
+          busy_ns: the sum of the times of all runs that have ended.
+          workers: the number of workers.
+          running: how many workers have a run that has lasted longer than ``WINDOW_NS``.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()
@@ -71,10 +69,12 @@ class BusyPart:
 
 
 def line(draining: bool, unreadiness: str, busy: float) -> bytes:
-    """Returns the state of the daemon as one line for HAProxy's agent-check. ``draining``: whether it is being drained.
+    """Returns the state of the daemon as one line for HAProxy's agent-check.
 
-    ``unreadiness``: why the daemon is not ready; "": it is ready. ``busy``: the part of the time in which the workers run models,
-    0 to 1. The weight in the line is lower the higher ``busy`` is, but at least 1, because HAProxy takes 0 as an order to drain.
+    Args:
+      draining: whether the daemon is being drained.
+      unreadiness: why the daemon is not ready, or "".
+      busy: the part of the time in which the workers run models, 0 to 1. The weight in the line falls with it, to 1 at least.
     """
     if draining:
         return b"drain\n"
@@ -85,11 +85,11 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
 
 
 class Agent:
-    """Answers HAProxy's agent-checks on a listening socket. Each connection gets one line about the daemon's state and load.
+    """Answers HAProxy's agent-checks on a listening socket: each connection gets one line about the daemon.
 
     Args:
-      state: returns whether the daemon is being drained, and why it is not ready ("": it is ready).
-      look: stores the workers' busy times in the ``BusyPart`` that it is given.
+      state: returns whether the daemon is being drained, and why it is not ready, or "".
+      look: stores the busy times of the workers in a ``BusyPart``.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Agent:
         self._looking: asyncio.Task[None] | None = None
 
     def listen(self) -> None:
-        """Binds the port for HAProxy's agent-checks, if the configuration sets one. Raises ListenError: it cannot be bound."""
+        """Binds the port for agent-checks, if the configuration sets one. Raises ListenError if the port cannot be bound."""
         if self._options.agent_port:
             with listening.named("metrics", "agent_port"):
                 self._listener = listening.listen(self._options.address, self._options.agent_port, "http")
@@ -127,7 +127,7 @@ class Agent:
             await asyncio.sleep(_INTERVAL)
 
     def close(self) -> None:
-        """Closes the listening socket, and stops asking the workers for their busy times. A second call does nothing."""
+        """Closes the listening socket, and stops asking the workers for their busy times. May be called again."""
         if self._looking is not None:
             self._looking.cancel()
         if self._server is not None:
@@ -137,7 +137,7 @@ class Agent:
 
 
 class _AgentAnswer(asyncio.Protocol):
-    """Sends a client the line that answers HAProxy's agent-check. Closes the connection when the client does, or after 2 s."""
+    """Sends a client one line, and waits up to 2 s for the client to close."""
 
     def __init__(self, line: Callable[[], bytes]) -> None:
         self._line = line

@@ -36,7 +36,7 @@ class Endpoint:
     """Serves the metrics at /metrics, and the status page for browsers at /, on a listening socket.
 
     Args:
-      snapshot: gathers what the metrics show. Its argument: whether to gather traced requests too, for OpenMetrics exemplars.
+      snapshot: gathers what the metrics show. Its argument says whether to gather traced requests too, for exemplars.
       describe: gathers what the status page shows.
     """
 
@@ -58,13 +58,13 @@ class Endpoint:
         self._importing: asyncio.Future[Any] | None = None
 
     def listen(self) -> None:
-        """Binds the port, if metrics are enabled. Raises ListenError: the port cannot be bound."""
+        """Binds the port, if metrics are enabled. Raises ListenError if the port cannot be bound."""
         if self._options.enabled:
             with listening.named("metrics"):
                 self._listener = listening.listen(self._options.address, self._options.port, "http")
 
     async def open(self) -> None:
-        """Begins to serve the metrics and the status page on the running event loop, if a port for them is bound."""
+        """Begins to serve on the running event loop, if the port is bound."""
         if self._listener is None:
             return
         self._server = await asyncio.start_server(self._serve, sock=self._listener.socket, limit=_MAX_WAITING)
@@ -72,11 +72,11 @@ class Endpoint:
 
     @property
     def url(self) -> str | None:
-        """Returns the URL that Prometheus scrapes; None if metrics are not served."""
+        """Returns the URL that Prometheus scrapes, or None if metrics are not served."""
         return None if self._listener is None or self._listener.url is None else self._listener.url + PATH
 
     def close(self) -> None:
-        """Closes the listening socket and all connections. A second call does nothing."""
+        """Closes the listening socket and all connections. May be called again."""
         if self._server is not None:
             self._server.close()
         for task in self._connections:
@@ -108,7 +108,7 @@ class Endpoint:
     def prepare(self) -> asyncio.Future[Any] | None:
         """Begins to import the modules that a scrape needs, before an upgrade of tensord can replace their files.
 
-        Returns a future that is done when they are imported; None if metrics are not served.
+        Returns a future that is done when they are imported, or None if metrics are not served.
         """
         if self._importing is None and self._server is not None:
             loop = asyncio.get_running_loop()

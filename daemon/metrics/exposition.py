@@ -49,11 +49,7 @@ _INDEX_STATES = [state.value for state in IndexState]
 
 
 def _table(text: str) -> list[tuple[str, str, Callable[[Any], Any]]]:
-    """Parses ``text``, lines with a metric's name, attribute and help each. Returns for each: name, help, and a function.
-
-    The function takes an object and returns the value of the attribute in it. An attribute in ns is converted to seconds, or to
-    microseconds if the name of the metric is one of Triton's (``nv_``).
-    """
+    """Parses lines with name, attribute and help of metrics."""
     found = []
     for line in text.strip().splitlines():
         name, path, said = line.split(maxsplit=2)
@@ -165,7 +161,10 @@ _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
 
 
 def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
-    """Returns ``snapshot`` as text, and the content type: OpenMetrics if ``accept``, the Accept header, names that format."""
+    """Returns ``snapshot`` as text, and the content type.
+
+    ``accept``: the Accept header. The text is in OpenMetrics if the header names that format.
+    """
     is_openmetrics = wants_openmetrics(accept)
     text = families(snapshot, is_openmetrics) + _durations(snapshot, is_openmetrics)
     if is_openmetrics:
@@ -184,10 +183,7 @@ def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
 
 
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
-    """Returns the text of the histograms of durations in ``snapshot``. With many models that is most of the answer.
-
-    ``exemplars``: whether a bucket's exemplar, a traced request, is added to the bucket's line.
-    """
+    """Returns the text of the histograms of durations."""
     found: list[str] = []
     bounds = (*map(str, snapshot.buckets), "+Inf")
     row = len(bounds) + 1
@@ -219,21 +215,14 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
 
 @functools.lru_cache(_MAX_HISTOGRAMS)
 def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
-    """Returns the ``%`` pattern of the lines of the histogram ``name`` with the labels model, version and protocol.
-
-    The pattern takes the count of values up to each bucket's bound, the number of all values, and their sum.
-    ``bounds``: the upper bounds of the buckets as text, the last one "+Inf".
-    """
+    """Returns the ``%`` pattern of a histogram's lines: counts, number and sum."""
     labels = f'model="{escaped(model)}",protocol="{protocol}",version="{version}"'.replace("%", "%%")
     lines = [f'{name}_bucket{{{labels},le="{bound}"}} %d' for bound in bounds]
     return "\n".join([*lines, f"{name}_count{{{labels}}} %d", f"{name}_sum{{{labels}}} %s", ""])
 
 
 def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
-    """Returns the texts of ``exemplars``, which are added to the lines of histogram buckets.
-
-    The outer key is (model, version, protocol). The inner key is (index of the kind of duration, index of the bucket).
-    """
+    """Returns the texts of exemplars by version and by bucket."""
     found: dict[tuple[str, int, str], dict[tuple[int, int], str]] = {}
     for (model, version, protocol, kind, bucket), (trace_id, seconds, at) in exemplars.items():
         text = f' # {{trace_id="{trace_id}"}} {seconds} {at:.3f}'
@@ -298,12 +287,7 @@ def _of_each(
     labels: Sequence[str],
     things: Collection[tuple[Sequence[str], Any]],
 ) -> Iterator[Family]:
-    """Yields a family for each of several metrics of the same objects, such as workers.
-
-    ``kind``: makes a family; but a metric whose name ends in ``_total`` is always a counter. ``metrics``: name, help, and a
-    function that returns the metric's value for an object (None: no sample). ``labels``: the names of the labels. ``things``:
-    the objects, each after the values of its labels.
-    """
+    """Yields a family for each of several metrics of the same objects."""
     for name, text, of in metrics:
         family = (Counters if name.endswith("_total") else kind)(name, text, labels=labels)
         yield family.fill([(values, value) for values, thing in things if (value := of(thing)) is not None])
@@ -426,7 +410,7 @@ def _memory(processes: Mapping[str, int]) -> Family:
 
 
 def _own(own: OwnFamily) -> Family:
-    """Returns the family of a metric that a model's own code defines, with the names that the model has chosen."""
+    """Returns the family of a metric that a model's own code defines."""
     histogram = Histograms(own.name, own.description) if own.kind == "histogram" else None
     family = histogram or (Unknowns if own.kind == "counter" else Gauges)(own.name, own.description)
     for labels, metric in own.metrics.items():
@@ -448,10 +432,13 @@ class Family:
     __slots__ = ("_help", "_labels", "kind", "lines", "name")
 
     def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
-        """Creates a family. If ``value`` is given, the family has one sample, with this value and without labels.
+        """Creates a family, with one sample without labels if ``value`` is given.
 
-        ``kind``: the type in OpenMetrics. ``name``: the samples' name, of a counter with ``_total`` at the end. ``text``: the
-        help.
+        Args:
+          kind: the type in OpenMetrics.
+          name: the name of the samples. That of a counter ends with ``_total``.
+          text: the help.
+          labels: the names of the labels.
         """
         self.kind, self.name = kind, name
         self.lines: list[str] = []
@@ -461,7 +448,7 @@ class Family:
             self.fill([((), value)])
 
     def fill(self, rows: Iterable[tuple[Sequence[str], float]]) -> Self:
-        """Adds samples, and returns this family. ``rows``: for each sample, the values of its labels, and the sample's value."""
+        """Adds samples, and returns this family. ``rows``: for each sample, the values of its labels, and its value."""
         name, names, lines = self.name, self._labels, self.lines
         for values, value in rows:
             number = f"{value}.0" if type(value) is int and 0 <= value < _EXPONENTS else floatToGoString(value)
@@ -469,11 +456,11 @@ class Family:
         return self
 
     def add(self, names: Sequence[str], values: Sequence[str], value: float, suffix: str = "") -> None:
-        """Adds a sample, ``value``, with labels ``names`` and ``values``. ``suffix``: appended to the family's name."""
+        """Adds the sample ``value`` with the labels ``names`` and their ``values``. ``suffix``: appended to the name."""
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:
-        """Returns the family as text, in OpenMetrics if ``is_openmetrics``, else in the older format; "" without samples."""
+        """Returns the family as text, in OpenMetrics or in the older format. Returns "" if there are no samples."""
         if not self.lines:
             return ""
         name, kind, said = self.name, self.kind, self._help
@@ -489,10 +476,11 @@ class Family:
     def observe(
         self, names: Sequence[str], values: Sequence[str], buckets: Iterable[tuple[str, int]], total: float
     ) -> None:
-        """Adds a histogram with the labels ``names`` and their ``values``. ``total``: the sum of all that was observed.
+        """Adds a histogram with the labels ``names`` and their ``values``.
 
-        ``buckets``: upper bounds in rising order, the last one "+Inf", each with the number of values that are at most that
-        bound.
+        Args:
+          buckets: upper bounds in rising order, the last one "+Inf", each with the number of values up to it.
+          total: the sum of all values.
         """
         within = 0
         for bound, within in buckets:
@@ -519,7 +507,7 @@ def escaped(label: str) -> str:
 
 @functools.lru_cache(_MAX_LABELS)
 def _labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Returns label ``names`` and ``values`` as they follow a metric: ``{model="m",version="1"}``, sorted; "": no labels."""
+    """Returns labels as they follow a metric, such as ``{model="m",version="1"}``."""
     if not names:
         return ""
     listed = ",".join([f'{name}="{escaped(value)}"' for name, value in sorted(zip(names, values, strict=True))])

@@ -47,10 +47,9 @@ class Total:
 
 
 class Ledger:
-    """Adds up each model version's counters over all workers, for the daemon's life.
+    """Adds up the counters of each model version over all workers, for the daemon's life.
 
-    A worker process is known by its incarnation, an id that no other process gets. The counters of processes that were replaced
-    are kept in the sums.
+    The counters of workers that were replaced stay in the sums.
     """
 
     def __init__(self) -> None:
@@ -59,9 +58,9 @@ class Ledger:
         self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Replaces the counters of worker process ``incarnation`` by ``figures``, which the worker reports now.
+        """Replaces the counters of a worker by those that it reports now. ``incarnation``: the number of the worker process.
 
-        If the worker has unloaded a version, or loaded it again, the version's counters before that stay in the sums.
+        If the worker has unloaded a version, or loaded it again, the counters before that stay in the sums.
         """
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
@@ -69,9 +68,9 @@ class Ledger:
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Adds the last counters of ended workers to the sums kept here. Drops the sums of versions that are not in ``served``.
+        """Keeps the last counters of ended workers, and drops the sums of versions that are not in ``served``.
 
-        ``incarnations``: the ids of the workers that have not ended.
+        ``incarnations``: the numbers of the worker processes that have not ended.
         """
         for incarnation in self._workers.keys() - incarnations:
             self._end(self._workers.pop(incarnation).values())
@@ -84,7 +83,7 @@ class Ledger:
             self._ended[key] = counts + version.counts, total(durations, version.durations), _moved(moves, version)
 
     def totals(self, served: Iterable[Key]) -> list[Total]:
-        """Returns the counters of each version in ``served``, summed over all workers, including workers that have ended."""
+        """Returns the counters of each version in ``served``, summed over all workers, including those that have ended."""
         found = []
         for key in served:
             counts, durations, moves = self._ended.get(key, _NOTHING)
@@ -108,7 +107,7 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Returns ``before`` plus the counts in ``version`` of parameter sets that left the device, and of sets brought to it."""
+    """Adds the counts of parameter sets that left or reached a device."""
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)
 
@@ -127,8 +126,7 @@ class OwnFamily:
 class OwnMetricsLedger:
     """Adds up the metrics that models' own code defines, over all workers and for the life of the daemon.
 
-    Gauges of two workers are not added: each gets the worker's name as a label. A worker process is known by its incarnation, an
-    id that no other process gets.
+    Gauges are not added: each gets the name of its worker as a label.
     """
 
     def __init__(self) -> None:
@@ -138,16 +136,16 @@ class OwnMetricsLedger:
         self._ended: dict[str, OwnMetrics] = {}
 
     def update(self, incarnation: int, worker: str, families: Sequence[OwnMetrics]) -> None:
-        """Replaces the metrics of the models of worker process ``incarnation`` by ``families``, which the worker reports now.
+        """Replaces the metrics of the models of a worker by those that it reports now.
 
-        ``worker``: the worker's name, which the process that replaces it will have too.
+        ``incarnation``: the number of the worker process. ``worker``: the name of the worker.
         """
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Adds the last counters of ended workers to the sums kept here. Drops the sums of models that are not in ``served``.
+        """Keeps the last counters of ended workers, and drops the sums of models that are not in ``served``.
 
-        ``incarnations``: the ids of the workers that have not ended.
+        ``incarnations``: the numbers of the worker processes that have not ended.
         """
         for incarnation in self._workers.keys() - incarnations:
             for family in self._workers.pop(incarnation)[1]:

@@ -123,8 +123,8 @@ HEADERS = (
 def render(status: Mapping[str, Any]) -> bytes:
     """Returns the status page of the daemon as HTML.
 
-    ``status``: what ``tensorctl status`` shows; besides, ``standings`` has each model and why it is not served, and ``errors``
-    has the errors that clients got last, the newest first.
+    ``status``: what ``tensorctl status`` shows. Besides, ``standings`` has the readiness of each model, and ``errors`` the
+    errors that clients got last, the newest first.
     """
     name, ready = str(status["server_name"]), bool(status["ready"])
     models, urls = status["models"], [*status["http"], *status["grpc"]]
@@ -168,7 +168,7 @@ def _standing(model: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _short(error: Mapping[str, Any], key: str) -> Any:
-    """Returns the value under ``key`` of an error. A time is cut to ``2026-11-28 22:49:29``, without zone and fractions."""
+    """Returns a value of an error, in which a time is cut to seconds."""
     value = error.get(key) or ""
     return value[:19].replace("T", " ") if key == "time" else value
 
@@ -181,7 +181,7 @@ def _owners(found: Mapping[str, Mapping[str, Any]]) -> list[Sequence[Any]]:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns an HTML table with the title above it and ``columns`` as its head; "" if there are no rows."""
+    """Returns an HTML table below its title, or "" if there are no rows."""
     found = list(rows)
     if not found:
         return ""
@@ -198,7 +198,6 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) ->
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as the text of a table's cell, not escaped."""
     if value is None or type(value) is bool:
         return "yes" if value else ""
     if isinstance(value, Mapping):

@@ -43,14 +43,17 @@ class _ScrapeAnswer(NamedTuple):
     headers: tuple[tuple[str, str], ...]
 
     def encoded(self, without_body: bool) -> bytes:
-        """Returns the answer as bytes, with the header ``Connection: close``. ``without_body``: True for a HEAD request."""
+        """Returns the answer as bytes, with the header ``Connection: close``.
+
+        ``without_body``: whether the request is a HEAD request.
+        """
         headers = (*self.headers, ("Content-Length", str(len(self.body))), ("Connection", "close"))
         lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}", *map(": ".join, headers), "", ""]
         return "\r\n".join(lines).encode("latin-1") + (b"" if without_body else self.body)
 
 
 class _Request:
-    """Reads and holds the head of an HTTP request, as httptools parses it."""
+    """Reads and holds the head of an HTTP request."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
@@ -61,7 +64,7 @@ class _Request:
         self.method = self.path = b""
 
     async def read(self, reader: asyncio.StreamReader) -> bool:
-        """Reads the head from ``reader``; what follows it in the same read is dropped. Returns False if nothing was sent."""
+        """Reads the head from ``reader``. Returns False if nothing was sent."""
         left = _MAX_HEAD
         while self.refusal is None and left and (data := await reader.read(left)):
             left -= len(data)
@@ -112,15 +115,14 @@ async def serve(
     thread: Executor,
     describe: Describe | None = None,
 ) -> None:
-    """Reads an HTTP request from ``reader`` and answers over ``writer``: metrics (/metrics), the status page (/), or an error.
+    """Reads an HTTP request and answers it: with metrics (/metrics), the status page (/), or an error.
 
     Returns when the client has closed its side or sent too much, or if it sent no request. The caller closes the connection.
-
     Args:
-      snapshot: gathers what the metrics show. Its argument: whether to gather traced requests too, for OpenMetrics exemplars.
+      snapshot: gathers what the metrics show. Its argument says whether to gather traced requests too, for exemplars.
       thread: the executor in which the text is written.
-      describe: returns what the status page shows; None: there is no such page, and / is answered with 404.
-    Raises OSError: the client closed the connection before it was answered.
+      describe: returns what the status page shows. If it is None, / is answered with 404.
+    Raises OSError if the client closed the connection before it was answered.
     """
     request = _Request()
     if not await request.read(reader):
@@ -164,6 +166,6 @@ def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _ScrapeAnsw
 
 
 def _rendered(snapshot: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:
-    """Returns the text of the metrics ``snapshot``, gzipped if ``compressed``, and the content type for the header ``accept``."""
+    """Returns the text of the metrics, which may be gzipped, and the content type."""
     text, content_type = exposition.render(snapshot, accept)
     return gzip.compress(text, _LEVEL, mtime=0) if compressed else text, content_type

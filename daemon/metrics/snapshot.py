@@ -14,7 +14,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Holds the metrics of all worker processes that have had one name: a process that replaces a dead one gets its name."""
+    """Holds the metrics of all worker processes that have had one name. A process that replaces a dead one gets its name."""
 
     name: str
     device: str
@@ -34,7 +34,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Holds the metrics of all front processes that have had one name: a process that replaces a dead one gets its name."""
+    """Holds the metrics of all front processes that have had one name. A process that replaces a dead one gets its name."""
 
     name: str
     protocol: str
@@ -54,7 +54,7 @@ class FrontSlot:
 
 @dataclass(frozen=True, slots=True)
 class RegionTotals:
-    """Counts the registered regions of a kind ("system", "cuda"), their bytes, and the tensors that requests now have in them."""
+    """Counts the registered regions of one kind ("system", "cuda"), their bytes, and the tensors of requests in them now."""
 
     kind: str
     count: int
@@ -64,7 +64,7 @@ class RegionTotals:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTotals:
-    """Counts the parameter sets that clients have pushed, their bytes, and the outcomes of pushes and other changes."""
+    """Counts the parameter sets that clients have pushed, their bytes, and the outcomes of changes."""
 
     #: Model and version -> its pushed sets, and the number of its set ``main``.
     versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)

@@ -51,7 +51,7 @@ NOT_INSTALLED = "trace.otlp is set, and what sends spans is not installed: pip i
 
 
 def installed() -> bool:
-    """Returns whether the libraries that are needed to export spans are installed (the extra ``otel``)."""
+    """Returns whether the libraries that export spans (the extra ``otel``) are installed."""
     try:
         return all(map(find_spec, ("opentelemetry.proto", "opentelemetry.sdk", "requests")))
     except ModuleNotFoundError:
@@ -59,10 +59,7 @@ def installed() -> bool:
 
 
 class SpanCounts:
-    """Counts spans that were queued, dropped, sent, or failed to be sent.
-
-    The supervisor's event loop writes ``queued`` and ``dropped``; the thread that sends writes ``sent`` and ``failed``.
-    """
+    """Counts spans that were queued, dropped, sent, or failed to be sent."""
 
     def __init__(self) -> None:
         #: Spans that were queued, and those that were dropped because too many waited.
@@ -83,14 +80,14 @@ class SpanCounts:
             self.failed += spans
 
     def outcomes(self) -> dict[str, int]:
-        """Returns how many spans were sent, failed to be sent, and were dropped: the keys "sent", "failed" and "dropped"."""
+        """Returns how many spans were "sent", "failed" to be sent, and were "dropped"."""
         return {"sent": self.sent, "failed": self.failed, "dropped": self.dropped}
 
 
 class SpanExporter:
-    """Sends the spans of ended traces to an OpenTelemetry collector. Used by the supervisor, in its event loop.
+    """Sends the spans of ended traces to an OpenTelemetry collector.
 
-    ``url``: the collector's address. ``service``: the service name that the spans carry.
+    ``url``: the address of the collector. ``service``: the service name that the spans carry.
     """
 
     def __init__(self, url: str, service: str, counts: SpanCounts) -> None:
@@ -151,12 +148,7 @@ class SpanExporter:
     def _parts(
         self, trace_id: bytes, own: bytes, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
-        """Queues the spans inside a request's span: of its parts, such as "compute", and of what its model's code does.
-
-        ``own``: the id of the request's span, in trace ``trace_id``. ``moments``: names and times of events, such as a part's
-        begin. ``timeline``: the spans of the model's code and its requests to other models; None: there are none. ``offset``: ns
-        to add to CLOCK_MONOTONIC to get the time since 1970.
-        """
+        """Queues the spans inside the span of a request."""
         at = dict(moments)
         run = own
         for name, begins, ends in _PARTS:
@@ -194,11 +186,7 @@ class SpanExporter:
         kind: int = 0,
         flags: int = 0,
     ) -> None:
-        """Adds the span ``name`` of trace ``trace_id`` to the message that is made now; drops it if too many spans wait.
-
-        ``began_ns``, ``ended_ns``: ns since 1970. ``error``: why it failed, or "". ``kind``: OpenTelemetry's SpanKind; 0: an
-        internal span. ``flags``: OpenTelemetry's SpanFlags; 0: the parent of the span is in this process.
-        """
+        """Adds a span to the message, or drops it if too many spans wait."""
         counts = self._counts
         if counts.waiting >= self._most:
             counts.dropped += 1
@@ -221,7 +209,6 @@ class SpanExporter:
             span.status.code, span.status.message = self._error, error
 
     def _send(self) -> None:
-        """Passes the spans collected so far to the sending thread, as one message, and begins another message."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -230,13 +217,13 @@ class SpanExporter:
             self._begin_message()
 
     async def close(self) -> None:
-        """Sends the spans that wait, for at most ``_CLOSE_SECONDS``, so that the daemon can end even without a collector."""
+        """Sends the spans that wait, for at most ``_CLOSE_SECONDS``."""
         self._send()
         await asyncio.to_thread(self._sender.close, _CLOSE_SECONDS)
 
 
 def _variable(name: str, default: int) -> int:
-    """Returns the environment variable ``name`` as an integer of at least 1; ``default`` if it is not set or no integer."""
+    """Returns an environment variable as an integer of at least 1."""
     try:
         return max(1, int(os.environ[name]))
     except (KeyError, ValueError):
@@ -257,7 +244,7 @@ def _encoded(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    """Returns OpenTelemetry's message ``AnyValue`` for a value, as a dict; integers beyond signed 64 bits become text."""
+    """Returns OpenTelemetry's message ``AnyValue`` for a value, as a dict."""
     match value:
         case bool():
             return {"bool_value": value}

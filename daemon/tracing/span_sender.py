@@ -30,10 +30,10 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 
 
 class SpanSender:
-    """Sends messages of spans to a collector in a thread of its own, in the order in which ``send`` was called.
+    """Sends messages of spans to a collector, one after the other, in a thread.
 
-    ``url``: the collector's address. ``done``: called in that thread after each message, with the number of its spans and whether
-    the collector has accepted it.
+    ``url``: the address of the collector. ``done``: called in that thread after each message, with the number of its spans
+    and whether the collector has accepted it.
     """
 
     def __init__(self, url: str, done: Callable[[int, bool], None]) -> None:
@@ -62,7 +62,7 @@ class SpanSender:
         self._thread.start()
 
     def send(self, encode: Callable[[], bytes], spans: int) -> None:
-        """Queues a message with ``spans`` spans. ``encode`` returns the bytes of the message; the sending thread calls it."""
+        """Queues a message with ``spans`` spans. ``encode``: returns the bytes of the message, in the sending thread."""
         self._waiting.put((encode, spans))
 
     def _run(self) -> None:
@@ -76,7 +76,7 @@ class SpanSender:
                 _log.warning("the collector did not take %d spans: %s", spans, refused)
 
     def _post(self, message: bytes) -> str:
-        """Sends a message. Returns "" if the collector has accepted it, else the HTTP status and reason."""
+        """Sends a message. Returns "" if it was accepted, else status and reason."""
         request = self._request.copy()
         request.prepare_body(message if self._compress is None else self._compress(message), None)
         answer = self._session.send(request, timeout=self._timeout, **self._settings)
@@ -89,7 +89,7 @@ class SpanSender:
 
 
 def _variable(name: str) -> str:
-    """Returns the value of the environment variable OTEL_EXPORTER_OTLP_TRACES_name, else of OTEL_EXPORTER_OTLP_name, else ""."""
+    """Returns a variable of the exporter, that for traces first, or ""."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 
