@@ -41,6 +41,9 @@ class _Closing:
     closed: Callable[[], None]
 
 
+_Job = tuple[Execution, Callable[[Execution], None]] | _Closing | Callable[[], None]
+
+
 class Instance:
     """A thread that runs one instance of a model.
 
@@ -72,8 +75,7 @@ class Instance:
         self._warm = warm
         self._inbox = inbox
         self._page = page
-        self._jobs: queue.SimpleQueue[tuple[Execution, Callable[[Execution], None]] | _Closing | Callable[[], None]]
-        self._jobs = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._create = create
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -170,6 +172,12 @@ class Instance:
             self._live()
 
     def _live(self) -> None:
+        model = self._begin()
+        while model is not None and self._serve(model, self._jobs.get()):
+            pass
+
+    def _begin(self) -> Instantiated | None:
+        """Creates the model, initialises it and warms it up. Returns None if that fails, after which the thread ends."""
         try:
             model = self._create()
             model.initialize()
@@ -178,37 +186,37 @@ class Instance:
         except BaseException as error:  # a model may call sys.exit() as well
             self._failure = error
             self._say_closed()
-            return
+            return None
         finally:
             self._started.set()
-        while True:
-            job = self._jobs.get()
-            if isinstance(job, _Closing):
-                model.close()
-                self._inbox.post(job.closed)
-                return
-            if not isinstance(job, tuple):
-                job()
-                del job
-                continue
-            execution, done = job
-            try:
-                self._ahead.remove(execution)
-            except ValueError:  # it was taken back
-                del job, execution, done
-                continue
-            execution.began_ns = time.monotonic_ns()
-            execution.resume = self._jobs.put
-            running = [(request.submitter.peer, request.request_id) for request in execution.requests]
-            self._page.begin(self.status_slot, running, self.page_key, execution.began_ns)
-            try:
-                run(model, execution, self._check)
-            finally:
-                self._page.end(self.status_slot, execution.computed_ns)
-            # With another one to run at once it is not worth waking the loop, which would want Python's lock.
-            self._inbox.post(functools.partial(self._done, execution, done), soon=self._jobs.empty())
-            # An idle thread keeps nothing of its last requests: a client's region stays mapped as long as an array of it lives.
-            del job, execution, done
+        return model
+
+    def _serve(self, model: Instantiated, job: _Job) -> bool:
+        """Carries out an entry of the instance's queue. Returns False after the last one, with which the model is closed."""
+        if isinstance(job, _Closing):
+            model.close()
+            self._inbox.post(job.closed)
+            return False
+        if not isinstance(job, tuple):
+            job()
+            return True
+        # An idle thread keeps nothing of its last requests: a client's region stays mapped as long as an array of it lives.
+        execution, done = job
+        try:
+            self._ahead.remove(execution)
+        except ValueError:  # it was taken back
+            return True
+        execution.began_ns = time.monotonic_ns()
+        execution.resume = self._jobs.put
+        running = [(request.submitter.peer, request.request_id) for request in execution.requests]
+        self._page.begin(self.status_slot, running, self.page_key, execution.began_ns)
+        try:
+            run(model, execution, self._check)
+        finally:
+            self._page.end(self.status_slot, execution.computed_ns)
+        # With another one to run at once it is not worth waking the loop, which would want Python's lock.
+        self._inbox.post(functools.partial(self._done, execution, done), soon=self._jobs.empty())
+        return True
 
     def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
         """Ends an execution on the worker's loop."""
