@@ -20,7 +20,7 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: man serve bytecode libraries environment test test-newest test-release test-cuda13 test-wheel lint bench protocol wheel
+.PHONY: man serve bytecode libraries environment test simulate test-newest test-release test-cuda13 test-wheel lint bench protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -62,6 +62,10 @@ serve: $(VENV)/.examples
 
 test: $(VENV)/.test
 	$(BIN)/python $(PYTEST) $(ARGS)
+
+# The whole daemon under one seed after the other, ten minutes long (CONTRIBUTING.md); those of the tests are below 20000.
+simulate: $(VENV)/.test
+	$(BIN)/python -m tests.simulation $(or $(ARGS),--seed $$(date +%s) --runs 1000000 --seconds 600)
 
 # Of the tests and all that they import, once, where else each of pytest's processes begins with it.
 bytecode: $(VENV)/.test

@@ -43,6 +43,7 @@ _LONG = (
     "daemon/test_supervisor.py",
     "deploy/test_haproxy.py",
     "deploy/test_slurm.py",
+    "simulation/test_simulation.py",
     "workers/parameters/test_named_sets.py",
     "workers/parameters/test_on_demand.py",
     "workers/parameters/test_swapping.py",

@@ -1,0 +1,298 @@
+"""The clients of a simulated daemon: what they ask and change, and whether what they are told can be right."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tensord.daemon.submit.in_flight import InFlight
+from tensord.shm import descriptors
+from tensord.shm.arena import Lease
+from tensord.shm.errors import ServingError, Unavailable
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RequestRecord, Slice
+from tensord.shm.operations import MAIN_SET, LoadModel, MemorySource, PushParameters, UnloadModel
+from tests.simulation.history import Change, History
+from tests.simulation.processes import Daemon, FrontProcess
+from tests.simulation.scheduler import SECOND
+
+#: An answer is x * OF_X + (number of the files) * OF_FILES + (number of the push).
+OF_X, OF_FILES = 1_000_000_000, 10_000
+#: How long a request waits for a worker, in seconds.
+WORKER_WAIT = 5.0
+#: Nothing that a client waits for takes longer, in ns of the simulated clock.
+PATIENCE_NS = 400 * SECOND
+
+
+@dataclass(eq=False)
+class Ask:
+    """A client's request."""
+
+    number: int
+    model: str
+    front: FrontProcess
+    begun_ns: int
+    size: int
+    outcome: str = ""
+    #: Its client has gone, and its front knows.
+    gone: bool = False
+    cancelled: bool = False
+    #: The workers that had died before.
+    deaths: int = 0
+    #: It kills who runs it; and how often it has.
+    deadly: bool = False
+    kills: int = 0
+    request: Any = None
+
+    def __str__(self) -> str:
+        return f"ask {self.number} of '{self.model}'"
+
+
+class ClientRequest(InFlight):
+    ask: Ask
+    clients: Any
+
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+        self.clients.answered(self.ask, prepared, record, lane)
+
+    def undelivered(self) -> None:
+        self.clients.scheduler.defect(f"{self.ask}: its answer could not be delivered")
+
+
+class Clients:
+    """All clients of a daemon."""
+
+    def __init__(self, daemon: Daemon, history: History) -> None:
+        self.daemon = daemon
+        self.scheduler = daemon.scheduler
+        self.history = history
+        self.asks: dict[int, Ask] = {}
+        self.open: dict[int, Ask] = {}
+        #: Answers whose memory a client still reads.
+        self.held: list[tuple[FrontProcess, SubmitterLane, Any]] = []
+        self.counts: Counter[str] = Counter()
+        #: The daemon is being stopped, and may refuse anything.
+        self.refused = False
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    def ask(self, front: FrontProcess, model: str, size: int, deadly: bool = False) -> None:
+        number = len(self.asks) + 1
+        deaths = len(self.history.deaths)
+        ask = Ask(number, model, front, self.scheduler.clock.now_ns, size, deaths=deaths, deadly=deadly)
+        self.asks[number] = self.open[number] = ask
+        self.scheduler.tell(f"{ask} ({'deadly' if deadly else f'{size * 8} bytes'}) at {front}")
+        front.call_soon(lambda: self._send(ask))
+
+    def _send(self, ask: Ask) -> None:
+        if ask.gone:
+            return
+        if not ask.front.serves:
+            self._close(ask, "its front has stopped")
+            return
+        assert ask.front.front is not None
+        submitter = ask.front.front.submitter
+        lease: Lease | None = None
+        try:
+            state = ask.front.front.table.expect(ask.model)
+            array = np.full(ask.size, ask.number, np.int64)
+            prepared = PreparedRequest(ask.model, 0, (PreparedTensor("x", "INT64", array.shape),))
+            if array.nbytes > submitter.inline_byte_size:
+                lease = submitter.loan(array.nbytes)
+                if lease is None:
+                    self._close(ask, "there was no room")
+                    return
+                lease.view[: array.nbytes] = array.view(np.uint8).data
+                content: Any = lease.place
+            else:
+                content = array.tobytes()
+            numbered = submitter.numbers.number(prepared) if ask.number % 2 else None
+            record = RequestRecord(
+                submitter.next_id(),
+                numbered.number if numbered else prepared,
+                (content,),
+                str(ask.number),
+                received_ns=ask.begun_ns,
+            )
+            leases = () if lease is None else (lease,)
+            ask.request = ClientRequest(ask=ask, clients=self, record=record, numbered=numbered, leases=leases)
+            submitter.send(ask.request, state)
+        except ServingError as error:
+            self._judge_error(ask, error.code, error.message)
+
+    def cancel(self, ask: Ask) -> None:
+        self.scheduler.tell(f"the client of {ask} goes")
+        ask.gone = True
+        self._close(ask, "cancelled")
+
+        def cancel() -> None:
+            ask.cancelled = True
+            if ask.request is not None and ask.front.serves:
+                ask.front.front.submitter.cancel(ask.request)  # type: ignore[union-attr]
+
+        ask.front.call_soon(cancel)
+
+    def _close(self, ask: Ask, outcome: str) -> None:
+        self.open.pop(ask.number, None)
+        ask.outcome, ask.request = outcome, ask.request if ask.gone else None
+        self.counts[outcome.split(":")[0]] += 1
+
+    def release(self) -> None:
+        """Has clients finish reading answers."""
+        held, self.held = self.held, []
+        for front, lane, lease in held:
+
+            def release(front: FrontProcess = front, lane: SubmitterLane = lane, lease: Any = lease) -> None:
+                front.front.submitter.release(lane, lease)  # type: ignore[union-attr]
+
+            if front.alive:
+                front.call_soon(release)
+
+    def front_ended(self, front: FrontProcess) -> None:
+        for ask in [ask for ask in self.open.values() if ask.front is front]:
+            self._close(ask, "its front has died")
+        self.held = [each for each in self.held if each[0] is not front]
+
+    def is_deadly(self, ask_number: str) -> bool:
+        """Returns whether the request with that id kills the worker that runs it; counts that it does."""
+        ask = self.asks.get(int(ask_number))
+        if ask is None or not ask.deadly:
+            return False
+        ask.kills += 1
+        if ask.kills > 2:
+            self.scheduler.defect(f"{ask} has killed {ask.kills} workers")
+        return True
+
+    # ---------------------------------------------------------------------------------------------------------- answers
+
+    def answered(self, ask: Ask, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+        """Takes an answer of a front to a client, and judges it."""
+        if not prepared.final:
+            self.scheduler.defect(f"{ask} got an answer that is not its last")
+        if ask.gone and not ask.cancelled:
+            if record.lease is not None and lane is not None:
+                self.held.append((ask.front, lane, record.lease))
+            return
+        if ask.outcome:
+            self.scheduler.defect(f"{ask} got another end, after: {ask.outcome}")
+            return
+        value: bytes | memoryview = b""
+        if not record.code:
+            (content,) = record.contents
+            value = lane.view(content) if isinstance(content, Slice) and lane is not None else content  # type: ignore[assignment]
+            self._judge_value(ask, np.frombuffer(bytes(value), np.int64))
+        else:
+            self._judge_error(ask, record.code, record.message)
+        if record.lease is not None:
+            assert lane is not None
+            self.held.append((ask.front, lane, record.lease))
+
+    def _judge_value(self, ask: Ask, values: Any) -> None:
+        first, history, defect = int(values[0]), self.history, self.scheduler.defect
+        if len(values) != ask.size or (values != first).any():
+            defect(f"{ask} got other values than it asked for: {values}")
+        x, rest = divmod(first, OF_X)
+        files, push = divmod(rest, OF_FILES)
+        if x != ask.number:
+            defect(f"{ask} got the answer of {x}")
+        least = history.least_files(ask.model, ask.begun_ns)
+        if not least <= files <= history.files[ask.model]:
+            defect(f"{ask} got an answer of load {files}; load {least} had been answered before it was asked")
+        if history.is_down(ask.model, ask.begun_ns):
+            defect(f"{ask} got an answer although the model had been unloaded before it was asked")
+        if why := history.why_not_push(ask.model, push, ask.begun_ns):
+            defect(f"{ask} got an answer of push {push}: {why}")
+        self.scheduler.tell(f"{ask} is answered by load {files}, push {push}")
+        self._close(ask, "answered")
+
+    def _was_troubled(self, ask: Ask) -> bool:
+        """Returns whether a worker was missing, or somebody did not run, for some of the time in which the request waited."""
+        since_ns = ask.begun_ns - int(WORKER_WAIT * SECOND)
+        return any(at >= since_ns for at in (*self.history.deaths[-1:], self.history.trouble_ns)) or any(
+            process.stopped for process in self.scheduler.processes
+        )
+
+    def _judge_error(self, ask: Ask, code: str, message: str) -> None:
+        self.scheduler.tell(f"{ask} is answered: {code}: {message}")
+        deaths = len(self.history.deaths)
+        waited = self.scheduler.clock.now_ns - ask.begun_ns
+        excused = (
+            (code in ("NOT_FOUND", "UNAVAILABLE") and not self.history.is_up(ask.model, ask.begun_ns))
+            or (code == "UNAVAILABLE" and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask))
+            or (code == "UNAVAILABLE" and "cannot be served now" in message and deaths >= 2)
+            or (code == "INTERNAL" and "was given up" in message and deaths - ask.deaths >= 2)
+            or self.refused
+        )
+        if not excused:
+            self.scheduler.defect(f"{ask} failed without a reason: {code}: {message}")
+        self._close(ask, f"error: {message}")
+        self.counts[f"error {code}"] += 1
+
+    def check_patience(self) -> None:
+        before = self.scheduler.clock.now_ns - PATIENCE_NS
+        for ask in self.open.values():
+            if ask.begun_ns < before and not ask.front.stopped:
+                self.scheduler.defect(f"{ask} has no end after {PATIENCE_NS // SECOND} s")
+            break
+
+    # ---------------------------------------------------------------------------------------------------------- changes
+
+    def change(self, kind: str, front: FrontProcess, model: str, number: int) -> None:
+        change = Change(kind, model, number, self.scheduler.clock.now_ns, front, deaths=len(self.history.deaths))
+        self.history.changes[model].append(change)
+        self.scheduler.tell(f"{change} at {front}")
+        front.run_soon(self._carry_out(change))
+
+    async def _carry_out(self, change: Change) -> None:
+        content = _safetensors(change.number)
+        operation: Any = {
+            "load": LoadModel(change.model),
+            "unload": UnloadModel(change.model),
+            "push": PushParameters(change.model, 0, MAIN_SET, MemorySource(len(content))),
+        }[change.kind]
+        memory = _sealed(content) if change.kind == "push" else -1
+        front = change.front.front
+        try:
+            if front is None or front.endpoints is None:
+                raise Unavailable("its front has stopped")
+            await front.endpoints.ask(operation, end=memory)
+            error = ""
+        except ServingError as failure:
+            error = failure.message or "?"
+        finally:
+            descriptors.close([memory] if memory >= 0 else [])
+        change.error, change.ended_ns = error, self.scheduler.clock.now_ns
+        self.scheduler.tell(f"{change} is answered: {error or 'done'}")
+        if error and not self.refused:
+            if not self.history.why_failed(change):
+                self.scheduler.defect(f"{change} failed without a reason: {error}")
+            self.counts["failed change"] += 1
+        self._ask_next(change)
+
+    def _ask_next(self, change: Change) -> None:
+        """Has the client of a change ask the model at once, through any front."""
+        fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
+        if fronts and not self.refused:
+            self.scheduler.clock.now_ns += 1
+            self.ask(self.scheduler.chance.choice(fronts), change.model, 1)
+
+
+def _safetensors(number: int) -> bytes:
+    head = json.dumps({"k": {"dtype": "I32", "shape": [], "data_offsets": [0, 4]}}).encode()
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head + struct.pack("<i", number)
+
+
+def _sealed(content: bytes) -> int:
+    memory = os.memfd_create("push", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.write(memory, content)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
+    return memory

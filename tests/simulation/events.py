@@ -1,0 +1,52 @@
+"""What happens to a simulated daemon, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: How often what happens, beside each other.
+KINDS = {
+    "ask": 60,
+    "deadly ask": 0.5,
+    "cancel": 4,
+    "load": 5,
+    "unload": 2,
+    "push": 4,
+    "kill worker": 1.5,
+    "kill worker in a run": 1,
+    "kill worker sending": 1,
+    "kill front": 0.4,
+    "kill front sending": 0.2,
+    "stop": 2,
+    "go on": 4,
+    "slow": 3,
+    "jump": 0.5,
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to the daemon: after so many turns, of what kind, and a number from which the rest is drawn."""
+
+    gap: int
+    kind: str
+    number: int
+
+    def __repr__(self) -> str:
+        return f"{self.gap}:{self.kind}:{self.number}"
+
+
+def plan(seed: int) -> Iterator[Event]:
+    """Yields the events that a seed stands for, without end."""
+    chance = random.Random(f"plan {seed}")
+    # Some runs are calm, and some have one kind of trouble only.
+    kinds = {kind: weight * chance.choice((0, 0.3, 1, 1, 3)) for kind, weight in KINDS.items()}
+    kinds["ask"], kinds["load"] = max(kinds["ask"], 10), max(kinds["load"], 0.5)
+    if chance.random() < 0.5:
+        kinds["unload"] = 0
+    mean = chance.choice((3, 10, 30))
+    while True:
+        (kind,) = chance.choices(list(kinds), list(kinds.values()))
+        yield Event(int(chance.expovariate(1 / mean)), kind, chance.randrange(1 << 30))

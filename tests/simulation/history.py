@@ -1,0 +1,117 @@
+"""What clients have changed and been told, and what may be in force at a moment because of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(eq=False)
+class Change:
+    """A client's load, unload or push of a model."""
+
+    kind: str
+    model: str
+    number: int
+    begun_ns: int
+    #: The front that was asked; None before there were any.
+    front: Any
+    #: None: its client never got an answer. "": it was done.
+    error: str | None = None
+    ended_ns: int = 0
+    #: The workers that had died before.
+    deaths: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.error == ""
+
+    def ended_before(self, moment_ns: int) -> bool:
+        return self.done and self.ended_ns < moment_ns
+
+    def may_last(self, since_ns: int) -> bool:
+        """Returns whether it may have been under way at some time since then."""
+        return self.error is None or self.ended_ns >= since_ns
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} of '{self.model}'"
+
+
+class History:
+    """The changes of every model, and the moments of trouble."""
+
+    def __init__(self, models: Sequence[str]) -> None:
+        self.changes: dict[str, list[Change]] = {model: [] for model in models}
+        #: How often the files of a model have been written.
+        self.files: Counter[str] = Counter()
+        #: When workers have died.
+        self.deaths: list[int] = []
+        #: When somebody has last been stopped, or time has jumped.
+        self.trouble_ns = 0
+
+    def pending(self) -> list[Change]:
+        """Returns the changes whose client still waits for an answer."""
+        return [
+            change for each in self.changes.values() for change in each if change.error is None and change.front.alive
+        ]
+
+    def least_files(self, model: str, moment_ns: int) -> int:
+        """Returns the oldest files of a model whose answer somebody may get who asks at that moment."""
+        loads = (each for each in self.changes[model] if each.kind == "load" and each.ended_before(moment_ns))
+        return max((each.number for each in loads), default=0)
+
+    def is_down(self, model: str, moment_ns: int) -> bool:
+        """Returns whether an unload had been answered before that moment, and no load can have been under way since."""
+        unloads = [each for each in self.changes[model] if each.kind == "unload" and each.ended_before(moment_ns)]
+        if not unloads:
+            return False
+        last = max(unloads, key=lambda each: each.begun_ns)
+        return not any(each.kind == "load" and each.may_last(last.begun_ns) for each in self.changes[model])
+
+    def is_up(self, model: str, moment_ns: int) -> bool:
+        """Returns whether a load had been answered before that moment, and no unload can have been under way since it began."""
+        loads = [each for each in self.changes[model] if each.kind == "load" and each.ended_before(moment_ns)]
+        if not loads:
+            return False
+        last = max(loads, key=lambda each: each.begun_ns)
+        return not any(
+            (each.kind == "unload" or (each.kind == "load" and not each.done))
+            and each is not last
+            and each.may_last(last.begun_ns)
+            for each in self.changes[model]
+        )
+
+    def why_not_push(self, model: str, number: int, moment_ns: int) -> str:
+        """Returns why push ``number`` (0: the files' own parameters) was not in force since that moment; "": it may have been."""
+        changes = self.changes[model]
+        before = [each for each in changes if each.kind != "unload" and each.ended_before(moment_ns)]
+        if number == 0:
+            pushes = [each for each in before if each.kind == "push"]
+            last = max(pushes, key=lambda each: each.begun_ns, default=None)
+            if last is None or any(each.kind == "load" and each.may_last(last.begun_ns) for each in changes):
+                return ""
+            return f"{last} had been answered before it was asked"
+        found = next((each for each in changes if each.kind == "push" and each.number == number), None)
+        if found is None:
+            return "there was no such push"
+        if found.error:
+            return f"{found} had failed: {found.error}"
+        if found.error is None:
+            return ""
+        later = next((each for each in before if each.begun_ns > found.ended_ns), None)
+        return "" if later is None else f"{later} had been answered before it was asked"
+
+    def why_failed(self, change: Change) -> str:
+        """Returns what may have made a change fail; "": nothing."""
+        others = [each for each in self.changes[change.model] if each is not change and each.may_last(change.begun_ns)]
+        if others:
+            return f"{others[0]} was under way"
+        if change.kind == "push" and not self.is_up(change.model, change.begun_ns):
+            return "the model was not loaded"
+        if "cannot be served now" in str(change.error) and len(self.deaths) >= 2:
+            return "workers had died"
+        if len(self.deaths) != change.deaths:
+            return "a worker has died"
+        return "" if change.front.serves else "its front has stopped"

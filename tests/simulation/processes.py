@@ -1,0 +1,500 @@
+"""The processes of the daemon as they are, but for what starts them, their threads and their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import types
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from tensord.config import log as log_settings
+from tensord.config.layers import Configured
+from tensord.config.options import Options
+from tensord.daemon.control.shared_counters import SharedCounters
+from tensord.daemon.front import process as front_module
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.process import Front, FrontPlace
+from tensord.daemon.operator.audit import Audit
+from tensord.daemon.processes import child, fronts, process_slots, worker_pool
+from tensord.daemon.processes.devices import Device
+from tensord.daemon.processes.spawned import Spawned
+from tensord.daemon.processes.watchdog import Watchdog
+from tensord.daemon.submit.sequences import SequenceRouting
+from tensord.daemon.supervisor import Supervisor
+from tensord.shm import child_process, descriptors
+from tensord.shm.channel import Channel, pair
+from tensord.shm.control_records import Start, ToWorkerControl
+from tensord.shm.record import decoder
+from tensord.shm.seldom import LineRate, Seldom
+from tensord.workers import worker as worker_module
+from tensord.workers.devices.device import DeviceName
+from tensord.workers.dispatch.poller import Poller, Woken
+from tensord.workers.imports import import_system
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.loading.target import LoadTarget
+from tensord.workers.models import instance as instance_module
+from tensord.workers.models.execution import run as execution_run
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.threads import work_thread
+from tensord.workers.worker import Worker
+from tests.simulation.scheduler import SECOND, Death, Loop, Process, Scheduler, Thread, eventfd, shuffled
+
+_log = logging.getLogger(__name__)
+DEVICE_NAME = DeviceName("cpu", 0)
+DEVICE = DEVICE_NAME.open()
+_FIRST_PID = 1 << 28
+
+
+class Popen:
+    """Stands for ``subprocess.Popen``."""
+
+    def __init__(self, process: ChildProcess, pid: int) -> None:
+        self.pid = pid
+        self._process = process
+
+    def wait(self) -> int:
+        return self._process.status
+
+    def kill(self) -> None:
+        self._process.end(-signal.SIGKILL)
+
+
+class ChildProcess(Process):
+    """A front or a worker."""
+
+    def __init__(self, world: Daemon, name: str, control: socket.socket) -> None:
+        super().__init__(world.scheduler, name)
+        self.world = world
+        self.control = control
+        self.dead_fd = eventfd()
+        self.status = 0
+        self.ended_ns = 0
+
+    def end(self, status: int) -> None:
+        """Ends the process: nothing of it runs any more, its sockets close, and its pidfd says so."""
+        if not self.alive:
+            return
+        # What its threads would have done may own descriptors, which only the kernel closes.
+        self.scheduler.cut_short |= any(thread.has_work for thread in self.threads)
+        self.alive, self.status, self.ended_ns = False, status, self.scheduler.clock.now_ns
+        for sock in self.sockets():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        os.eventfd_write(self.dead_fd, 1)
+        self.scheduler.tell(f"{self} has ended ({child.describe_exit(status)})")
+        self.world.ended(self)
+        self.scheduler.wake()
+
+    def dies_sending(self, chance: random.Random) -> None:
+        """Has it die before or after it sends one of its next datagrams."""
+        self.sends_left, self.dies_sent = chance.randrange(6), chance.random() < 0.5
+
+    def bury(self) -> None:
+        os.close(self.dead_fd)
+        self.threads.clear()
+        self.jobs.clear()
+
+
+class SimulatedFront(Front):
+    """A front whose clients are objects of the simulation."""
+
+    protocol = "http"
+
+    def __init__(self, process: FrontProcess, control: socket.socket, place: FrontPlace) -> None:
+        super().__init__(control, place)
+        self.process = process
+        self.endpoints: Endpoints | None = None
+        self.open_connections = set()
+
+    async def open(self, options: Options, endpoints: Endpoints) -> None:
+        self.endpoints = endpoints
+        self.process.world.on_open(self.process)
+
+    async def drain(self, grace_ns: int) -> None:
+        self.endpoints = None
+        deadline = self.process.loop.time() + grace_ns / 1e9
+        while self.submitter.in_flight() and self.process.loop.time() < deadline:
+            await asyncio.sleep(0.02)
+
+    def end(self, connection: Any, at_once: bool) -> None:
+        raise NotImplementedError
+
+    def connections(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def _orphaned(self) -> None:
+        raise Death
+
+
+class FrontProcess(ChildProcess):
+    def __init__(self, world: Daemon, name: str, control: socket.socket, counters: int, row: int) -> None:
+        super().__init__(world, name, control)
+        self.loop = Loop(self)
+        self.front: SimulatedFront | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.clients: list[Coroutine[Any, Any, None]] = []
+        self._place = FrontPlace((), SharedCounters(counters), row)
+
+    @property
+    def serves(self) -> bool:
+        return self.alive and self.front is not None and self.front.endpoints is not None
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Has the front's loop call a function, as for something that has come from a client."""
+        self.loop.call_soon(call)
+        self.idle = False
+
+    def run_soon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine of a client on the front's loop."""
+        self.clients.append(work)
+        self.loop.create_task(work)
+        self.idle = False
+
+    def iterate(self) -> bool:
+        if self.task is None:
+            self.task = self.loop.create_task(self._run())
+        did = self.loop.iterate()
+        if self.task.done():
+            error = self.task.exception()
+            if error is not None:
+                self.scheduler.defect(f"{self} ends with {error!r}")
+            self.end(0 if error is None else 1)
+        return did
+
+    async def _run(self) -> None:
+        self.front = SimulatedFront(self, self.control, self._place)
+        await self.front.run()
+
+    def due_ns(self) -> int | None:
+        return self.loop.due_ns()
+
+    def sockets(self) -> list[socket.socket]:
+        found = [self.control]
+        submitter = getattr(self.front, "submitter", None)
+        if submitter is not None:
+            found += [worker.lane.channel._sock for worker in submitter._routing.workers.values()]
+        return found
+
+    def bury(self) -> None:
+        super().bury()
+        if self.front is not None:
+            self.front._connection.close()
+            if (submitter := getattr(self.front, "submitter", None)) is not None and (
+                self.task is None or not self.task.done()
+            ):
+                submitter.close()
+            if hasattr(self.front, "tracer"):
+                self.front.tracer.close()
+        self.control.close()
+        self._place.counters.close()
+        self.loop.bury()
+        for work in self.clients:
+            work.close()
+        self.front = self.task = None
+
+
+class SimulatedPoller(Poller):
+    """Never waits, and says what is ready in an order that is drawn."""
+
+    process: WorkerProcess
+
+    def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
+        events = shuffled(self.process.scheduler.chance, self._epoll.poll(0))
+        self.process.found = bool(events)
+        return Woken(events, [], [])
+
+
+class Muted:
+    """Stands for the status page of a process that is dying."""
+
+    def begin(self, *_: Any) -> None: ...
+    def end(self, *_: Any) -> None: ...
+
+
+class WorkerProcess(ChildProcess):
+    def __init__(self, world: Daemon, name: str, control: socket.socket) -> None:
+        super().__init__(world, name, control)
+        self.channel = Channel(control, decoder(ToWorkerControl))
+        self.worker: Worker | None = None
+        self.found = False
+        #: The imports of the models that it has begun to load.
+        self.imported: list[ModelImports] = []
+        self._iterated_ns = 0
+
+    def iterate(self) -> bool:
+        now_ns = self.scheduler.clock.now_ns
+        if self.worker is None:
+            return self._start()
+        self._iterated_ns = now_ns
+        next_ns = self.worker._next_ns
+        due = next_ns is not None and next_ns <= now_ns
+        if not self.worker.iterate():
+            self.worker.close()
+            self.end(0)
+            return True
+        if self.worker._gone or 0 < self.worker._free_again_ns <= now_ns:
+            self.worker._free_gone()
+        return due or self.found
+
+    def _start(self) -> bool:
+        if (received := self.channel.receive()) is None:
+            return False
+        (start,), fds = received
+        assert isinstance(start, Start)
+        descriptors.close(fds)
+        options = msgspec.msgpack.decode(start.options, type=Options)
+        self.worker = Worker(self.channel, options, DEVICE_NAME, DEVICE)
+        assert isinstance(self.worker._poller, SimulatedPoller)
+        self.worker._poller.process = self
+        with mock.patch.object(self.worker, "iterate", return_value=False):
+            self.worker.run(start.incarnation)
+        self.worker._flush_control()
+        return True
+
+    def due_ns(self) -> int | None:
+        if self.worker is None:
+            return None
+        beat_ns = self._iterated_ns + SECOND
+        stop_ns = self.worker._stop_ns or beat_ns
+        next_ns = self.worker._next_ns
+        return min(beat_ns, stop_ns, beat_ns if next_ns is None else next_ns)
+
+    def instances(self) -> list[Any]:
+        return [thread._owner for thread in self.threads if thread._is_instance]
+
+    def dies_running(self) -> None:
+        """Ends the process while it runs a batch, as its status page goes on to say."""
+        for instance in self.instances():
+            instance._page = Muted()
+        raise Death
+
+    def sockets(self) -> list[socket.socket]:
+        lanes = self.worker._submitters.values() if self.worker is not None else ()
+        return [self.control, *(submitter.lane.channel._sock for submitter in lanes)]
+
+    def bury(self) -> None:
+        super().bury()
+        if self.worker is not None and self.status != 0:
+            # The modules of its models would go on to refer to all of it.
+            for imports in self.imported:
+                imports.forget()
+            self.worker.close()
+        self.channel.close()
+        self.worker = None
+
+
+class SupervisorProcess(Process):
+    """The supervisor. It does not die: the daemon would."""
+
+    def __init__(self, world: Daemon, options: Options) -> None:
+        super().__init__(world.scheduler, "supervisor")
+        self.loop = Loop(self)
+        self.main: asyncio.Task[None] = self.loop.create_task(self._run(world, options))
+        self.supervisor: Supervisor
+        self.up = False
+
+    async def _run(self, world: Daemon, options: Options) -> None:
+        configured = Configured(options, {})
+        spawned = [(device, world.spawn_worker("", device)) for device in world.devices]
+        supervisor = self.supervisor = Supervisor(configured, lambda: configured, {}, spawned)
+        supervisor.fronts._listeners = {"http": []}
+        supervisor.fronts._counters = {"http": SharedCounters.create()}
+        supervisor.workers.start_all(spawned)
+        found = await supervisor.models.scan(options.repository)
+        outcomes = supervisor.models.begin(found, options.repository)
+        supervisor.fronts.start_all(options.http.processes)  # type: ignore[arg-type]
+        watchdog = Watchdog(supervisor.workers, supervisor.fronts, supervisor._notifier, lambda: options)
+        supervisor.spawn(watchdog.run())
+        supervisor.spawn(supervisor._become_ready(outcomes))
+        self.up = True
+        await supervisor._shutdown.requested.wait()
+        await supervisor._drain()
+        await supervisor._bury()
+        supervisor.models.close()
+        supervisor.parameters.close()
+        supervisor._regions.close()
+        supervisor._trace_settings.close()
+        supervisor.fronts.close()
+
+    def iterate(self) -> bool:
+        did = self.loop.iterate()
+        if self.main.done() and self.alive:
+            self.alive = False
+            if self.main.exception() is not None:
+                logging.error("the supervisor failed", exc_info=self.main.exception())
+        return did
+
+    def due_ns(self) -> int | None:
+        return self.loop.due_ns()
+
+    def sockets(self) -> list[socket.socket]:
+        return []
+
+    def bury(self) -> None:
+        self.loop.bury()
+
+
+class Daemon:
+    """The processes of a daemon, and what stands for the kernel that starts and ends them."""
+
+    def __init__(self, scheduler: Scheduler, options: Options, devices: Sequence[str]) -> None:
+        self.scheduler = scheduler
+        self.devices = [Device(name) for name in devices]
+        self._started = 0
+        self._children: dict[int, ChildProcess] = {}
+        #: The processes by the pidfd that was opened last under that number.
+        self._opened: dict[int, ChildProcess] = {}
+        #: Called with each process that has ended.
+        self.on_end: Callable[[ChildProcess], None] = lambda process: None
+        scheduler.on_death = lambda process: process.end(-signal.SIGKILL)  # type: ignore[attr-defined]
+        #: Called with each front that begins to serve.
+        self.on_open: Callable[[FrontProcess], None] = lambda front: None
+        #: Returns whether the request of this client's id ends the worker that runs it.
+        self.is_deadly: Callable[[str], bool] = lambda client_id: False
+        self.supervisor: SupervisorProcess
+        self._options = options
+
+    def begin(self) -> None:
+        self.supervisor = SupervisorProcess(self, self._options)
+        self.scheduler.processes.append(self.supervisor)
+
+    # ------------------------------------------------------------------------------------------------- the kernel's part
+
+    def spawn_worker(self, module: str, device: Device) -> Spawned:
+        return self._spawn(lambda control: WorkerProcess(self, f"worker {self._started} on {device.name}", control))
+
+    def spawn_front(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> Spawned:
+        row = int(arguments[-1])
+        counters = os.dup(pass_fds[-1])
+        return self._spawn(lambda control: FrontProcess(self, f"front {self._started}", control, counters, row))
+
+    def _spawn(self, make: Callable[[socket.socket], ChildProcess]) -> Spawned:
+        ours, theirs = pair()
+        self._started += 1
+        process = make(theirs)
+        pid = _FIRST_PID + self._started
+        self._children[pid] = process
+        self.scheduler.processes.append(process)
+        self.scheduler.tell(f"{process} is started")
+        stack_fd = os.memfd_create("stack", os.MFD_CLOEXEC)
+        return Spawned(Popen(process, pid), ours, stack_fd)  # type: ignore[arg-type]
+
+    def pidfd_open(self, pid: int, flags: int = 0) -> int:
+        fd = os.dup(self._children[pid].dead_fd)
+        self._opened[fd] = self._children[pid]
+        return fd
+
+    def send_signal(self, pidfd: int, number: int, *_: Any) -> None:
+        if number == signal.SIGKILL:
+            self._opened[pidfd].end(-signal.SIGKILL)
+
+    def ended(self, process: ChildProcess) -> None:
+        self.on_end(process)
+
+    def children(self, kind: type[ChildProcess]) -> list[Any]:
+        return [process for process in self._children.values() if process.alive and isinstance(process, kind)]
+
+    def bury(self, lasting_ns: int = 0) -> None:
+        """Frees the dead that nobody can refer to any more: those that ended ``lasting_ns`` ago."""
+        before = self.scheduler.clock.now_ns - lasting_ns
+        for pid, process in list(self._children.items()):
+            if not process.alive and process.ended_ns <= before:
+                del self._children[pid]
+                self.scheduler.processes.remove(process)
+                process.bury()
+
+    # --------------------------------------------------------------------------------------------------- what is replaced
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the simulation in the place of clocks, threads and processes, as long as the block runs."""
+        scheduler, clock = self.scheduler, self.scheduler.clock
+        import_system.prepare()
+
+        def thread(target: Callable[[], None], name: str = "", daemon: bool = False) -> Thread:
+            assert scheduler.current is not None
+            return Thread(scheduler.current, target)
+
+        threads = types.SimpleNamespace(
+            Thread=thread, Event=threading.Event, Lock=threading.Lock, get_ident=threading.get_ident
+        )
+
+        def run(model: Any, execution: Any, check: Any) -> None:
+            process = scheduler.current
+            deadly = any(self.is_deadly(request.own.client_id) for request in execution.requests)
+            if isinstance(process, WorkerProcess) and (process.dies_in_run or deadly):
+                process.dies_running()
+            execution_run(model, execution, check)
+
+        original_flush, original_alone = Channel.flush, Channel.send_alone
+
+        def flush(channel: Channel) -> bool:
+            if scheduler.current is None or not channel.waiting:
+                return original_flush(channel)
+            return bool(scheduler.current.sends(lambda: original_flush(channel)))
+
+        def send_alone(channel: Channel, record: Any) -> bool:
+            if scheduler.current is None:
+                return original_alone(channel, record)
+            return bool(scheduler.current.sends(lambda: original_alone(channel, record)))
+
+        original_imports = ModelImports.of_version
+
+        def of_version(*words: Any) -> ModelImports:
+            imports = original_imports(*words)
+            if isinstance(scheduler.current, WorkerProcess):
+                scheduler.current.imported.append(imports)
+            return imports
+
+        collector = types.SimpleNamespace(freeze=_nothing, enable=_nothing, collect=_nothing)
+        seeded = random.Random(scheduler.chance.random())
+        with contextlib.ExitStack() as stack:
+            for owner, name, value in (
+                (os, "pidfd_open", self.pidfd_open),
+                (signal, "pidfd_send_signal", self.send_signal),
+                (fronts, "spawn", self.spawn_front),
+                (worker_pool, "spawn_worker", self.spawn_worker),
+                (child_process, "enable_stack_report", lambda *fds: descriptors.close(fds)),
+                (log_settings, "configure", lambda *_, **__: None),
+                (process_slots, "random", types.SimpleNamespace(Random=lambda: seeded)),
+                (instance_module, "threading", threads),
+                (instance_module, "run", run),
+                (work_thread, "threading", threads),
+                (worker_module, "Poller", SimulatedPoller),
+                (worker_module, "extensions", types.SimpleNamespace(available=False, missing=lambda: ())),
+                (worker_module, "gc", collector),
+                (front_module, "gc", collector),
+                (LoadTarget, "configured", _target),
+                (ModelImports, "of_version", of_version),
+                (Channel, "flush", flush),
+                (Channel, "send_alone", send_alone),
+                (Audit.__init__, "__defaults__", (clock.nanoseconds,)),
+                (LineRate.__init__, "__defaults__", (clock.nanoseconds,)),
+                (Seldom.__init__, "__defaults__", (clock.seconds,)),
+                (SequenceRouting.__init__, "__defaults__", (clock.seconds,)),
+                (time, "monotonic_ns", clock.nanoseconds),
+                (time, "monotonic", clock.seconds),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, value))
+            yield
+
+
+def _nothing() -> None:
+    pass
+
+
+def _target(options: Options, device: Any, gpu: int | None, *_: Any) -> LoadTarget:
+    return LoadTarget.borrowed(options, device, gpu, ExecutableCache(None))

@@ -1,0 +1,45 @@
+"""The whole daemon under some seeds; and that the simulation sees a fault, and tells it in few events."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensord.daemon.submit.submitter import Submitter
+from tests.generated import times
+from tests.simulation.run import shrunk, simulate
+
+STEPS = 3000
+#: Who dies in the middle of a turn leaves sockets that only the kernel would close.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning"
+)
+
+
+@pytest.mark.parametrize("first", range(1000, 11_000, 1000))
+def test_a_daemon_under_seeds(first: int) -> None:
+    """
+    1. A daemon starts. 2. Clients ask and change models, processes die and stop, as a seed says. 3. It stops.
+    Result: each request has one right end, each change is answered, and nothing is left.
+    """
+    for seed in range(first, first + times(500, 6)):
+        outcome = simulate(seed, STEPS)
+        if outcome.fault:
+            pytest.fail(str(shrunk(outcome, STEPS)))
+
+
+def test_a_seed_is_one_run() -> None:
+    assert str(simulate(9, STEPS)) == str(simulate(9, STEPS))
+
+
+def test_a_fault_is_found_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    1. Fronts do not act upon a worker's fence. 2. Events are left out.
+    Result: a request that has no end is found, and few events are left.
+    """
+    monkeypatch.setattr(Submitter, "fence", lambda *_: None)
+    outcome = next(outcome for outcome in (simulate(seed, STEPS) for seed in range(1, 20)) if outcome.fault)
+    assert "that every request" in outcome.fault
+    told = shrunk(outcome, STEPS, most=40)
+    assert told.kind == outcome.kind
+    assert len(told.events) <= len(outcome.events) // 2
+    assert "has ended (was killed by SIGKILL)" in str(told)

@@ -1,0 +1,306 @@
+"""A simulated daemon from its start to its end, and everything that happens to it meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tensord.config.options import (
+    Arenas,
+    ExecutablesOptions,
+    Expert,
+    Grpc,
+    Http,
+    Metrics,
+    Options,
+    Repository,
+    Requests,
+    Workers,
+)
+from tensord.daemon.processes.shutdown import DaemonPhase
+from tensord.shm.errors import ServingError
+from tests.simulation.clients import PATIENCE_NS, WORKER_WAIT, Clients
+from tests.simulation.events import Event
+from tests.simulation.history import Change, History
+from tests.simulation.processes import ChildProcess, Daemon, FrontProcess, WorkerProcess
+from tests.simulation.scheduler import SECOND, Scheduler
+
+MODELS = ("a", "b")
+#: What a front counts that is 0 when it is idle.
+_AT_REST = ("in_flight", "waiting_for_worker", "throttled", "answers_held", "leases")
+
+_SOURCE = """
+import numpy as np
+
+host = True
+inputs = {{"x": "INT64[n]"}}
+outputs = {{"y": "INT64[n]"}}
+
+def create(path, config, device):
+    def apply(params, inputs):
+        return {{"y": inputs["x"] * 1000000000 + {files} * 10000 + int(params["k"])}}
+    return apply, {{"k": np.int32(0)}}
+"""
+
+
+class Defects(logging.Handler):
+    """Has every exception that somebody logs count as a fault."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        self._scheduler.tell(f"    {self._scheduler.current}: {text}")
+        if record.exc_info and not isinstance(record.exc_info[1], ServingError):
+            self._scheduler.defect(f"{text}: {logging.Formatter().formatException(record.exc_info)}")
+
+
+class World:
+    """A daemon, its clients, and everything that happens to it."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.scheduler = Scheduler(seed)
+        self._folder = folder
+        self._handler = Defects(self.scheduler)
+        options = Options(
+            repository=Repository(paths=(str(folder),), control_mode="explicit", load=MODELS),
+            http=Http(port=0, processes=1 + seed % 3),
+            grpc=Grpc(enabled=False),
+            metrics=Metrics(port=0),
+            requests=Requests(worker_wait=WORKER_WAIT),
+            arenas=Arenas(byte_size=1 << 20, max_byte_size=4 << 20, inline_byte_size=64),
+            workers=Workers(device="cpu", cpu=1, idle_timeout=10.0, execute_timeout=10.0, single_thread_flops=0),
+            executables=ExecutablesOptions(),
+            expert=Expert(spin_us=0),
+        )
+        devices = [f"cpu:{number}" for number in range(1 + seed // 3 % 3)]
+        self.daemon = Daemon(self.scheduler, options, devices)
+        self.history = History(MODELS)
+        self.clients = Clients(self.daemon, self.history)
+        self.counts = self.clients.counts
+        self.daemon.on_end = self._ended
+        self.daemon.on_open = self._opened
+        self.daemon.is_deadly = self.clients.is_deadly
+        self._began = False
+
+    # ------------------------------------------------------------------------------------------------------------- the run
+
+    def run(self, events: Iterable[Event], turns: int) -> list[Event]:
+        """Runs a daemon from its start to its end, and has ``events`` happen meanwhile. Returns those that have happened."""
+        happened: list[Event] = []
+        for model in MODELS:
+            self._write(model)
+        logger, level = logging.getLogger("tensord"), logging.getLogger("tensord").level
+        logger.addHandler(self._handler)
+        logger.setLevel(logging.INFO)
+        propagates, logger.propagate = logger.propagate, False
+        try:
+            with self.daemon.in_place():
+                try:
+                    self.daemon.begin()
+                    self._until(self._is_up, "the daemon serves")
+                    now_ns = self.scheduler.clock.now_ns
+                    for model in MODELS:
+                        self.history.changes[model].append(Change("load", model, 1, 0, None, "", now_ns))
+                    self._began = True
+                    self._play(events, turns, happened)
+                    if not self.scheduler.fault:
+                        self._settle()
+                    if not self.scheduler.fault:
+                        self._stop()
+                finally:
+                    self._clear()
+        finally:
+            logger.removeHandler(self._handler)
+            logger.setLevel(level)
+            logger.propagate = propagates
+        return happened
+
+    def _play(self, events: Iterable[Event], turns: int, happened: list[Event]) -> None:
+        scheduler = self.scheduler
+        for event in events:
+            for _ in range(event.gap):
+                if not scheduler.turn():
+                    if scheduler.chance.random() < 0.7:
+                        break
+                    scheduler.pass_time()
+                scheduler.step += 1
+                if scheduler.fault or scheduler.step >= turns:
+                    return
+            scheduler.step += 1
+            happened.append(event)
+            self.counts[event.kind] += 1
+            self._happen(event)
+            if scheduler.step % 64 == 0:
+                self.clients.check_patience()
+                self.daemon.bury(20 * SECOND)
+            if scheduler.fault or scheduler.step >= turns:
+                return
+
+    def _until(self, condition: Callable[[], object], what: str, most_ns: int = PATIENCE_NS) -> None:
+        until_ns = self.scheduler.clock.now_ns + most_ns
+        while not condition() and not self.scheduler.fault:
+            if not self.scheduler.turn():
+                self.scheduler.pass_time()
+            self.scheduler.step += 1
+            if self.scheduler.clock.now_ns > until_ns:
+                self.scheduler.defect(f"it is not so after {most_ns // SECOND} s that {what}")
+
+    def _is_up(self) -> bool:
+        supervisor = self.daemon.supervisor
+        return supervisor.up and supervisor.supervisor.phase is DaemonPhase.SERVING
+
+    def _is_later(self, than_ns: int) -> bool:
+        return self.scheduler.clock.now_ns > than_ns
+
+    def _settle(self) -> None:
+        """Lets everything come to rest, and checks that nothing is left."""
+        scheduler, clients, pending = self.scheduler, self.clients, self.history.pending
+        for process in scheduler.processes:
+            process.stopped, process.weight, process.sends_left, process.dies_in_run = False, 1.0, -1, False
+        scheduler.wake()
+        clients.release()
+        self._until(lambda: not clients.open and not pending(), "every request and every change has its end")
+        if scheduler.fault:
+            scheduler.tell(f"open: {', '.join(map(str, (*clients.open.values(), *pending())))}")
+            return
+        for _ in range(3):
+            clients.release()
+            rests = scheduler.clock.now_ns + SECOND
+            self._until(functools.partial(self._is_later, rests), "time passes")
+        for front in self.daemon.children(FrontProcess):
+            if front.front is None or not front.serves:
+                continue
+            figures = front.front.submitter.statistics()
+            if any(figures[name] for name in _AT_REST):
+                scheduler.defect(f"{front} has something left: { ({name: figures[name] for name in _AT_REST}) }")
+        for worker in self.daemon.children(WorkerProcess):
+            submitters = worker.worker._submitters.values() if worker.worker is not None else ()
+            if len({submitter.peer for submitter in submitters}) < len(submitters):
+                scheduler.defect(f"{worker} has two lanes of a front")
+            for submitter in submitters:
+                requests, leases = len(submitter.in_flight), submitter.lane.arena.statistics()["leases"]
+                if requests or leases:
+                    scheduler.defect(f"{worker} has something left: {requests} requests, {leases} leases")
+
+    def _stop(self) -> None:
+        """Stops the daemon in order: every process ends by itself."""
+        supervisor = self.daemon.supervisor
+        self.clients.refused = True
+        supervisor.supervisor._shutdown.signalled()
+        supervisor.idle = False
+        children = self.daemon.children(ChildProcess)
+        self._until(lambda: not supervisor.alive, "the daemon has stopped")
+        for process in children:
+            if process.status not in (0, -signal.SIGKILL) or process.alive:
+                self.scheduler.defect(f"{process} ended with status {process.status}")
+
+    def _clear(self) -> None:
+        for process in self.daemon.children(ChildProcess):
+            process.end(-signal.SIGKILL)
+        for held in (self.clients.open, self.clients.held, self.clients.asks):
+            held.clear()
+        self.daemon.bury()
+        supervisor = self.daemon.supervisor
+        if supervisor.alive:
+            self._abandon(supervisor)
+        supervisor.bury()
+        self.scheduler.processes.clear()
+
+    @staticmethod
+    def _abandon(process: Any) -> None:
+        """Closes what a supervisor that has not stopped has open."""
+        supervisor = getattr(process, "supervisor", None)
+        if supervisor is None:
+            return
+        for child in (*supervisor.fronts, *supervisor.workers):
+            child._connection.close()
+            os.close(child._pidfd)
+            os.close(child._stack_fd)
+        supervisor._regions.close()
+        supervisor._trace_settings.close()
+        supervisor.fronts.close()
+
+    # ----------------------------------------------------------------------------------------------------- what happens
+
+    def _happen(self, event: Event) -> None:
+        chance, clients, scheduler = random.Random(event.number), self.clients, self.scheduler
+        fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
+        workers = self.daemon.children(WorkerProcess)
+        match event.kind:
+            case "ask" if fronts:
+                for _ in range(chance.choice((1, 1, 1, 4))):
+                    clients.ask(chance.choice(fronts), chance.choice(MODELS), chance.choice((1, 1, 1, 100, 5000)))
+            case "deadly ask" if fronts:
+                clients.ask(chance.choice(fronts), chance.choice(MODELS), 1, deadly=True)
+            case "cancel" if clients.open:
+                clients.cancel(chance.choice(list(clients.open.values())))
+            case "load" | "unload" | "push" if fronts:
+                front, model = chance.choice(fronts), chance.choice(MODELS)
+                number = self._write(model) if event.kind == "load" else len(self.history.changes[model])
+                clients.change(event.kind, front, model, number)
+            case "kill worker" if workers:
+                self._kill(chance.choice(workers))
+            case "kill worker in a run" if workers:
+                chance.choice(workers).dies_in_run = True
+            case "kill worker sending" if workers:
+                chance.choice(workers).dies_sending(chance)
+            case "kill front" if fronts:
+                self._kill(chance.choice(fronts))
+            case "kill front sending" if fronts:
+                chance.choice(fronts).dies_sending(chance)
+            case "stop" if running := [each for each in scheduler.processes if each.alive and not each.stopped]:
+                process = chance.choice(running)
+                process.stopped = True
+                scheduler.tell(f"{process} is stopped")
+                self._troubled()
+            case "go on":
+                self._troubled()
+                for process in scheduler.processes:
+                    if process.stopped:
+                        process.stopped, process.idle = False, False
+                        scheduler.tell(f"{process} goes on")
+            case "slow":
+                chance.choice(scheduler.processes).weight = chance.choice((0.01, 0.1, 1.0, 10.0))
+            case "jump":
+                seconds = chance.choice((0.01, 0.1, 1.0, 3.0))
+                scheduler.tell(f"the clock jumps by {seconds} s")
+                scheduler.clock.now_ns += int(seconds * SECOND)
+                self._troubled()
+        if chance.random() < 0.3:
+            clients.release()
+
+    def _troubled(self) -> None:
+        self.history.trouble_ns = self.scheduler.clock.now_ns
+
+    def _kill(self, process: ChildProcess) -> None:
+        self.scheduler.tell(f"{process} is killed")
+        process.end(-signal.SIGKILL)
+
+    def _ended(self, process: ChildProcess) -> None:
+        if isinstance(process, FrontProcess):
+            self.clients.front_ended(process)
+        else:
+            self.history.deaths.append(self.scheduler.clock.now_ns)
+
+    def _opened(self, front: FrontProcess) -> None:
+        """Has clients ask a front as soon as it can be asked."""
+        if self._began and not self.clients.refused:
+            for model in MODELS:
+                self.clients.ask(front, model, 1)
+
+    def _write(self, model: str) -> int:
+        """Writes new files of a model. Returns their number."""
+        number = self.history.files[model] = self.history.files[model] + 1
+        folder = self._folder / model / "1"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.py").write_text(_SOURCE.format(files=number))
+        return number
