@@ -90,11 +90,9 @@ def main() -> None:
 
 
 def _outlive_signals() -> None:
-    """Keeps the process running when its process group gets a signal. The supervisor decides when the process stops.
-
-    Installs handlers that do nothing: had the process ignored the signals, processes that a model starts would ignore them
-    too, and could not be ended.
-    """
+    """Keeps the process running when its process group gets a signal."""
+    # The supervisor decides when the process stops. Handlers that do nothing: had the process ignored the signals, processes
+    # that a model starts would ignore them too, and could not be ended.
     former = {number: signal.signal(number, lambda *_: None) for number in child_process.GROUP_SIGNALS}
 
     def hold() -> None:
@@ -115,11 +113,7 @@ def _outlive_signals() -> None:
 
 
 def _receive_start(channel: Channel) -> Start:
-    """Waits for the supervisor's first record, Start, and returns it.
-
-    The descriptor that comes with it gets the stack reports of this process from now on. Raises: ChannelClosed: the supervisor
-    has gone. SystemExit: another record came.
-    """
+    """Waits for the supervisor's first record, ``Start``."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     while True:
@@ -130,6 +124,7 @@ def _receive_start(channel: Channel) -> Start:
         (record, *_), fds = received
         if not isinstance(record, Start):
             raise SystemExit(f"tensord.workers: {type(record).__name__} came before Start")
+        # The descriptor that came with it gets the stack reports.
         child_process.enable_stack_report(*fds)
         return record
 

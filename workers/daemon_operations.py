@@ -26,7 +26,10 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Asks the daemon to carry out operations for models. Any thread may call ``ask``; the rest is for the loop's thread."""
+    """Asks the daemon to carry out operations for models.
+
+    Any thread may call ``ask``. Only the loop's thread may call the other methods.
+    """
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel
@@ -37,9 +40,9 @@ class DaemonOperations:
         self._asked: dict[int, tuple[Callable[[Reply], None], bool]] = {}
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Has the daemon carry out an operation on behalf of the model of ``port``. Waits for the result and returns it.
+        """Has the daemon carry out an operation for a model. Waits for the result and returns it.
 
-        Raises ServingError: the daemon refused, or the operation failed.
+        ``port``: connects the model's code with the worker. Raises ServingError: the daemon refused, or the operation failed.
         """
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         waits = port.loading and isinstance(operation, LoadModel)
@@ -53,7 +56,7 @@ class DaemonOperations:
         return reply.result
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Asks the daemon whether any worker serves a version of the model ``name``; 0: any version.
+        """Asks the daemon whether any worker serves a version of a model. Version 0 stands for any version.
 
         The loop calls ``answered`` with the result, which is False if the daemon cannot tell.
         """
@@ -71,7 +74,7 @@ class DaemonOperations:
         self._channel.put(ControlCall(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
-        """Passes a reply of the supervisor to whoever waits for it: a thread in ``ask``, or the callback of ``is_ready``."""
+        """Passes a reply of the supervisor to whoever waits for it."""
         answered, _ = self._asked.pop(reply.call_id)
         answered(reply)
 

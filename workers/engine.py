@@ -19,14 +19,15 @@ from tensord.workers.threads.work_thread import WorkThread
 
 
 class Engine:
-    """The models, sequences and dispatcher of one worker. Only the thread of the worker's loop uses them."""
+    """The models, sequences and dispatcher of one worker. Only the thread of the worker's loop may use them."""
 
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
     ) -> None:
-        """Makes the worker's models, sequences and dispatcher; ``inbox``: what other threads ask the loop to do.
+        """Makes the worker's models, sequences and dispatcher.
 
-        ``gpu``: the GPU's number; None: the device is a processor. ``check``: raises DeviceLost if the device has failed.
+        ``inbox``: functions that other threads ask the loop to call. ``gpu``: the GPU's number; None: the device is a processor.
+        ``check``: raises DeviceLost if the device has failed.
         """
         most = options.requests.max_sequences
         self._buckets = options.metrics.buckets
@@ -39,7 +40,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` of a loaded version, and registers its instances with the rate limiter until it closes."""
+        """Makes a loaded version's ``ModelVersion``. The rate limiter has its instances until it closes."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

@@ -46,19 +46,19 @@ _DONE = b"{}"
 
 
 class _Staged(NamedTuple):
-    """Parameters of a model version that were checked and placed on the device for a push, but are not in use yet."""
+    """Parameters of a model version that are placed for a push and not in use yet."""
 
     version: ModelVersion
     parameters: ParameterSet
 
 
 class ParameterPushes:
-    """Stages pushes (checks them, places them on the device), commits or aborts them, and removes parameter sets."""
+    """Stages pushes (checks their parameters and places them on the device), commits or aborts pushes, and drops sets."""
 
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """Begins with nothing staged. ``thread``: copies, stages and frees parameters only. ``agenda``: that of the loop."""
+        """Begins without pushes. ``thread``: copies, stages and frees parameters. ``agenda``: the agenda of the worker's loop."""
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -73,10 +73,10 @@ class ParameterPushes:
         self._staged: dict[int, list[_Staged]] = {}
 
     def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
-        """Carries out an operation, and calls ``answer`` with its result or its error, before this returns or later.
+        """Carries out an operation, and calls ``answer`` with the result or an error, now or later.
 
-        Removes from ``fds`` the descriptors that are kept open. Raises ServingError: the operation failed; ``answer`` is not
-        called then.
+        Removes from ``fds`` the descriptors that stay open. Raises ServingError, and does not call ``answer``, if the operation
+        fails at once.
         """
         if isinstance(operation, MakeParameters):
             self._make(operation, fds, answer)
@@ -93,7 +93,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a loaded version of a model, even one that does not serve yet. Raises NotFound: it is not loaded."""
+        """Returns a loaded version of a model, even one that does not serve yet."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -101,7 +101,7 @@ class ParameterPushes:
 
     @staticmethod
     def _sets(version: ModelVersion) -> ParameterSets:
-        """Returns a version's parameter sets. Raises Unsupported: the version has none."""
+        """Returns a version's parameter sets. Raises Unsupported: it has none."""
         if version.sets is None:
             kind = "an ensemble" if version.loaded.ensemble is not None else "a Triton Python model"
             raise Unsupported(f"model '{version.name}' is {kind}, which has no parameters that the server knows")
@@ -140,7 +140,7 @@ class ParameterPushes:
             self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
 
     def _expire(self, now_ns: int) -> None:
-        """Makes the push thread drop, by ``MemoryPool.expire``, memory that it keeps for pushes that are no longer likely."""
+        """Has the thread drop memory that is kept for pushes that are no longer likely."""
 
         def done(keeps: bool | Exception) -> None:
             self._expires = False
@@ -192,11 +192,7 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns a push's (``operation``) arrays from the sealed memory of ``fd``, after checking that they fit ``sets``.
-
-        An entry is None if the leaf is not part of the push, because all sets share it or because it is a random key. ``what``:
-        names the push in errors.
-        """
+        """Returns the checked arrays of a push; None: the leaf is not part of it."""
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
         found = layout.read(memory.view, what, sets.leaves)
@@ -208,7 +204,7 @@ class ParameterPushes:
         return leaves
 
     def _commit(self, operation: CommitParameters) -> None:
-        """Puts into use the parameters that ``operation`` says were staged. Skips model versions that are not loaded now."""
+        """Puts staged parameters into use."""
         staged = self._staged.pop(operation.push, [])
         if not staged:
             raise NotFound(f"nothing is staged for push {operation.push}")
@@ -216,6 +212,7 @@ class ParameterPushes:
             sets = self._sets(version)
             if not self._is_here(version):
                 sets.staged.discard(parameters)
+                # This version is not loaded any more.
                 continue
             replaced = version.commit(parameters, operation.move_sequences)
             self._let_go(replaced.unused)
@@ -232,13 +229,13 @@ class ParameterPushes:
                 self._unstage(version.sets, parameters)
 
     def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
-        """Drops ``parameters``, which were staged for a push into ``sets``, and frees their memory unless they are in use."""
+        """Drops staged parameters, and frees their memory unless they are in use."""
         sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the pushes' thread take ``former``, a replaced set, off the device; if ``sets`` keeps it, to host memory first."""
+        """Has the thread take a replaced set off the device."""
 
         def leave() -> None:
             # The room for versions before may have been too small for it.
@@ -254,16 +251,17 @@ class ParameterPushes:
         self._thread.do(leave, done)
 
     def _let_go(self, unused: list[object]) -> None:
-        """Has the pushes' thread drop objects, as freeing them takes long. ``unused``: holds the only references to them."""
+        """Has the thread drop objects."""
+        # Freeing objects takes long. The list has the only references to them.
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether this load of a model version still exists and is the newest, whether or not it serves requests yet."""
+        """Returns whether this load of a model version is the newest."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 
     def close(self) -> None:
-        """Frees the memory that is kept for later pushes. Operations still running in the thread end with the process."""
+        """Frees the memory that is kept for later pushes."""
         if not self._thread.pending:
             self._pool.expire(NEVER)
 
@@ -272,8 +270,9 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Returns the error for clients when a push fails, without a traceback, which would keep memory. ``what``: names the push."""
+    """Returns the error for clients when a push fails."""
     if isinstance(error, ServingError):
+        # A traceback would keep memory.
         return error.with_traceback(None)
     _log.error("%s could not be placed", what, exc_info=error)
     error.__traceback__ = None

@@ -21,7 +21,7 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, config: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """Makes an ensemble from its configuration. It can serve once ``joined`` has added what follows from its steps' models."""
+    """Makes an ensemble from its configuration. ``joined`` completes it before it can serve."""
     model_config.complete(config)
     model_checks.check(config, whole=True)
     return LoadedModel(
@@ -46,13 +46,14 @@ def load_ensemble(record: Load, config: ModelConfig, imports: ModelImports, max_
 
 
 def _graph(config: ModelConfig) -> EnsembleGraph:
-    """Returns the graph of an ensemble's steps. It does not say yet which steps stream; ``joined`` finds that out."""
+    """Returns the graph of an ensemble's steps."""
     scheduling = config.ensemble_scheduling
     steps = [
         EnsembleStep(step.model_name, max(0, step.model_version), dict(step.input_map), dict(step.output_map))
         for step in scheduling.step
     ]
     inputs, outputs = [field.name for field in config.input], [field.name for field in config.output]
+    # ``joined`` finds out which steps stream.
     return EnsembleGraph(inputs, outputs, steps, scheduling.max_inflight_requests)
 
 
@@ -77,7 +78,7 @@ def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
 
 
 def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:
-    """Returns an ensemble's signature; outputs without a label file have the labels of ``members``, the models of its steps."""
+    """Returns an ensemble's signature, with labels of its models for outputs that have none."""
     outputs = dict(signature.outputs)
     for step, member in zip(graph.steps, members, strict=True):
         for name, tensor in step.outputs.items():

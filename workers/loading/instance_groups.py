@@ -29,19 +29,19 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits for the turn to compile a model and run it for the first time; the turn lasts as long as the context.
+    """Waits until this model may be compiled and run for the first time. That is so until the context ends.
 
-    Compilation takes much memory, also on a GPU, so only one model at a time has the turn. During the wait, ``aside`` lets
-    other models load until they wait for the turn as well. ``progress.renew`` is set to a function to call whenever a new
-    step of the work begins. Raises Cancelled: the load was cancelled while it waited.
+    Only one model at a time is compiled. ``aside``: lets other models load during the wait. ``progress.renew`` becomes a
+    function to call at each step of the work. Raises Cancelled: the load was cancelled.
     """
+    # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An instance that is to be started: its name, its place in its group, and what it needs to run."""
+    """An instance that is to be started: its name, its number in its group, and what it needs to run."""
 
     name: str
     #: The number of its group, and its number there.
@@ -65,7 +65,7 @@ class InstanceGroups:
     def __init__(
         self, config: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
-        """Plans the instances that ``config`` asks for on this worker. Raises InvalidArgument: one needs more than a limit.
+        """Plans the instances. Raises InvalidArgument: an instance needs more than a limit.
 
         ``gpu``: the number of the first of the worker's ``devices`` GPUs; None: the worker runs on a processor. ``limits``:
         resource -> the most that an instance may need; None: there are no limits.
@@ -111,9 +111,9 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that the instances of ``model`` run one at a time.
+        """Logs that the instances of a model run one at a time.
 
-        Raises Unsupported: an instance needs resources of the rate limiter, which no model of this ``kind`` can wait for.
+        ``kind``: names such models in the error. Raises Unsupported: an instance needs resources of the rate limiter.
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
@@ -137,7 +137,7 @@ class Starting:
     aside: Aside
 
     def groups(self, config: ModelConfig) -> InstanceGroups:
-        """Returns the instances to start for a model. Raises InvalidArgument if one needs more of a resource than there is."""
+        """Returns the instances to start for a model. Raises InvalidArgument: one needs more of a resource than there is."""
         return InstanceGroups(config, self.gpu, self.limits, self.devices)
 
     def start(
@@ -153,8 +153,10 @@ class Starting:
         Args:
           maker: makes the instances.
           jitted: the compiled model that the instances run; None: they run something else.
-          former: instances of the version that this one replaces; those that are still wanted are taken over unchanged.
-        Raises: whatever an instance raises first; the other new instances are ended.  Cancelled: the load was cancelled.
+          cancellation: by which others cancel the load.
+          former: instances of the version that this version replaces; those that are still wanted stay unchanged.
+        The first error of an instance is raised unchanged, and the other new instances end. Raises Cancelled: the load was
+        cancelled.
         """
         cancellation.check()
         create = maker.create(config, jitted)

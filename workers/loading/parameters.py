@@ -28,7 +28,7 @@ _ARRAY = object()
 
 
 def warn_of_leaves(model: str, parameters: Any) -> None:
-    """Logs a warning if parameters that are no arrays, such as lists, are large: they become constants of programs."""
+    """Logs a warning if parameters that are no arrays, such as lists, are large. They become constants of programs."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     fixed = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _ARRAYS)]
     byte_size = sum(int(getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float)))) for _, leaf in fixed)
@@ -47,7 +47,7 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
-    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects, and stay where they are."""
+    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects."""
     try:
         leaves, structure = jax.tree.flatten(parameters)
         names, fixed = array_names(parameters), fixed_names(parameters)
@@ -60,10 +60,11 @@ def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> Pa
 
 
 class _HostPlacer(Placer):
-    """Places pushed parameters of a model that runs on the host: as JAX arrays where the model has them, else unchanged."""
+    """Places pushed parameters of a model that runs on the host."""
 
+    # A leaf that the model has as a JAX array becomes one; others stay numpy arrays.
     def __init__(self, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef) -> None:
-        """Stores the parameters' tree as loaded (``leaves``, ``structure``). ``described``: the arrays among its leaves."""
+        """Stores the parameters' tree as loaded. ``described``: the arrays among its leaves."""
         super().__init__(described)
         self._structure = structure
         arrays = iter(described)
@@ -78,19 +79,19 @@ class _HostPlacer(Placer):
 
 
 def array_names(parameters: Any) -> list[str]:
-    """Returns the names of those of a model's parameters that are arrays, in the order of their tree."""
+    """Returns the names of the parameters that are arrays, in the order of their tree."""
     return names_of(parameters, _ARRAYS)
 
 
 def fixed_names(parameters: Any) -> frozenset[str]:
-    """Returns the names of the leaves among a model's parameters that are no arrays, and become part of its programs."""
+    """Returns the names of the parameters that are no arrays."""
     return frozenset(names_of(parameters)).difference(array_names(parameters))
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns ``apply`` wrapped to take, in place of the tree ``parameters``, a list of its arrays; and this list.
+    """Wraps ``apply`` so that it takes a list of the arrays in ``parameters`` instead of the tree. Returns both.
 
-    If all leaves of the tree are arrays, returns both arguments unchanged.
+    If all leaves of the tree are arrays, returns the arguments unchanged.
     """
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]

@@ -19,7 +19,7 @@ from tensord.workers.programs.executable_cache import ExecutableCache, cache_dir
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """The device, cache and limits that a loader loads model versions for; a worker has one target."""
+    """The device, cache and limits for which a worker's loader loads model versions."""
 
     options: Options
     device: jax.Device
@@ -43,7 +43,7 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes a worker's target from the daemon's ``options``; also turns on JAX's cache in the configured directory.
+        """Makes a worker's target from the daemon's options. Also turns on JAX's cache in the configured directory.
 
         Args:
           gpu: the number of the worker's GPU; None: the device is a processor.
@@ -59,7 +59,7 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Makes the target of a process that is no worker of the daemon (``LocalWorker``). JAX uses no cache of its own there."""
+        """Makes the target of a process that is no worker of the daemon. JAX gets no cache."""
         execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 
