@@ -79,7 +79,7 @@ class World:
             arenas=Arenas(byte_size=1 << 20, max_byte_size=4 << 20, inline_byte_size=64),
             workers=Workers(device="cpu", cpu=1, idle_timeout=10.0, execute_timeout=10.0, single_thread_flops=0),
             executables=ExecutablesOptions(),
-            expert=Expert(spin_us=0),
+            expert=Expert(spin_us=0, place_outputs=False),
         )
         devices = [f"cpu:{number}" for number in range(1 + seed // 3 % 3)]
         self.daemon = Daemon(self.scheduler, options, devices)
