@@ -209,7 +209,7 @@ def swap(model: Path, folder: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges two folders by one rename. Returns False if this host cannot."""
+    """Exchanges two folders by one rename. Returns False if the operating system or the file system cannot do that."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None or not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         return rename is not None

@@ -328,7 +328,7 @@ _TRACE_FLAGS = {
 
 
 def _of_trace_config(value: str) -> str | None:
-    """Returns the flag that means the same as ``--trace-config=value``, or None for a default."""
+    """Returns the flag that means the same as ``--trace-config=value``, or None if the value is a default."""
     mode, comma, setting = value.partition(",")
     name, equals, given = (setting if comma else mode).partition("=")
     if (comma and mode != "triton") or (name, given) == ("mode", "opentelemetry"):

@@ -158,8 +158,7 @@ class ControlCalls:
         Args:
           peer: the client.
           end: a file descriptor that is sent with the call and that the caller must close, or -1. For a push, it is the memory
-          with the
-          parameters. For the registration of a region, it becomes readable when the region is to be unregistered.
+          with the parameters. For the registration of a region, it becomes readable when the region is to be unregistered.
         Raises Unavailable if too many calls wait for replies. Raises the ServingError with which the supervisor replied.
         """
         if len(self._waiting) >= _LIMIT:

@@ -55,7 +55,7 @@ class Forwarding:
 
 
 def _text(content: bytes) -> str:
-    """Decodes ``content`` as UTF-8 or else as Latin-1, which HTTP once prescribed."""
+    """Decodes ``content`` as UTF-8, or as Latin-1 if it is not UTF-8. HTTP once prescribed Latin-1."""
     try:
         return content.decode()
     except UnicodeDecodeError:

@@ -69,7 +69,7 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Stores ``lease``, and copies the bytes received so far into its memory."""
+        """Stores ``lease``, and copies the bytes received so far into the leased memory."""
         raise NotImplementedError
 
     def refuse(self, error: ServingError) -> None:

@@ -45,7 +45,7 @@ class LingeringClose:
         """Ends the sending side of a connection, and closes the connection once the client has closed its side, or is too slow.
 
         Call this method only if the kernel or the transport (TLS) has all bytes that were written. In the next iteration of the
-        event loop ``connection_lost`` of the connection's protocol is called, which gets no more data.
+        event loop ``connection_lost`` of the connection's protocol is called. The protocol gets no more data.
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 

@@ -81,7 +81,7 @@ _LAST_CALL_NS = 250_000_000
 
 @dataclass(frozen=True, slots=True)
 class FrontPlace:
-    """Holds the listening sockets of a front, the counters of all fronts, and the number of its row in them."""
+    """Holds the listening sockets of a front, the counters of all fronts, and the number of the front's row in these counters."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -89,7 +89,7 @@ class FrontPlace:
 
 
 class Front(ABC):
-    """Base class of the HTTP and gRPC fronts, which serves clients from ``open`` to ``drain``."""
+    """Base class of the HTTP and gRPC fronts. A front serves clients from ``open`` to ``drain``."""
 
     #: "http" or "grpc".
     protocol: ClassVar[str]
@@ -152,7 +152,7 @@ class Front(ABC):
         opening: Opening,
         open_: Callable[[socket.SocketType, str], None],
     ) -> None:
-        """Starts to accept connections, and to check their deadlines.
+        """Starts to accept connections, and to check the deadlines of the open ones.
 
         Args:
           certificates: are read again when their files change.

@@ -26,8 +26,8 @@ class Call(ABC):
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
         """Returns an object that receives a large message into the arena, or None.
 
-        After None, or if the object did not use the arena, the stream passes the buffered message to ``message``. Otherwise the
-        call must end the object by ``take`` or ``drop``.
+        If the result is None, or if the object did not use the arena, the stream passes the buffered message to ``message``.
+        Otherwise the call must end the object by ``take`` or ``drop``.
         Args:
           byte_size: the length of the message.
           on_room: the object calls it once it no longer waits for arena memory.
@@ -70,11 +70,11 @@ class Call(ABC):
 
     @abstractmethod
     def abandoned(self) -> None:
-        """Cancels the requests of the call, because the call has ended without them."""
+        """Cancels the unanswered requests of the call, because the call has ended."""
 
 
 def kept(content: Buffer, start: int, end: int) -> Buffer:
-    """Returns ``content[start:end]`` for a cache. Only a real part of ``content`` is copied."""
+    """Returns ``content[start:end]`` for a cache. The bytes are copied unless they are all of ``content``."""
     return content if end - start == len(content) else bytes(content[start:end])
 
 
@@ -107,8 +107,7 @@ class InferCall(Call):
           prepared: the part of the answer that repeats, such as the names and shapes of the outputs.
           record: the rest of the answer, with the code and text of an error.
           parts: the answer as pieces of a ModelInferResponse. It is empty for an error, for an answer that only says that no
-          further
-          response comes, and for each of several responses to a call that accepts a single one.
+          further response comes, and for each of several responses to a call that accepts a single one.
           sent: must be called once the answer was written to the client. If it is None, nothing is called.
         """
 

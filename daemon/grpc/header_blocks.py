@@ -195,7 +195,7 @@ def check_trailers(fields: Iterable[Field]) -> None:
 
 
 def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Returns header fields as text, without blanks around the values. They must have been checked before.
+    """Returns header fields as text, without blanks around the values. The fields must have been checked before.
 
     ``host`` and the fields of HTTP/1.1 connections (``keep-alive``, ...) are left out.
     """

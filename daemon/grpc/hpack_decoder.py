@@ -30,9 +30,9 @@ _SIZES = struct.Struct("=II")
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Splits header fields into packed ones that many calls share (``COMMON``), and the others.
+    """Splits header fields into those that many calls share (``COMMON``), in packed form, and the others.
 
-    The function ``fields`` unpacks the first.
+    The function ``fields`` unpacks the packed form.
     """
     common: list[bytes] = []
     own: Fields = []

@@ -235,7 +235,7 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles a frame, and returns its cost beyond that of receiving it."""
+        """Handles a frame, and returns the cost of that besides the cost of receiving it."""
         if kind == HEADERS:
             return self._headers(number, flags, payload)
         if kind == frames.CONTINUATION:
@@ -345,7 +345,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame, and returns its cost beyond that of receiving it."""
+        """Handles a HEADERS frame, and returns the cost of decoding it."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -562,12 +562,12 @@ class Http2:
     # -------------------------------------------------------------------------------------------------------- 6.8: the end
 
     def goaway(self, violation: Violation) -> None:
-        """Sends GOAWAY, because the connection ends now by ``violation`` (RFC 9113, 5.4.1)."""
+        """Sends GOAWAY with the code and reason of ``violation``, because the connection ends (RFC 9113, 5.4.1)."""
         last = self.numbers.last if self._last_told is None else self._last_told
         self.write(frames.goaway(last, violation.code, violation.reason))
 
     def announce_end(self) -> None:
-        """Sends the first GOAWAY of a graceful end, and a PING whose acknowledgement shows that the client has read it."""
+        """Sends the first GOAWAY of a graceful end, and a PING whose answer shows that the client has read the GOAWAY."""
         self.phase = ConnectionPhase.ANNOUNCED
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 

@@ -361,7 +361,7 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """The callback after a traced answer was written, which ends ``trace``.
+    """Callback that ends ``trace`` after the answer was written.
 
     ``release``: frees the memory of the answer. If it is None, there is nothing to free.
     """

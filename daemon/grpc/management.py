@@ -59,7 +59,7 @@ class Management:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """Yields the path of each RPC, with the function that makes a ``Call`` of a stream."""
+        """Yields the path of each RPC, with the function that makes a ``Call`` for a stream."""
         for method in grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             answer = getattr(self, method.name, None)
             if answer is not None:

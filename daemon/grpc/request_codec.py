@@ -75,7 +75,7 @@ class DecodedHead:
         return [next(rest) if content is None else content for content in self.contents]
 
     def miscounted(self, count: int) -> InvalidArgument:
-        """Returns the error for a message that has ``count`` ``raw_input_contents``, but needs another number."""
+        """Returns the error for a message whose number of ``raw_input_contents``, ``count``, is wrong."""
         if count > self.raw_count:
             return InvalidArgument(
                 f"{count} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"

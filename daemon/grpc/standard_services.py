@@ -38,7 +38,7 @@ class StandardServices:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """Yields the path of each RPC, with the function that makes a ``Call`` of a stream."""
+        """Yields the path of each RPC, with the function that makes a ``Call`` for a stream."""
         yield f"/{_HEALTH}/Check", lambda stream: Unary(stream, health_pb2.HealthCheckRequest, self._check)
         yield f"/{_HEALTH}/Watch", lambda stream: _Conversation(stream, health_pb2.HealthCheckRequest, self._watch)
         for service, messages in _REFLECTIONS.items():

@@ -144,9 +144,9 @@ class AnswerOrder:
         return False
 
     def answered(self) -> None:
-        """Removes the oldest request, whose answer is written.
+        """Removes the oldest request, whose answer is written, and lets the next request be answered.
 
-        Then the next request can be answered. If the removed request is the last of the connection, the connection is closed.
+        If the removed request was the last of the connection, the connection is closed instead.
         """
         self._go_on(self.requests.popleft())
 
@@ -227,7 +227,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """Stops reading from the socket (``pause`` True) or ends that pause (False), because the arriving body waits for memory.
+        """Pauses reading while the arriving body waits for memory (``pause`` True), or ends the pause (False).
 
         The client's deadline for the body is later by the length of the pause.
         """

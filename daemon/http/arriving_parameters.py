@@ -31,10 +31,10 @@ class ArrivingParameters:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request, limit: int) -> AsyncIterator[tuple[bytes, int]]:
-        """Receives the push in ``request``, and yields its JSON and its parameters.
+        """Receives the push in ``request``, and yields its JSON and a descriptor of memory with the parameters.
 
-        The parameters are a descriptor of read-only memory, which is open inside the ``with`` block only. The descriptor is -1 if
-        no parameters follow the JSON.
+        The memory is read-only, and the descriptor is open inside the ``with`` block only. The descriptor is -1 if no parameters
+        follow the JSON.
         Args:
           limit: the most bytes of parameters that all pushes which arrive at the same time may have together.
         Raises InvalidArgument if the sizes in the headers are wrong, or if the body is too short.

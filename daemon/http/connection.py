@@ -204,7 +204,7 @@ class Http1Connection(asyncio.Protocol):
     # ---------------------------------------------------------------------------------------------- large bodies
 
     def _read_rest(self, body: PlacedBody | TextBody) -> None:
-        """Has a ``BodyReader`` read the rest of a large body directly into its memory."""
+        """Has a ``BodyReader`` read the rest of a large body into the body's memory."""
         order = self.order
         order.reader = order.reader or BodyReader(self, self.transport)
         self._direct = body
@@ -262,7 +262,7 @@ class Http1Connection(asyncio.Protocol):
         """Closes the connection because the server stops.
 
         An idle connection is closed at once, any other after the answer to its last request. Call this method repeatedly while
-        the server stops: it refuses an incomplete request with 503 once no more bytes of the request come.
+        the server stops, because an incomplete request is refused with 503 once no more bytes of the request come.
         """
         order = self.order
         if self.idle:

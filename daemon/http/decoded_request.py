@@ -13,7 +13,7 @@ from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 class BinaryPart:
     """Locates a binary tensor in the body of a request.
 
-    ``offset`` counts from the first binary tensor. Both numbers are in bytes.
+    ``offset`` and ``byte_size`` are in bytes. ``offset`` counts from the first binary tensor.
     """
 
     offset: int

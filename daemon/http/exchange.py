@@ -192,7 +192,7 @@ class Exchange(InFlight):
     def take_turn(self) -> None:
         """Notes that all earlier requests are answered, and submits this request if it is complete.
 
-        If the client waits for ``100 Continue``, it is sent.
+        Sends ``100 Continue`` if the client waits for it.
         """
         self.my_turn = True
         if self.phase is _RECEIVING:

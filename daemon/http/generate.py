@@ -455,7 +455,7 @@ class InferStream(GenerateStream):
 
       | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
 
-    An error is a response whose JSON has ``error`` and ``code``. If it is the whole answer, it is an ordinary HTTP error
+    An error is a response whose JSON has ``error`` and ``code``. An error that is the whole answer is an ordinary HTTP error
     response.
     """
 

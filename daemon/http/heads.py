@@ -28,7 +28,7 @@ _SIGNIFICANT = (
 
 
 def _line_without(names: bytes) -> re.Pattern[bytes]:
-    """Compiles a pattern for any well-formed header line except those of ``names``."""
+    """Compiles a pattern for any well-formed header line but those of ``names`` (``a|b``)."""
     return re.compile(
         rb"\r\n(?!(?:" + names + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
     )
@@ -55,8 +55,7 @@ class Heads(BoundedCache[bytes, InferHead]):
           max_byte_size: the most bytes of a request's head.
           max_fields: the most header fields of a request.
           cuts: whether header lines without effect are left out of the keys. It must be False if a rule of the operator depends
-          on
-          headers.
+          on headers.
           count: how many heads are cached at least. A count above ``MAX_COUNT`` means ``MAX_COUNT``.
           joins: whether the front reads the ``traceparent`` header.
         """

@@ -224,7 +224,7 @@ class JsonStrings:
         return written
 
     def _piece(self, start: int) -> tuple[list[str], int]:
-        """Returns the strings from the offset ``start``, and where the next piece begins."""
+        """Returns the strings of the piece at ``start``, and where the next piece begins."""
         search = start + STRINGS_BYTE_SIZE
         for _ in range(2):
             end, following = self._end_of_piece(search)
@@ -272,7 +272,10 @@ class JsonBase64:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have. Padding in the base64 text makes it up to two bytes smaller."""
+        """Returns the most bytes that the tensor can have.
+
+        Padding in the base64 text makes the tensor up to two bytes smaller.
+        """
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

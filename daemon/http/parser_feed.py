@@ -55,7 +55,7 @@ _bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
 
 
 def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
-    """Returns the offset of a line feed without carriage return before a request, or -1."""
+    """Returns the offset of the first bare line feed before a request, or -1."""
     for found in _bare_line_ends(data, begin, end):
         if found[1] is not None:
             return found.start()
@@ -101,7 +101,7 @@ class Messages:
         self.body_left = 0
 
     def close(self) -> None:
-        """Drops the parser, because the connection is closed, and tells processes that watch the connection."""
+        """Drops the parser, because the connection is closed, and tells this to processes that watch the connection."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 
@@ -262,7 +262,7 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, limit: int = 0) -> None:
-        """Begins to check a chunked body, which may have ``limit`` bytes if that is more."""
+        """Begins to check a chunked body of at most ``limit`` or ``max_body_byte_size`` bytes."""
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(limit, http.max_body_byte_size), http.max_head_byte_size)
 
@@ -359,7 +359,7 @@ class ParserFeed:
                     order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
-        """Feeds ``data`` in small pieces. An upgrade is raised with its offset in ``data``."""
+        """Feeds ``data`` in small pieces. Raises HttpParserUpgrade with an offset in ``data``."""
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0
         while at < len(data) and not order.closing:

@@ -233,7 +233,7 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of answers to this kind of request whose repeated part is ``prepared``.
+        """Returns the encoder of answers with the repeated part ``prepared``, for requests of this kind.
 
         ``record``: the rest of the answer. ``view``: returns the bytes of a tensor.
         Raises InvalidArgument if a tensor of the answer is outside the arena.
@@ -251,7 +251,7 @@ class PreparedKind:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed inference request, whose ``prepared`` part it shares with other requests."""
+    """A parsed inference request. Other requests share its ``prepared`` part."""
 
     prepared: PreparedKind
     id: str

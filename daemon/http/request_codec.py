@@ -67,7 +67,7 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
     """Decodes the JSON head of an inference request.
 
     Args:
-      head: the JSON, complete even if data was cut out of it.
+      head: the whole JSON.
       tail_size: the number of bytes of all binary tensors that follow the JSON.
       model: the name of the model, for error messages.
       apart: the large data that was cut out of the JSON, or None.
@@ -203,7 +203,7 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts data that was cut out of the JSON, or returns what converts it in steps."""
+    """Converts data that was cut out of the JSON, or returns an object that does so in steps."""
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:

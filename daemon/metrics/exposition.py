@@ -507,7 +507,7 @@ def escaped(label: str) -> str:
 
 @functools.lru_cache(_MAX_LABELS)
 def _labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Returns labels as they follow a metric, such as ``{model="m",version="1"}``."""
+    """Returns labels as they follow the name of a metric, such as ``{model="m",version="1"}``."""
     if not names:
         return ""
     listed = ",".join([f'{name}="{escaped(value)}"' for name, value in sorted(zip(names, values, strict=True))])

@@ -54,7 +54,7 @@ class FrontSlot:
 
 @dataclass(frozen=True, slots=True)
 class RegionTotals:
-    """Counts the registered regions of one kind ("system", "cuda"), their bytes, and the tensors of requests in them now."""
+    """Counts the registered regions of one kind ("system", "cuda"), their bytes, and the tensors that use them now."""
 
     kind: str
     count: int

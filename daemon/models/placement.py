@@ -31,7 +31,7 @@ _LEAST_SHARE = 4
 
 
 def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
-    """Returns the devices whose workers load a model, which has a worker of its own there if it is isolated.
+    """Returns the devices whose workers load a model. An isolated model has a worker of its own on each of them.
 
     Args:
       devices: the devices of the workers that several models share.

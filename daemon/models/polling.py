@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def _state(model: FoundModel) -> tuple[str, tuple[int, ...], str]:
-    """Returns what of a model, when it changes, has a poll load it again."""
+    """Returns the values by which a poll detects that a model must be loaded again."""
     return model.fingerprint, model.chosen, model.error
 
 
@@ -32,7 +32,7 @@ class Changes:
         self._seen = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
-        """Compares the models ``found`` with the poll before. Returns the models to load, and the names to unload."""
+        """Compares the models ``found`` with those of the previous poll. Returns the models to load, and the names to unload."""
         states = {name: _state(model) for name, model in found.items()}
         quiet = {name for name in states.keys() | self._seen.keys() if states.get(name) == self._seen.get(name)}
         quiet |= self._acted.keys() - states.keys() - self._seen.keys()

@@ -109,7 +109,8 @@ class PushedSets:
     def put(self, key: VersionKey, name: str, content: Content) -> None:
         """Stores ``content`` as the values in force of a set, and owns its memory. The values before become the former.
 
-        If all sets take more than ``limit`` bytes, former values lose their memory, the oldest first, and then the new values do.
+        If all sets take more than ``limit`` bytes, former values lose their memory, the oldest first, and then the new values
+        lose theirs.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)

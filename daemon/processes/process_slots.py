@@ -61,8 +61,8 @@ class ProcessSlots:
         Args:
           options: the delays before a dead process is replaced.
           needs: returns whether a dead process should be replaced now.
-          gives_up: asks the daemon to stop because a process cannot be replaced. It returns False if the daemon goes on without
-          it.
+          gives_up: asks the daemon to stop because a process cannot be replaced. Returns False if the daemon goes on without that
+          process.
         """
         self._options = options
         self._needs = needs

@@ -312,7 +312,7 @@ class RegionRegistry:
         return [*self._regions.values(), *self._leaving]
 
     def status(self, request: RegionStatus) -> bytes:
-        """Returns a JSON array of the regions of the kind, and with the name if it is not "", that ``request`` has.
+        """Returns a JSON array of the regions that ``request`` asks for, by kind and name. The name "" means any name.
 
         Raises NotFound if this kind has no region of this name.
         """
@@ -410,7 +410,7 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
-    """Returns for each region how many tensors are in it, and in earlier ones of its name."""
+    """Returns for each region how many tensors use it, and how many use earlier regions of the same name."""
     try:
         answer, fds = await worker.call(RegionRecords(name))
     except ServingError:

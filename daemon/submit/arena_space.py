@@ -26,7 +26,7 @@ OnLease = Callable[[Lease | ServingError], None]
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request that waits for memory. It gives up at ``give_up``, in loop time."""
+    """A request that waits for memory. It gives up at ``give_up``, a time of the event loop's clock."""
 
     give_up: float
     byte_size: int
@@ -89,7 +89,7 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether a waiting request gets memory before a new one from ``account``."""
+        """Returns whether a waiting request must get memory before a new request from ``account``."""
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 

@@ -55,7 +55,7 @@ class WorkerLink:
 
 
 class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
-    """A request of any protocol, from its sending until its final answer."""
+    """A request of any protocol. It is kept from its sending until its final answer."""
 
     #: The request as it is sent, with its id; id 0: it is not sent so far.
     record: RequestRecord = _UNSENT

@@ -32,7 +32,7 @@ class Routing:
 
         Args:
           table: the states of all model versions.
-          row: the number of this front among the fronts of its protocol. Other numbers prefer other idle workers.
+          row: the number of this front among the fronts of its protocol. Fronts with other numbers prefer other idle workers.
           in_flight: all requests of the front that are in flight, by id.
           max_sequences: the most sequences that one worker keeps.
         """
@@ -63,7 +63,7 @@ class Routing:
         self._forget()
 
     def bury(self, worker: WorkerLink) -> set[InFlight]:
-        """Removes a worker whose process is gone. Returns its unanswered requests whose sequences are lost."""
+        """Removes a worker whose process is gone. Returns its unanswered requests of sequences, which are lost."""
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None

@@ -77,7 +77,7 @@ class SequenceRouting:
         """Returns the worker for a request of a sequence.
 
         Returns None if the worker that has the sequence cannot be used now, or if there is no worker for a new sequence.
-        ``gpu``: the GPU on which the regions of the request lie, or "". Only the first request of a sequence is routed by it.
+        ``gpu``: the GPU on which the regions of the request lie, or "". It only counts for the first request of a sequence.
         Raises Unavailable if the sequence was lost with its worker.
         """
         record, state = request.record, model.state
@@ -196,7 +196,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run; below 0, so many wait."""
+    """Returns how many more sequences a worker can run. If the number is negative, so many sequences wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0

@@ -153,7 +153,7 @@ class Submitter:
             raise
 
     def _too_many(self, request: InFlight) -> Unavailable:
-        """Counts a request as refused and returns its error."""
+        """Counts a refused request and returns the error for its client."""
         if self._refuses:
             self.refusals.note(request.prepared.model, Refusal.DRAINING)
             return Unavailable("the server is draining: it takes no new requests")

@@ -169,8 +169,8 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        If other answers of a connection must follow the answer to a waiting request, that request is returned even without room
-        for its answer, one at a time for each connection.
+        A waiting request is also returned, without room for its answer, if other answers of its connection must follow that
+        answer. Of each connection one such request is returned at a time.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

@@ -62,7 +62,10 @@ class SpanSender:
         self._thread.start()
 
     def send(self, encode: Callable[[], bytes], spans: int) -> None:
-        """Queues a message with ``spans`` spans. ``encode``: returns the bytes of the message, in the sending thread."""
+        """Queues a message with ``spans`` spans.
+
+        ``encode`` is called in the sending thread, and returns the bytes of the message.
+        """
         self._waiting.put((encode, spans))
 
     def _run(self) -> None:
@@ -76,7 +79,7 @@ class SpanSender:
                 _log.warning("the collector did not take %d spans: %s", spans, refused)
 
     def _post(self, message: bytes) -> str:
-        """Sends a message. Returns "" if it was accepted, else status and reason."""
+        """Sends a message. Returns "" if the collector accepted it, else the HTTP status and reason that came back."""
         request = self._request.copy()
         request.prepare_body(message if self._compress is None else self._compress(message), None)
         answer = self._session.send(request, timeout=self._timeout, **self._settings)
@@ -89,7 +92,7 @@ class SpanSender:
 
 
 def _variable(name: str) -> str:
-    """Returns a variable of the exporter, that for traces first, or ""."""
+    """Returns an environment variable of the exporter: the one for traces, else the one for all kinds of data, else ""."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 
