@@ -68,7 +68,7 @@ class OwnMetric:
     def __init__(
         self, name: str, description: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None = None
     ) -> None:
-        """Makes a metric. An object of the same name and labels stands for the same metric.
+        """Makes a metric. Objects with the same name and labels stand for the same metric.
 
         ``labels`` None: no labels. ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is
         malformed, or differs from the existing metric. Raises Unavailable: there are too many metrics.

@@ -66,7 +66,7 @@ class OwnProcesses:
         return self._ending is not None and not self._ending.is_alive()
 
     def mark(self) -> str:
-        """Returns the value that marks programs started by the model's code, in an environment variable.
+        """Returns the value of the environment variable that marks programs started by the model's code.
 
         Raises OSError: the model has ended.
         """

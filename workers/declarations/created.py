@@ -73,7 +73,10 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py. Raises InvalidArgument: it takes other arguments. Its own errors are raised unchanged."""
+    """Calls ``create`` of model.py. Raises InvalidArgument: it takes other arguments.
+
+    Errors of ``create`` are raised unchanged.
+    """
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 

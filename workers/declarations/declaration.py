@@ -25,7 +25,7 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds the declarations of model.py to a configuration. Returns tensor name -> the names of its axes; None: unnamed.
+    """Adds the declarations of model.py to a configuration. Returns tensor name -> the name of each axis or None.
 
     Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """

@@ -47,7 +47,7 @@ def device_count(config: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """Returns the numbers of the GPUs that a model runs on if its configuration lists none. On a processor it is empty.
+    """Returns the numbers of the GPUs that a model runs on if its configuration lists none; empty: it runs on the processor.
 
     ``count``: how many devices the worker has. ``gpu``: the number of its first GPU; None: the worker runs on the processor.
     """

@@ -128,7 +128,10 @@ class KnownParameters:
 
 
 def request_inputs(config: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns the request properties that model.py declares; None: it declares none. Raises InvalidArgument: it is malformed."""
+    """Returns the request properties that model.py declares; None: it declares none.
+
+    Raises InvalidArgument: a declaration is malformed.
+    """
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = config.name, config.max_batch_size > 0
     if not isinstance(declared, Mapping):

@@ -18,7 +18,10 @@ from tensord.shm.errors import Internal
 
 
 def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
-    """Raises Internal if a device has less than ``byte_size`` bytes of memory left. ``what`` says in the error who needs them."""
+    """Raises Internal if a device has less than ``byte_size`` bytes of memory left.
+
+    ``what``: the beginning of the error's sentence, such as "its parameters need".
+    """
     shared = len(devices) if devices[0].platform == "cpu" else 1
     left = min((free for device in devices if (free := _left(device)) is not None), default=None)
     if left is not None and byte_size * shared > left:

@@ -38,7 +38,7 @@ class HostStaging:
 
 
 class StagingPool:
-    """Lends host memory to a worker's threads, through which they move small tensors to and from a GPU."""
+    """Lends each thread of a worker host memory for small tensors on their way to and from a GPU."""
 
     def __init__(self, context: Context, budget: PinnedBudget) -> None:
         self._context = context

@@ -52,7 +52,7 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans where answers to a prepared request have the outputs of ``layout``: in the answer's record, or in a region.
+    """Plans where the outputs of ``layout`` go in answers to a prepared request: into the answer's record, or a region.
 
     None: all outputs together have more than ``inline_byte_size`` bytes, the client wants class labels, or an output does not
     fit into its region.

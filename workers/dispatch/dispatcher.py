@@ -472,7 +472,7 @@ class Dispatcher:
         self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request that was cancelled or whose lane has ended. Returns False for any other."""
+        """Answers a request that was cancelled or whose lane has ended. Returns whether it was so."""
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)
@@ -515,7 +515,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds waiting requests to ``batch`` for one program, which it returns."""
+    """Adds waiting requests to ``batch``. Returns the program that runs all of them."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

@@ -322,7 +322,7 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Records a run's first error and cancels its steps. The run ends with them."""
+        """Records the first error of a run, and cancels the run's steps."""
         if run.error is None:
             self._set_error(run, from_code(error.code, f"in ensemble '{run.version.name}', {error.message}"))
         self._due.append((run, None))
@@ -445,8 +445,8 @@ def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: boo
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
     """Returns the sequence controls that a model's answer sets for later steps of its ensemble; None: it sets none.
 
-    A flag (START or END) that the answer does not set is False. Without a sequence id in the answer the id in ``controls``,
-    those of the request, is used. Raises InvalidArgument, with Triton's message: a parameter has the wrong type. Source:
+    A flag (START or END) that the answer does not set is False. ``controls``: the request's controls, whose id is used if the
+    answer has no sequence id. Raises InvalidArgument, with Triton's message: a parameter has the wrong type. Source:
     triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
     """
     if not _CONTROLS & parameters.keys():

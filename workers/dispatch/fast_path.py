@@ -66,7 +66,7 @@ class _Batch:
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the programs for inputs of shapes ``key``. ``runs`` None: no sequences."""
+        """Finds the programs for inputs of these shapes. ``runs`` None: no sequences."""
         self.version = version
         self.model = model
         self._key = key
@@ -247,7 +247,7 @@ class FastPath(Poller):
                     statistics.slow_requests[why] += 1
 
     def _learn(self, version: ModelVersion, execution: Execution, request: Request) -> SlowReason | None:
-        """Has the C extension answer repeats of a request. Returns why it will not."""
+        """Has C answer repeats of a request. Returns why C will not answer them, or None."""
         preparation, submitter = request.preparation, request.submitter
         if preparation is None or submitter.closed:
             return SlowReason.NEW if request.sink is None else SlowReason.INSIDE
@@ -285,7 +285,7 @@ class FastPath(Poller):
     def _learn_together(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
     ) -> SlowReason | None:
-        """Has repeats answered in runs of several requests. Returns why it cannot, or None."""
+        """Has C answer repeats in runs of several requests. Returns why C cannot, or None."""
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
             return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
@@ -349,7 +349,7 @@ class FastPath(Poller):
     def _learn_alone(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
     ) -> SlowReason | None:
-        """Has each repeat of a large request answered in a run of its own. Returns why it cannot, or None."""
+        """Has C answer each repeat of a large request in a run of its own. Returns why C cannot, or None."""
         version, executable = request.version, execution.executable
         model = version.jitted
         if model is None or version.sequences is not None or not isinstance(executable, Executable):
@@ -385,7 +385,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions of ``places`` by name; None: one cannot be used by C."""
+        """Returns the regions of ``places`` by name; None: C cannot use one of them."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:

@@ -142,7 +142,7 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer``. If the version preserves order, waits until all earlier requests are answered.
+    """Calls ``answer``. If the version preserves order, does so only after all earlier requests are answered.
 
     ``taken``: the request or the execution that is answered.
     """

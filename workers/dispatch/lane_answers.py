@@ -117,7 +117,10 @@ class LaneAnswers:
         self._passed = count
 
     def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
-        """Begins a trace of a client's request if the request is sampled. Returns its record, with the trace level if so."""
+        """Begins a trace of a client's request if the request is sampled.
+
+        Returns its record, to which the trace's level is added.
+        """
         tracer, said = self.tracer, submitter.parent
         submitter.parent = None
         parent = ""
@@ -139,7 +142,7 @@ class LaneAnswers:
     def _end_trace(
         submitter: SubmitterLink[Request], request_id: int, error: ServingError | None, request: Request | None = None
     ) -> str:
-        """Ends the trace of a request, if it has one. Returns its id or ""."""
+        """Ends the trace of a request. Returns the trace's id; "": it is not traced."""
         trace = submitter.traces.pop(request_id, None)
         if trace is None:
             return ""

@@ -176,14 +176,14 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Hands a result to the call or step that made the request. Returns what it got."""
+        """Hands a result to the call or step that made the request. Returns the result."""
         if request.cancelled:
             result = Cancelled()
         hand_over(request, result, moments)
         return result
 
     def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
-        """Answers a client's request with small outputs by a plan. Returns False if it cannot."""
+        """Answers a request with small outputs by a plan. Returns False if that fails."""
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
             return False
@@ -220,9 +220,10 @@ class Outbox:
         return plan
 
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
-        """Answers a request with a result, or queues the answer until the response arena has room. Returns what the client gets.
+        """Answers a request with a result, or queues the answer until the response arena has room.
 
-        That is the result, or an error instead. ``places``: the places that ``prepare`` has reserved; None: none are reserved.
+        Returns the result, or the error that the client gets instead. ``places``: the places that ``prepare`` has reserved;
+        None: none are reserved.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)
@@ -242,7 +243,7 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Sends a result; False: the response arena has no room. May return an error to answer."""
+        """Sends a result. Returns False without room, or the error to send instead."""
         if request.submitter.closed:
             self.end(request)
             return True
@@ -390,7 +391,7 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Gives the part of a large answer that later ones repeat a number, if possible."""
+    """Replaces the part of a large answer that repeats by a number, if possible."""
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own, but for what it says of the parameter set.
     if preparation is None or len(prepared.parameters) > len(request.told):

@@ -281,7 +281,7 @@ class Responses(ResponseReceiver):
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to a lane. Returns the bytes to count; None: no room; or an error."""
+        """Writes a response to a lane. Returns its size, None without room, or an error."""
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:

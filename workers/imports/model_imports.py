@@ -170,9 +170,9 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the model's modules and closes the resources of its code.
+        """Removes the model's modules and closes the resources of its code. Idempotent.
 
-        If ``hold`` was called, waits for ``release``. Idempotent.
+        As long as ``hold`` is not undone, this is left to ``release``.
         """
         with self._lock:
             self._forgotten = True

@@ -29,9 +29,9 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits until this model may be compiled and run for the first time. That is so until the context ends.
+    """Waits for this model's turn to be compiled and run for the first time. The turn ends with the context.
 
-    Only one model at a time is compiled. ``aside``: lets other models load during the wait. ``progress.renew`` becomes a
+    Only one model at a time has the turn. ``aside``: lets other models load during the wait. ``progress.renew`` becomes a
     function to call at each step of the work. Raises Cancelled: the load was cancelled.
     """
     # Compilation takes much memory, also on a GPU.
@@ -107,7 +107,7 @@ class InstanceGroups:
 
     @property
     def need_threads(self) -> bool:
-        """True if each instance needs a thread: there are several, or one that waits for resources."""
+        """True if each instance needs a thread, because there are several or one waits for resources."""
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:

@@ -93,8 +93,8 @@ class JaxModel:
     ) -> None:
         """Makes a model of compiled programs. Raises Unsupported: a tensor has a datatype that cannot be jitted.
 
-        ``instances``: how many threads run the model. ``alone``: whether requests that share no batch may not share a call
-        either. ``free_state``: the state of sequences, if its size varies; None: there is no such state.
+        ``instances``: how many threads run the model. ``alone``: whether each batch has a call of its own. ``free_state``: the
+        state of sequences, if its size varies; None: there is no such state.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -137,7 +137,7 @@ class JaxModel:
     def for_instances(self, count: int, alone: bool) -> JaxModel:
         """Returns a model of the same programs, without state, for ``count`` threads.
 
-        ``alone``: whether no requests share a call.
+        ``alone``: whether each batch has a call of its own.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
@@ -223,7 +223,7 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether a program's outputs are one request's answer, uncut."""
+        """Returns whether a program's outputs are one request's answer without a cut."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
@@ -352,7 +352,7 @@ class JaxModel:
 
 
 def _leave(requests: Sequence[Request]) -> bool:
-    """Returns whether any answer leaves the worker."""
+    """Returns whether any answer is sent out of the worker."""
     return requests[0].sink is None or any(request.sink is None for request in requests)
 
 

@@ -230,7 +230,7 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends those requests with an error that a coroutine has left unanswered."""
+        """Ends with an error each request that a coroutine has left unanswered."""
         caller.close()
         if self._port.ran is not None:
             self._port.ran()

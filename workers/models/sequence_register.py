@@ -43,7 +43,7 @@ class SequenceRegister:
     def tell(self) -> None:
         """Writes changed numbers of free slots to the sequence page.
 
-        Call it before answers, after which clients may start sequences.
+        Call it before answers are sent, because clients may then start sequences.
         """
         changed, self.changed = self.changed, set()
         for each in changed:

@@ -66,7 +66,7 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number that rises with each call. A set that is used stores it. Sets with low numbers are evicted first."""
+        """Returns a number, which rises with each call, for a set that is used now. Sets with low numbers are evicted first."""
         return next(self._uses)
 
     @property

@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if the array can be pushed. It cannot if safetensors lacks its type, such as JAX's random keys and int4."""
+        """True if the array can be pushed. Arrays of types that safetensors lacks (JAX's random keys, int4) cannot."""
         return self.placed in _PUSHED
 
 
@@ -148,7 +148,7 @@ class Leaves:
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:
-        """Raises InvalidArgument if the model has no leaf of a name in ``found``. ``what`` names the parameters in the error."""
+        """Raises InvalidArgument if a name in ``found`` is no leaf of the model. ``what`` names the parameters in the error."""
         known = self.fixed | {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")

@@ -160,7 +160,7 @@ class ParameterSet:
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Makes a device's tree in the memory of the other device's tree."""
+        """Makes one device's tree in the memory of the other device's tree."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -194,7 +194,7 @@ class ParameterSet:
     def hosted(self) -> Sequence[Array | None]:
         """Returns the leaves in host memory. Fetches them from the device if they are not there.
 
-        None stands for a leaf that cannot be pushed, and for a leaf that only ``main`` has.
+        None stands for a leaf that cannot be pushed, and for a leaf that all sets share with ``main``.
         """
         if self._host is None:
             self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
@@ -403,19 +403,19 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets a replaced set that is kept. Does nothing for any other set."""
+        """Forgets a replaced set that is kept. Does nothing for another set or None."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set is kept. A loaded model keeps the set in use under each name, and the set that it replaced."""
+        """Returns whether a set is in use, or was the last that was replaced under its name. Then a loaded model keeps it."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Frees page-locked memory, replaced sets and the stack. The model version is no longer loaded."""
+        """Frees page-locked memory, replaced sets and the stack, after the model version was unloaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self.named.values()):

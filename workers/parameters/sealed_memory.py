@@ -218,7 +218,10 @@ class _Memory:
 
 
 class NewMemory:
-    """New memory with the parameters of a push. Its owner calls ``sealed`` once the content is checked, and always ``close``."""
+    """New memory with the parameters of a push.
+
+    Its owner calls ``sealed`` once the content is checked, and ``close`` in any case.
+    """
 
     def __init__(self, memory: _Memory, pool: MemoryPool) -> None:
         self._memory: _Memory | None = memory
@@ -247,7 +250,10 @@ class NewMemory:
 
 
 class MemoryPool:
-    """Makes memory for parameters. It reuses memory of its own that nobody uses any more. Only one thread may use it."""
+    """Makes memory for parameters. Memory that it made and that nobody uses any more is used again.
+
+    Only one thread may use the pool.
+    """
 
     def __init__(self) -> None:
         self._returns = kernel_tells()
@@ -335,7 +341,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns whether this kernel shows when nobody uses memory any more. Finds out by a test."""
+    """Returns, after a test, whether this kernel shows when nobody uses memory any more."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

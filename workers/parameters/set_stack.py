@@ -53,9 +53,9 @@ class SetDeclaration(NamedTuple):
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Raises InvalidArgument if a name in ``self.names`` is no leaf or subtree. ``names``: the names of the model's leaves.
+        """Raises InvalidArgument if a name in ``self.names`` is no leaf or subtree of the model, or if the model has no leaves.
 
-        Also raises it if the model has no leaves.
+        ``names``: the names of the model's leaves.
         """
         for own in self.names:
             if not any(_is_in(name, own) for name in names):

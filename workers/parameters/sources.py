@@ -150,9 +150,10 @@ class Making:
         return found.tobytes()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
-        """Copies the leaves of a set, each with a function that copies it. Returns the descriptor of the sealed memory.
+        """Copies the leaves of a set. Returns the descriptor of the sealed memory.
 
-        Raises InvalidArgument: the leaves are too large, are not the model's, or are gone, or their checksum is wrong.
+        ``places``: each leaf, and the function that copies its bytes. Raises InvalidArgument: the leaves are too large, are not
+        the model's, or are gone, or their checksum is wrong.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:
@@ -249,7 +250,7 @@ def plan(
 
 
 def _path(relative: str, folders: tuple[Path, Path]) -> Path:
-    """Returns the first path ``relative`` that exists in one of the folders."""
+    """Returns the file or folder ``relative`` in the first folder that has it."""
     asked = Path(relative)
     if asked.is_absolute() or ".." in asked.parts or not asked.parts or "\0" in relative:
         raise InvalidArgument(f"'{relative[:256]}' is no path inside the model's folder")

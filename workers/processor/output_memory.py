@@ -57,7 +57,7 @@ def attach() -> bool:
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Tests whether XLA writes an output to offered memory. Returns why not; "": it does."""
+    """Tests whether XLA writes outputs to offered memory. Returns why not, or ""."""
     # Memory of the C library: it does no harm if XLA frees that itself.
     library, place = ctypes.CDLL(None), ctypes.c_void_p()
     if library.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(byte_size)) or not place.value:
@@ -133,10 +133,10 @@ class OutputMemory:
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs a program and returns its outputs. XLA writes some of them to other memory.
+        """Runs a program by ``call``, and returns its outputs.
 
-        ``call``: runs the program. ``addresses``: output name -> address to write to. XLA may write elsewhere nevertheless, so
-        the caller must compare addresses.
+        ``addresses``: output name -> the address where XLA should write it. XLA may write elsewhere nevertheless, so the caller
+        must compare addresses.
         """
         try:
             for name, address in addresses.items():

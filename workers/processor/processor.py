@@ -167,9 +167,9 @@ class HostExecutable(Executable):
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Ends the use of ``memory``, at ``address``, for an output.
+        """Ends the use of ``memory`` for an output. If an array still lies there, the memory is never unmapped.
 
-        If an array still lies there, the memory is never unmapped.
+        ``address``: where the memory begins.
         """
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()

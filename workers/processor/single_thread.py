@@ -198,7 +198,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Logs ``error``, and no longer uses the single-thread device for programs that are compiled from now on."""
+        """Logs ``error``. Programs that are compiled from now on do not use the single-thread device."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False
@@ -208,7 +208,7 @@ class SmallPrograms:
 
 
 def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:
-    """Returns whether a function of the program has sizes that only compiling fixes."""
+    """Returns whether a function of the program has sizes that are known only after compiling."""
     module: Any = lowered.compiler_ir("stablehlo")
     functions = [op for op in module.body.operations if "function_type" in op.attributes]
     return any("?" in str(function.attributes["function_type"]) for function in functions)

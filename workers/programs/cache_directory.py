@@ -124,7 +124,7 @@ class CacheDirectory:
             os.close(lock)
 
     def _locked(self, name: str, check: Callable[[], None]) -> int:
-        """Waits for the lock file ``name``. Returns its file descriptor, locked."""
+        """Waits for the lock of the file ``name``. Returns the file's descriptor."""
         while True:
             with self._alone() as directory_fd:
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=directory_fd)
@@ -216,7 +216,7 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(directory_fd: int, path: Path) -> None:
-    """Raises PermissionError if another user could replace entries of a directory above."""
+    """Raises PermissionError if another user could replace entries of the directory."""
     found = os.fstat(directory_fd)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):

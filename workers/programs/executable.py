@@ -108,7 +108,7 @@ class ExecutionDevice(ABC):
         """Returns an object for the same device, for use by another thread."""
 
     def check(self) -> None:
-        """Raises DeviceLost if an error has made the device unusable for this process. Only GPUs raise it."""
+        """Raises DeviceLost if an error has made a GPU unusable for this process."""
         return
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Runs the program in JAX's 64-bit mode of the model."""
+        """Runs the program. JAX's 64-bit mode is set already."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
@@ -275,7 +275,7 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
-        """Returns the bytes of each output by name, if the caller should reserve memory in the answer for the run; else None.
+        """Returns output name -> bytes, if the caller should reserve memory in the answer for the run; else None.
 
         ``whole``: whether a single request gets all rows of the program's outputs.
         """

@@ -115,7 +115,7 @@ def _platform() -> str:
 
 
 class ExecutableCache:
-    """Stores executables in a cache directory. It finds them by a digest of everything that they depend on. Thread-safe."""
+    """Stores executables in a cache directory, under a digest of everything that they depend on. Thread-safe."""
 
     def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
         """Stores executables in ``directory``; None: nowhere. ``programs``: JAX's own cache; None: JAX does not use one."""
@@ -229,7 +229,10 @@ class ExecutableCache:
         return program._replace(byte_size=len(content))
 
     def good_rows(self, key: str, *, found: bool = False) -> bool:
-        """Returns whether a note under ``key`` says that a model's rows are independent. ``found``: whether to write it first."""
+        """Returns whether a note under ``key`` says that a model's rows are independent.
+
+        ``found``: whether to write the note first.
+        """
         if self._directory is not None and found:
             with contextlib.suppress(OSError):
                 self._directory.write(f"{key}.rows", b"good")

@@ -287,7 +287,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns for each number of requests what to pass to ``compile``: the number; None: one program fits all numbers."""
+        """Returns for each number of requests what to pass to ``compile``; None: one program fits all numbers."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -483,7 +483,7 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests to choose a program if ``waiting`` wait."""
+    """Returns for how many requests to choose a program if ``waiting`` requests wait."""
     # One call is enough for a tiny program of which more than half is used.
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

@@ -89,7 +89,7 @@ class LoadProgress:
         self._largest = max(self._largest, (_takes(program.call, self._part_byte_size), str(what)))
 
     def footprint(self) -> Footprint:
-        """Returns how long the load took, how many programs it has, how many bytes they and the parameters take."""
+        """Returns the duration of the load, the number of programs, and the bytes of programs and parameters."""
         byte_size, what = self._largest
         return Footprint(
             (time.monotonic_ns() - self._started_ns) / 1e9,

@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """1: the single-thread device; 0: any other. ``ParameterSet.on`` takes it."""
+        """The number of the device for ``ParameterSet.on``. 1: the single-thread device; 0: any other."""
         return int(self.is_single_thread)
 
     @property

@@ -170,7 +170,7 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {function} returned {what}, {expected} expected")
 
     def _check_carry(self, function: str, given: Any, made: Any) -> None:
-        """Raises Internal if a function's state differs in structure, shape or datatype."""
+        """Raises Internal unless a function's state is like the state that it got."""
         what = f"model '{self._signature.model}': {function} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
         structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]

@@ -261,18 +261,14 @@ class InferenceRequest:
         writer: Callable[[], ResponseWriter] | None = None,
         timeline: RequestTimeline | None = None,
     ) -> None:
-        """Makes a request. A model may not give the last three arguments, which are the worker's.
+        """Makes a request. Only the worker gives the last three arguments.
 
         A model must give ``inputs``, ``requested_output_names`` and ``model_name``, and may give None only for ``parameters``.
-        Args:
-          model_version: the version to call; -1: the newest ready version.
-          flags: sequence flags (1: start; 2: end; 3: both).
-          timeout: the queue timeout in microseconds; 0: no timeout.
-          trace: the trace of the request on whose behalf this request is made.
-          cancelled: returns whether the client has cancelled the request.
-          writer: makes the object to which a response sender writes.
-          timeline: the timeline of the request; None: it is not traced.
-        Raises TritonModelException: the request is malformed. Raises TypeError: an argument is missing or has another type.
+        ``model_version``: the version to call; -1: the newest ready version. ``flags``: sequence flags (1: start; 2: end; 3:
+        both). ``timeout``: the queue timeout in microseconds; 0: no timeout. ``trace``: the trace of the request on whose behalf
+        this request is made. ``cancelled``: returns whether the client has cancelled the request. ``writer``: makes the object
+        to which a response sender writes. ``timeline``: the timeline of the request; None: it is not traced. Raises
+        TritonModelException: the request is malformed. Raises TypeError: an argument is missing or has another type.
         """
         if writer is None:
             given = locals()
@@ -366,7 +362,10 @@ class InferenceRequest:
         return InferenceTrace(self._timeline) if self._trace is _NO_TRACE else self._trace
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Returns the object that sends responses to this request. A model that is not decoupled may send only one."""
+        """Returns the object that sends responses to this request.
+
+        A decoupled model may send any number of responses, any other model exactly one.
+        """
         if self.sender is None:
             if self._writer is None:
                 raise TritonModelException("Only a request that execute() was given has a response sender.")

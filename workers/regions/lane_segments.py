@@ -110,7 +110,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Always raises InvalidArgument: a client's lane has no arena of a front."""
+        """Always raises InvalidArgument, because a client's lane has no arena of a front."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

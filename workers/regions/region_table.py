@@ -160,7 +160,7 @@ class RegionTable:
         self.settle()
 
     def find(self, name: str) -> AnyRegion:
-        """Returns the region of this name. Raises NotFound: there is none.
+        """Returns the region of this name. Raises NotFound: there is no such region.
 
         Raises InvalidArgument: pages of the region were lost, or this worker cannot open it.
         """
@@ -181,9 +181,10 @@ class RegionTable:
         return region
 
     def unregister(self, kind: str, name: str) -> int:
-        """Removes a region from the table, and closes it once no request uses it. Returns how many tensors of requests lie in it.
+        """Removes a region from the table, and closes it once no request uses it.
 
-        ``kind``: "system" or "cuda". Ignores an unknown name, and returns 0.
+        Returns how many tensors of requests in flight lie in the region. ``kind``: "system" or "cuda". An unknown name is
+        ignored, and 0 returned.
         """
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         region = self._regions.get(name)
@@ -204,7 +205,7 @@ class RegionTable:
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Returns region name -> how many tensors of requests lie in the region, and in former regions of this name.
+        """Returns region name -> how many tensors of requests in flight lie in the region, and in removed regions of this name.
 
         ``name``: the only region to count; "": all regions.
         """
@@ -216,7 +217,10 @@ class RegionTable:
         return found
 
     def leases(self) -> dict[str, int]:
-        """Returns "system" and "cuda" -> how many tensors of requests lie in such regions. Former regions count."""
+        """Returns how many tensors of requests in flight lie in regions, by kind ("system", "cuda").
+
+        Removed regions count, too.
+        """
         found = {"system": 0, "cuda": 0}
         for region in (*self._regions.values(), *self.leaving):
             found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
@@ -269,7 +273,7 @@ def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSyste
 
 
 def check_intact(regions: Iterable[AnyRegion]) -> None:
-    """Raises InvalidArgument if a page of one of these regions was lost. Zeros may have been read instead of it."""
+    """Raises InvalidArgument if a page of one of these regions was lost, so that zeros may have been read."""
     if not guard.any_faults():
         return
     for region in regions:

@@ -188,7 +188,7 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(record: RequestRecord) -> None:
-    """Raises InvalidArgument unless the request may have its replace key."""
+    """Raises InvalidArgument unless the request may have a replace key."""
     _check_size(record, "tensord_replace", record.replace_key)
     if record.sequence_id:
         raise InvalidArgument(

@@ -178,10 +178,7 @@ class Request(RequestTensors):
         return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
-        """Returns the region of this name that the request has leased.
-
-        Other requests may find another region by the same name.
-        """
+        """Returns the leased region of this name, even if the name stands for another region by now."""
         for region in self.regions:
             if region.name == name:
                 return region
@@ -216,7 +213,7 @@ class InnerRequest(Request):
     """A request that a model or an ensemble's step makes inside the worker. Queues treat it like a client's request.
 
     It has ``request_id`` and ``submitter`` of the client's request on whose behalf it is made. Its inputs are arrays on this
-    device or in host memory. Its responses go to a function (``sink``). Neither is copied.
+    device or in host memory. Its responses go to a function (``sink``). Inputs and responses are not copied.
     """
 
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
@@ -249,7 +246,7 @@ class InnerRequest(Request):
 def not_kept(request: Request | None) -> None:
     """Excludes the answers to a request from response caches, because they depend on other models. None: does nothing.
 
-    Also excludes the answers to the requests on whose behalf it was made.
+    The answers to the requests on whose behalf the request was made are excluded, too.
     """
     while request is not None:
         request.asked = None

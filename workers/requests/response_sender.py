@@ -145,7 +145,7 @@ Sent = Result | EncodedResponses | None
 
 
 class ResponseReceiver:
-    """Receives responses of senders. This base class drops them, because warm-up samples have no client."""
+    """Receives responses of senders. This base class drops responses, because warm-up samples have no client."""
 
     max_ahead = 1
 
@@ -251,7 +251,7 @@ class ResponseSender:
 
     @property
     def is_waited_for(self) -> bool:
-        """True while the model waits for the client to take responses, by ``send`` or ``when_room``."""
+        """True while the model waits, in ``send`` or for ``when_room``, until the client takes responses."""
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
@@ -414,7 +414,10 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues responses that ``kind`` has encoded on the lane. The lane must have room, and none may be the first response."""
+        """Queues responses on the lane, which ``kind`` has encoded.
+
+        The lane must have room. The first response of a request must not be among them.
+        """
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()

@@ -151,7 +151,7 @@ class SubmitterLink(Generic[R]):
         self._hold(more)
 
     def _hold(self, byte_size: int) -> None:
-        """Counts more bytes that requests of this lane take. Raises InvalidArgument: too many."""
+        """Counts more bytes that requests take. Raises InvalidArgument: they are too many."""
         assert self.owner is not None
         try:
             if byte_size > 0:
@@ -265,9 +265,9 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """How many bytes of answers one lane may take if all lanes of the user have reached their common limit.
+        """How many bytes of answers one lane may take although the user's lanes have reached their common limit.
 
-        That is twice the limit, less the bytes of all lanes' answers, divided by the number of lanes.
+        The number is (2 * limit - bytes of all lanes' answers) number of lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 

@@ -154,7 +154,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns for which responses the step ``number`` may run now that ``tensor`` has come."""
+        """Returns for which responses a step may run now that a tensor has come."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

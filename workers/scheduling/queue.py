@@ -217,10 +217,10 @@ class RequestQueue(Generic[W]):
         return bool(self._replaceable)
 
     def push(self, request: W) -> Replacement[W] | None:
-        """Appends a request. A waiting request with the same replace key is discarded, and its place goes to the newer one.
+        """Appends a request. If a request with the same replace key waits, the newer of the two takes its place.
 
-        Returns both requests if one was discarded; else None. The discarded request may also be the appended one. Raises
-        Unavailable, and changes nothing, if the queue is full.
+        Returns both requests if one was discarded, possibly the new one; else None. Raises Unavailable, and changes nothing, if
+        the queue is full.
         """
         if request.replace_key or self._rules.replaces:
             waiting = self._replaceable.get(request.replace_key)
@@ -290,7 +290,7 @@ class RequestQueue(Generic[W]):
         """Puts back requests that were taken but could not run, ahead of later ones, even if the queue is full.
 
         ``requests`` must be in the order of their arrival, and older than all waiting requests with their keys. Of two requests
-        with one replace key only the newer waits. Returns each such pair.
+        with one replace key only the newer one stays. Returns each such pair.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -458,7 +458,7 @@ class RequestQueue(Generic[W]):
         return [request for each in owners for waiting in each.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Removes a request that has left from the table of replace keys."""
+        """Drops a request that has left the queue from the table of replace keys."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 

@@ -61,7 +61,7 @@ class Buckets:
     axes: Mapping[str, tuple[int, ...]]
 
     def rows(self, rows: int) -> int:
-        """Returns the batch size to which ``rows`` rows are padded. A bucket must be large enough."""
+        """Returns the batch size to which ``rows`` rows are padded: the smallest bucket that is large enough. One must exist."""
         return self.batch[bisect.bisect_left(self.batch, rows)]
 
     @property
@@ -174,7 +174,7 @@ class Buckets:
 
 
 def _ragged_axis(spec: TensorSpec) -> str | None:
-    """Returns the name of a ragged input's varying axis; None: no name, or not one axis."""
+    """Returns the name of a ragged input's only varying axis, or None."""
     names = [axis for axis, dim in zip(spec.axes, spec.model_dims, strict=True) if dim == -1]
     return names[0] if len(names) == 1 else None
 

@@ -130,8 +130,8 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 def declare_ragged(config: ModelConfig, module: ModuleType) -> dict[str, str]:
     """Adds the declarations of model.py about ragged inputs to a configuration.
 
-    Returns the name of each SEGMENT_IDS input -> the ragged input that it describes. Raises InvalidArgument: a declaration is
-    malformed, or contradicts the configuration.
+    Returns SEGMENT_IDS input -> the ragged input that it describes. Raises InvalidArgument: a declaration is malformed, or
+    contradicts the configuration.
     """
     what, types = f"model '{config.name}'", model_config_pb2
     inputs = {tensor.name: tensor for tensor in config.input}

@@ -108,7 +108,7 @@ def initial_state(config: ModelConfig, specs: tuple[StateSpec, ...], created: ob
 
 
 def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
-    """Returns an initial value in the state's shape. A single number fills it."""
+    """Returns an initial value in the state's shape. A single number fills the shape."""
     made = given = np.asarray(value)
     if given.dtype.kind in "biuf" and (given.ndim == 0 or not hasattr(value, "dtype")):
         # Numbers have no datatype of their own.

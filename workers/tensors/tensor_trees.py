@@ -35,7 +35,7 @@ def name_of(keys: Any, kind: str) -> str:
 
 
 def parameter_name(keys: Any) -> str:
-    """Returns a parameter's name in files: its keys joined by dots; ``array``: there are no keys."""
+    """Returns a parameter's name in files: its keys joined by dots, or ``array`` without keys."""
     return jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
 
 

@@ -23,8 +23,7 @@ class Turns:
     def __init__(self, long_seconds: float) -> None:
         """Begins with no thread at work.
 
-        ``long_seconds``: after so many seconds in one step of its work, a thread no longer keeps the next one waiting; 0: it
-        always does.
+        ``long_seconds``: after so many seconds in one step of a thread's work the next thread may begin, too; 0: never.
         """
         self._long = long_seconds
         self._changed = threading.Condition()
@@ -36,8 +35,8 @@ class Turns:
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
         """Waits until the calling thread may do its work, in the block.
 
-        Yields a function to call when the next step of it begins.
-        Raises Cancelled: ``cancellation`` was cancelled during the wait.
+        Yields a function to call whenever the next step of the work begins. Raises Cancelled: ``cancellation`` was cancelled
+        during the wait.
         """
         mine = object()
         self._wait(mine, cancellation)
@@ -65,7 +64,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns in how many seconds another thread may begin; None: when a thread ends."""
+        """Returns in how many seconds another thread may begin; None: only after one has ended."""
         if not self._under_way:
             return 0.0
         if not self._long or len(self._under_way) > _BESIDE:

@@ -56,7 +56,7 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Asks the worker's loop to call a function, without waiting. For functions that run in this thread."""
+        """Asks the worker's loop to call a function, without waiting. Functions that run in this thread use it."""
         self._inbox.post(call)
 
     @contextlib.contextmanager
