@@ -46,7 +46,7 @@ class MemoryGroup:
     def limit(self) -> int | None:
         """Returns how many bytes of memory the group's processes may use together, or None if there is no limit.
 
-        A version 1 group without a limit has a number beyond all memory instead of None.
+        For a version 1 group without a limit, the result is a number larger than any memory.
         """
         return self._number(_NAMES[self.version].limit)
 
@@ -78,7 +78,7 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Returns the numbers in the group's file ``name`` by name, none if it is unreadable."""
+        """Returns the numbers in the group's file ``name`` by name, or {} if it is unreadable."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():

@@ -143,7 +143,7 @@ class _Tensor:
 
 
 def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgument:
-    """Makes the error for an ensemble whose member has not loaded version ``number``. -1 means any version.
+    """Makes the error for an ensemble whose member has not loaded version ``number``, or no version at all if that is -1.
 
     ``why`` is the error with which loading the member failed, or "" if there is none.
     """
@@ -156,7 +156,7 @@ def completed(encoded: bytes, find: Callable[[str, int], ModelConfig]) -> ModelC
     """Completes an ensemble's configuration from its members' configurations. ``encoded`` is the configuration in protobuf.
 
     The ensemble is decoupled if one of its members is decoupled. ``find(name, version)`` returns a member's completed
-    configuration; version -1 is the newest. Raises InvalidArgument for the first name, datatype, shape or batch size that
+    configuration. Version -1 means the newest. Raises InvalidArgument for the first name, datatype, shape or batch size that
     does not fit the members.
     """
     config = from_bytes(encoded)

@@ -472,9 +472,10 @@ def is_isolated(config: ModelConfig) -> bool:
 
 
 def isolated_fraction(config: ModelConfig, default: float) -> float:
-    """Returns the fraction (0 to 1) of a GPU's memory that an isolated model's worker takes. ``default`` counts if none is set.
+    """Returns the fraction (0 to 1) of a GPU's memory that an isolated model's worker takes.
 
-    Raises InvalidArgument if the parameter ``isolated_memory_fraction`` is malformed.
+    The result is ``default`` if the model sets no fraction. Raises InvalidArgument if the parameter
+    ``isolated_memory_fraction`` is malformed.
     """
     if ISOLATED_FRACTION not in config.parameters:
         return default
@@ -491,7 +492,7 @@ def isolated_fraction(config: ModelConfig, default: float) -> float:
 
 
 def _check_isolation(config: ModelConfig) -> None:
-    """Checks the parameters for workers of a model's own."""
+    """Raises InvalidArgument if the parameters about isolation are malformed or contradictory."""
     isolated_fraction(config, 1.0)
     if not is_isolated(config):
         return

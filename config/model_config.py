@@ -103,7 +103,7 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns the object ``given`` with a list wherever ``described`` has a list but ``given`` has one value."""
+    """Returns ``given`` with lists in place of single values where ``described`` has lists."""
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
     shaped: dict[str, Any] = {}
@@ -232,8 +232,9 @@ def is_ordered(config: ModelConfig) -> bool:
 
 
 def to_json(config: ModelConfig) -> bytes:
-    """Encodes a configuration as JSON like Triton. Fields are in the proto's order, enums are names, and int64 values are
-    numbers.
+    """Encodes a configuration as JSON in Triton's form.
+
+    Fields are in the proto's order, enums are names, and int64 values are numbers.
     """
     return msgspec.json.encode(to_dict(config))
 

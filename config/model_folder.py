@@ -32,7 +32,7 @@ _LEFT_OVER = re.compile(r"\._.*|\.#.*|#.*#|.*~|\..*\.sw[a-z]|\.nfs[0-9a-f]{8,}",
 
 
 def is_passed_over(name: str) -> bool:
-    """Returns whether the name of a file or folder shows that it does not belong to a model."""
+    """Returns whether a file or folder of this name is never part of a model."""
     return name in _LEFT_BESIDE or _LEFT_OVER.fullmatch(name) is not None
 
 

@@ -40,8 +40,7 @@ def parse(entries: Iterable[str]) -> dict[str, Restriction]:
     """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns the required header of each restricted group.
 
     Each group is one of ``GROUPS``. Everybody may call the RPCs of a group that is not in the result. If an entry has no
-    colon, its groups get the header of the next entry that has a colon. So an environment variable may be split at its
-    commas.
+    colon, its groups get the header of the next entry that has a colon.
 
     Raises ValueError if an entry is wrong. The message names the first wrong entry without VALUE, which is a secret.
     """

@@ -193,7 +193,7 @@ def as_strings(array: Array) -> Array:
 
 
 def drawn(dtype: np.dtype[Any], shape: Sequence[int], random: np.random.Generator) -> Array:
-    """Returns random values: normal numbers for floats, integers from 0 to 3, booleans, or digits for strings."""
+    """Returns random values of ``dtype``: normal numbers, integers from 0 to 3, booleans, or digits as strings."""
     if dtype.kind not in "biuO":
         return random.normal(size=shape).astype(dtype)
     return (

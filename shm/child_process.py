@@ -42,9 +42,9 @@ def end_if_other_version() -> None:
 
 @contextlib.contextmanager
 def group_signals_held() -> Iterator[None]:
-    """Blocks ``GROUP_SIGNALS`` in this thread within the ``with`` block. Children that start there inherit this.
+    """Blocks ``GROUP_SIGNALS`` in this thread within the ``with`` block.
 
-    A child unblocks the signals by ``ignore_group_signals``.
+    A child that starts in the block inherits the blocked signals. It unblocks them by ``ignore_group_signals``.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -66,8 +66,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent dies. Call it early, from the main thread.
 
-    The process is also killed if only the parent's thread that started it ends. Raises SystemExit if the parent is already
-    gone, or OSError if the kernel refuses.
+    The kernel also kills this process when the parent's thread that started it ends. Raises SystemExit if the parent is
+    already gone, or OSError if the kernel refuses.
     """
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

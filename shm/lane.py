@@ -420,7 +420,7 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter knows this lease's segment, and all segments that were closed."""
+        """Returns whether the submitter knows this lease's segment, and knows of all closed segments."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
@@ -482,7 +482,7 @@ def _refuse_descriptors(fds: list[int]) -> None:
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns how many bytes a response counts against the limit on responses that the client has not taken yet."""
+    """Returns how many bytes a response with these contents counts against the limit on responses not yet taken."""
     size = _RESPONSE_BYTE_SIZE
     for content in contents:
         size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]

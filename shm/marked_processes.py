@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 def look(pid: int) -> Found | None:
-    """Returns the running process with this pid, or None if there is none. A zombie is not running."""
+    """Returns the running process with this pid, or None if there is none. Zombies do not count."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The process's name, which may hold anything, stands in parentheses.
@@ -48,9 +48,9 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether a process started with the value ``mark`` of ``MARK`` in its environment.
+    """Returns whether ``MARK`` had the value ``mark`` in the first environment of a process.
 
-    It is False if the environment cannot be read.
+    The result is False if the environment cannot be read.
     """
     entry = f"{MARK}={mark}".encode()
     try:

@@ -77,7 +77,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """Names an output that a client asks for. It is written to ``region``, or is part of the answer if that is None."""
+    """Names an output that a client asks for. It is written to ``region``, or is part of the answer if ``region`` is None."""
 
     name: str
     region: RegionSlice | None = None
@@ -181,7 +181,7 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Names the trace of the next request on this lane. It is ignored if that request has another ``request_id``.
+    """Names the trace of the next request on this lane. The record is ignored if that request has another ``request_id``.
 
     A front sends the ids of the request's own span. A client sends the ids in a ``traceparent`` header that asks for a trace.
     """
@@ -258,13 +258,13 @@ class Taken(Record, frozen=True, tag="T"):
 
 
 class Cancel(Record, frozen=True, tag="X"):
-    """Tells the worker that nobody waits for a request. It is not run if it is still queued, but gets a final answer."""
+    """Tells the worker that nobody waits for a request. A queued request is then not run, but still gets a final answer."""
 
     request_id: int
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no further request of a sequence. It has no answer.
+    """Tells the worker that a client sends no further request of a sequence. The record has no answer.
 
     The sequence ends once its waiting requests have run. It does not end if its last request came on another lane.
     """
@@ -314,7 +314,7 @@ LAST = PreparedAnswer()
 
 
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
-    """Returns whether an answer only says that no further response comes."""
+    """Returns whether an answer only says that no further response comes. ``prepared`` is the answer's constant part."""
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 

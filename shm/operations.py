@@ -19,7 +19,7 @@ NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enable
 
 
 class LoadModel(Record, frozen=True, tag="c.load"):
-    """Asks the supervisor to load a model by name, or to load it again. The reply is empty, and comes once it is loaded.
+    """Asks the supervisor to load a model by name, or to load it again. The empty reply comes once the model is loaded.
 
     ``config`` is JSON that replaces the model's config.pbtxt, or "" to replace nothing. ``files`` maps paths to contents
     that replace the files of the model's versions.
@@ -134,7 +134,7 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
     """Unregisters the region ``name`` of a kind, "system", "cuda" or "" (any).
 
-    ``name`` "" means every region of the kind that this client may unregister. Only the supervisor takes it. A worker
+    Only the supervisor accepts ``name`` "", which means every region of the kind that this client may unregister. A worker
     replies with JSON, the number of tensors of requests in the region.
     """
 
@@ -257,7 +257,7 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to serve a version that it was told to load with ``held`` set. The reply is JSON {}.
+    """Tells a worker to serve a version that it has loaded but does not serve yet. The reply is JSON {}.
 
     The reply comes once requests find the version. If there is no such version, the worker does nothing.
     """

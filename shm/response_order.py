@@ -26,7 +26,7 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests given to ``taken`` have not had their answers sent."""
+        """Returns how many requests wait for their answers to be sent."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
@@ -45,12 +45,12 @@ class ResponseOrder(Generic[K, A]):
         return bool(self._ready) and self._turns[0] is request
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:
-        """Stores a request's answer. Returns the answers that may be sent now as (request, answer), in order of requests."""
+        """Stores a request's answer. Returns the (request, answer) pairs that may be sent now, in order of requests."""
         self._ready[request] = answer
         return self._leaving()
 
     def withdrawn(self, request: K) -> list[tuple[K, A]]:
-        """Forgets a request that gets no answer. Returns the answers that may be sent now as (request, answer), in order."""
+        """Forgets a request that gets no answer. Returns the (request, answer) pairs that may be sent now, in order of requests."""
         self._turns.remove(request)
         return self._leaving()
 

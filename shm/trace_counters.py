@@ -72,7 +72,7 @@ class SampleCounter(Passes):
 
     @classmethod
     def create(cls, rate: int) -> SampleCounter:
-        """Makes a shared counter that samples one request in ``rate`` (1 to 2^32 - 1). The first is the ``rate``-th request."""
+        """Makes a shared counter that samples one request in ``rate`` (1 to 2^32 - 1), beginning with the ``rate``-th request."""
         blocks = (rate - 1) // _block(rate)
         return cls(os.eventfd(blocks, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 

@@ -293,7 +293,7 @@ class Sampler:
         return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Collects a trace, and writes all collected ones if there are ``log_frequency``. Call it only if ``writes`` is True."""
+        """Collects a trace, and writes all collected traces once there are enough. Call it only if ``writes`` is True."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -388,7 +388,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Ends the trace and writes it to its file, and sends it to the collector."""
+        """Ends the trace, and writes it to its file and to the collector."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)

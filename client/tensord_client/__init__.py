@@ -64,12 +64,7 @@ _ASYNCHRONOUS = ("AsyncClient", "AsyncModel", "connect_async")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports and returns an attribute of this module that is loaded only when it is first used.
-
-    Such attributes are the names of the asynchronous client, ``jax`` and ``__version__``.
-
-    Raises: AttributeError: this module has no attribute of that name.
-    """
+    """Imports an attribute of this module at its first use."""
     if name in _ASYNCHRONOUS:
         from tensord_client import asynchronous
 

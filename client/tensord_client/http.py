@@ -92,7 +92,7 @@ class HttpConnection:
         self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
 
     def forget(self) -> None:
-        """Closes the child's copies of the parent's sockets in a child process after a fork."""
+        """Resets the connection in a child process after a fork, and closes the child's copies of the parent's sockets."""
         pool, waiting = self._pool, self._waiting
         self._begin()
         self._pool.is_closed = pool.is_closed

@@ -405,9 +405,7 @@ class LaneConnection(Sender):
           version: the model's version. 0 means the newest, or all versions if sets are listed.
           name: the name of the parameter set, or "" to list sets.
           said: the fields of a push, such as "number", "partial" or "file", or None.
-          pieces: the parameters' bytes in safetensors' layout, or none if ``said`` names a file with the parameters. They
-          are sent
-            in a sealed memfd.
+          pieces: the parameters' bytes in safetensors' layout, or none if ``said`` names a file with the parameters.
           timeout: the seconds to wait for the answer, in addition to the constructor's ``timeout``. None means no limit.
 
         Raises: ServingError: the answer is an error, or none came in time.

@@ -131,7 +131,7 @@ class ClientLane:
 
     @property
     def usable(self) -> bool:
-        """Returns whether requests may be sent on this lane. Neither this process nor the worker has closed it then."""
+        """Returns whether requests may be sent on this lane."""
         return not (self.socket.closing or self.ended)
 
     def submit(self, request: Any, loop: Any = None, max_waiting: int | None = None) -> int:
@@ -425,7 +425,7 @@ class ClientLane:
         return self.exchange
 
     def _follow(self, request: Any, until: float | None) -> bool:
-        """Sleeps while another thread reads the socket. Returns False, with ``reading``, if this thread must read."""
+        """Sleeps while another thread reads the socket. Returns False, with the lock ``reading``, if this thread must read."""
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
         self.followers[waiter] = None
