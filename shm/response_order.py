@@ -50,7 +50,7 @@ class ResponseOrder(Generic[K, A]):
         return self._leaving()
 
     def withdrawn(self, request: K) -> list[tuple[K, A]]:
-        """Forgets a request that gets no answer. Returns the (request, answer) pairs that may be sent now, in order of requests."""
+        """Forgets a request that gets no answer. Returns the (request, answer) pairs that may be sent now, in their order."""
         self._turns.remove(request)
         return self._leaving()
 

@@ -23,16 +23,16 @@ MAX_RELEASES: int
 # ---------------------------------------------------------------------------------------------------------------- writing
 
 def datagram(records: Iterable[bytes]) -> bytes:
-    """Puts encoded records into one datagram. The caller makes sure that they fit (``ROOM`` bytes together)."""
+    """Puts encoded records into one datagram. They may have at most ``ROOM`` bytes together."""
 
 def datagrams(record: bytes) -> list[bytes]:
     """Splits one encoded record into as many datagrams as it needs."""
 
 def integer(value: int) -> bytes:
-    """Encodes an integer, such as a prepared request's number. Raises OverflowError: it needs more than 64 bits."""
+    """Encodes an integer, such as a prepared request's number. Raises OverflowError if it needs more than 64 bits."""
 
 def record(tag: str, /, *fields: int | str) -> bytes:
-    """Encodes a record of numbers and texts behind its tag, such as "T", "X" or "E" (tensord_wire.h lists them).
+    """Encodes a record of a tag, such as "T", and fields. tensord_wire.h lists the tags.
 
     Raises: ValueError, TypeError, OverflowError: a field has no encoding.
     """
@@ -45,46 +45,47 @@ def prepared_request(
     parameters: dict[str, Any],
     /,
 ) -> bytes:
-    """Encodes a prepared request: the constant part of many requests, which is sent once and then named by a number.
+    """Encodes a prepared request, the constant part of many requests.
 
     Args:
-      version: the model's version; 0: the newest.
-      inputs: (name, datatype, shape, place) of each input; place None: its bytes come with each request.
-      outputs: (name, place) of each output that is to be returned, place None: it comes with the answer; empty: all outputs.
+      version: the model's version, or 0 for the newest.
+      inputs: (name, datatype, shape, place) of each input. The place is None if the input's bytes come with each request.
+      outputs: (name, place) of each output to return, or none for all outputs. The place is None if the output comes with the
+        answer.
 
     Raises: ValueError, TypeError, OverflowError: a value has no encoding.
     """
 
 def prepare(number: int, prepared: bytes, /) -> bytes:
-    """Encodes the record that makes ``number`` stand for ``prepared``, the encoded constant part of requests, from now on."""
+    """Encodes the record that assigns ``number`` to an encoded prepared request."""
 
 def request(request_id: int, prepared: bytes, contents: list[bytes], own: bytes, /) -> bytes:
     """Encodes the record of one request.
 
     Args:
-      request_id: an id that is unused on this connection. It takes nine bytes.
+      request_id: an id that is unused on this connection. Its encoding has nine bytes.
       prepared: the encoded number of a prepared request, or the encoded prepared request itself.
       contents: the bytes of each input without a place, in order.
       own: the request's other fields, such as its deadline and priority, encoded by ``own_fields``.
     """
 
 def own_fields(client_id: str, deadline_ns: int, scheduling: Scheduling, /) -> bytes:
-    """Encodes the fields of a request that follow its contents. The deadline, behind the client's id, always takes nine bytes.
+    """Encodes the fields of a request that follow its contents. The deadline's encoding always has nine bytes.
 
     Args:
-      client_id: the id that the caller gave the request; "": none.
-      deadline_ns: nanoseconds of the monotonic clock; 0: none.
+      client_id: the id that the caller gave the request, or "".
+      deadline_ns: nanoseconds of the monotonic clock, or 0 for no deadline.
 
     Raises: ValueError, TypeError, OverflowError: a value has no encoding.
     """
 
 def release(leases: list[tuple[int, int, int]], /) -> bytes:
-    """Encodes the record that gives memory of answers back to the worker: (segment, offset, generation) of each lease."""
+    """Encodes the record that gives leases back to the worker. A lease is (segment, offset, generation)."""
 
 # ---------------------------------------------------------------------------------------------------------------- reading
 
 class OutputTensor(NamedTuple):
-    """Describes one output of an answer. ``placed``: whether the worker wrote it to the place that the request named."""
+    """One output of an answer. ``placed`` says whether the worker wrote it to the request's place for it."""
 
     name: str
     datatype: str
@@ -117,26 +118,26 @@ def records(
 ) -> list[Any]:
     """Decodes the array of records in ``content[at:end]``.
 
-    Returns answers, and of other records tuples of the tag and the numbers in it; for a prepared answer ("C+", number).
+    Returns an ``AnswerRecord`` for each answer. Any other record becomes a tuple of its tag and numbers, such as ("C+", number)
+    for a prepared answer.
 
     Args:
-      known: the prepared answers that the worker has sent, by number, ``MAX_NUMBERS`` of them; None: none yet. Those that come
-        are put there.
+      known: ``MAX_NUMBERS`` items: the prepared answers by number, or None. New prepared answers are stored there.
       prepared: makes a prepared answer of version, outputs, parameters and whether it is the last.
 
-    Raises: ValueError: the bytes are no records of a worker, or an answer names a number that is not known.
+    Raises: ValueError: the bytes are no records of a worker, or an answer names an unknown number.
     """
 
 # ----------------------------------------------------------------------------------------------------------------- arrays
 
 def small_inputs(inputs: dict[str, Array], limit: int, room: int, /) -> tuple[tuple[Any, ...], list[bytes]] | None:
-    """Returns (name, dtype and shape of each input in turn) and the inputs' bytes, if all of them can travel inside the request.
+    """Returns the names, dtypes and shapes of the inputs in one tuple, and the inputs' bytes.
 
-    Returns None: an input is too large, or may lie in shared memory because it is a view of something that is no plain array.
+    Returns None if an input is too large, or may lie in shared memory because it is a view of anything but a plain array.
 
     Args:
       limit: the most bytes of an input.
-      room: the most bytes of all together.
+      room: the most bytes of all inputs together.
     """
 
 def arrays(
@@ -146,16 +147,17 @@ def arrays(
     places: dict[str, Any],
     /,
 ) -> bool:
-    """Adds an array for each output to an answer. Returns False if one is neither in the record nor in its place; else True.
+    """Adds an array for each output to an answer. Returns False if an output is neither in the record nor in its place.
 
     Args:
-      outputs: (name, shape, dtype, byte size) of each output; byte size -1: the worker has written it to its place.
-      contents: for each other output its bytes in the answer's record, or their place in the worker's memory.
-      places: output name -> the caller's array for it.
+      outputs: (name, shape, dtype, byte size) of each output. The byte size is -1 if the worker has written the output to its
+        place.
+      contents: the bytes of each other output, or their place in the worker's memory.
+      places: output name -> the caller's array for the output.
     """
 
 class Lock:
-    """A lock of a lane, like that of ``threading``; whoever holds that of the readers polls for a datagram before it sleeps."""
+    """A lock like ``threading.Lock``, whose owner can poll for a datagram before it sleeps."""
 
     #: 1: somebody holds it.
     held: int
@@ -169,19 +171,20 @@ class Lock:
     def receive(
         self, fd: int, memory: bytearray, flags: int, /
     ) -> tuple[int, list[tuple[int, int, bytes]], int] | None:
-        """Receives a datagram as ``recvmsg_into`` does; polls before it sleeps, where that is worth it.
+        """Receives a datagram into ``memory``, and may poll before it sleeps. ``flags`` is 0 or MSG_DONTWAIT.
 
-        Returns its size (0: the peer has ended), ancillary data and flags; None: nothing has come. ``flags``: 0, or MSG_DONTWAIT.
+        Returns the datagram's size, ancillary data and flags, or None if nothing has come. The size is 0 if the other end is
+        closed.
         """
 
     def begin(self, now_ns: int) -> int:
-        """Begins a wait at a time. Returns until when ``receive`` would poll; 0: it would not."""
+        """Begins a wait at ``now_ns``. Returns when ``receive`` would stop polling, or 0 if it would not poll."""
 
     def end(self, now_ns: int) -> None:
-        """Ends a wait at a time."""
+        """Ends a wait at ``now_ns``."""
 
 class Placed(tuple[Any, ...]):
-    """A request whose inputs the worker can read: the fields to send, and what to keep until it is answered; made of a tuple."""
+    """A request whose inputs the worker can read: the fields to send, and what to keep until the answer comes."""
 
     #: The encoded prepared request.
     prepared: bytes
@@ -198,7 +201,7 @@ class Placed(tuple[Any, ...]):
     kept: list[Any] | None
 
 class Exchange:
-    """Sends requests of threads that wait, and receives answers, on one lane."""
+    """Sends the requests of waiting threads on one lane, and receives the answers."""
 
     #: True: the lane has ended, and nothing is sent any more.
     ended: bool
@@ -206,46 +209,47 @@ class Exchange:
     def __init__(
         self, lane: Any, prepared: type[Any], answer: type[Answer], fd: int, most: int, most_held: int, /
     ) -> None:
-        """Takes what it needs of a ``ClientLane`` from the lane's attributes.
+        """Reads the attributes of ``lane``, a ``ClientLane``.
 
         Args:
           prepared: the class PreparedAnswer.
           fd: the lane's socket.
           most: the most requests that the worker takes at a time.
-          most_held: the most answers that the process may hold.
+          most_held: the most answers that the process may use.
         """
 
     def submit(self, request: Any, loop: Any, /) -> int | None:
-        """Sends a request, or keeps it in the lane's ``_outgoing``; returns the request's id. None: nothing was done.
+        """Sends a request, or stores it in the lane's ``_outgoing``. Returns the request's id, or None if nothing was done.
 
-        ``loop``: the event loop that runs in this thread; None: none. A small request that it submits while others are in flight
-        is kept, and the loop's next iteration calls the lane's ``flush``.
+        ``loop`` is the event loop that runs in this thread, or None. A small request of a loop is stored if others are in flight,
+        and the loop's next iteration calls the lane's ``flush``.
         """
 
     def records(self, size: int, /) -> list[Any]:
         """Decodes the records in the datagram of ``size`` bytes that the lane has received.
 
-        Makes the ``Answer`` of each request's last answer that has all of its outputs in the record or in the caller's places,
-        and gives it to the request's ``finish``, once all records were read. Returns the others, as ``_lane.records`` does.
+        If the outputs of a request's last answer are all in the record or in the caller's places, the request's ``finish`` gets
+        an ``Answer``, once all records are read. The other records are returned as ``records`` of this module returns them.
 
-        Raises: ValueError: the bytes are no records of a worker, or an answer names a number that is not known.
+        Raises: ValueError: the bytes are no records of a worker, or an answer names an unknown number.
         """
 
     def ask(self, sender: Any, call: Any, placed: Placed, own: bytes, until: float | None, /) -> Any:
         """Sends a request and waits for its answer.
 
-        Returns the ``Answer``; None: nothing was done; or a ``Pending``, if no answer or one that Python reads has come.
+        Returns the ``Answer``, or None if nothing was done. Returns a ``Pending`` if no answer has come, or if Python has to read
+        the answer.
 
         Args:
-          sender: its ``begun`` makes that object of (``call``, ``placed``, the lane, the request's id).
-          own: the request's other fields, encoded by ``own_fields``; the deadline in it is replaced by ``until``.
-          until: seconds of ``time.monotonic()``; None: without limit.
+          sender: ``sender.begun(call, placed, lane, request_id)`` makes the ``Pending``.
+          own: the request's other fields, encoded by ``own_fields``. ``until`` replaces the deadline in them.
+          until: a time of ``time.monotonic()`` in seconds, or None for no limit.
         """
 
 class Repeated:
-    """A request that is sent many times. A call of it is ``Exchange.ask`` as long as what ``keep`` was given still holds.
+    """A request that is sent many times. Its calls use ``Exchange.ask`` as long as the arguments of ``keep`` are valid.
 
-    Otherwise it calls its method ``ask_slowly``; and ``wait_for`` with the ``Pending`` that ``ask`` returns.
+    Otherwise they call the method ``ask_slowly``. The method ``wait_for`` gets the ``Pending`` that ``ask`` returns.
     """
 
     #: Seconds that a call waits for its answer; None: without limit.
@@ -263,9 +267,9 @@ class Repeated:
         lock: Lock,
         /,
     ) -> None:
-        """Stores what calls are made with, as long as ``opened`` has the item ``now`` and no call needs Python.
+        """Stores the arguments of ``exchange.ask`` for later calls. They are valid while ``opened[0]`` is ``now``.
 
-        The caller holds ``lock``, which each call takes. ``exchange`` is asked with ``sender``, ``call``, ``placed`` and ``own``.
+        The caller has ``lock``, which each call takes.
         """
 
     def __call__(self, timeout: float | None = None) -> Answer: ...

@@ -40,7 +40,7 @@ class NotFound(ServingError):
 
 
 class AlreadyExists(ServingError):
-    """The name of what the request is to make, such as a region, is already in use."""
+    """The request is to make something, such as a region, whose name is already in use."""
 
     code = "ALREADY_EXISTS"
 

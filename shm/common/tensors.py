@@ -89,8 +89,8 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     """Flattens nested mappings and sequences of inputs. Returns the values by input name.
 
-    An input's name is the keys on the way to its value, joined by "/". If the model has no such input but has the same name
-    with "." in place of "/", that name is used. ``known`` is the datatype of each input of the model, by name.
+    An input's name is the keys on the way to its value, joined by "/". If the model has no such input, but has one with "."
+    in place of "/", that name is used. ``known`` is the datatype of each input of the model, by name.
 
     Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
