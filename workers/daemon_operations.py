@@ -42,7 +42,8 @@ class DaemonOperations:
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
         """Has the daemon carry out an operation for a model. Waits for the result and returns it.
 
-        ``port``: connects the model's code with the worker. Raises ServingError: the daemon refused, or the operation failed.
+        ``port``: connects the model's code with the worker.
+        Raises ServingError: the daemon refused, or the operation failed.
         """
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         waits = port.loading and isinstance(operation, LoadModel)

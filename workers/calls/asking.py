@@ -41,7 +41,8 @@ class BegunCall:
     def result(self) -> dict[str, Array]:
         """Waits for the outputs and returns them by name.
 
-        The arrays are read-only. Raises ServingError: the called model's error.
+        The arrays are read-only.
+        Raises ServingError: the called model's error.
         """
         if self._answer is None:
             self._answer, _ = self._call.next()
@@ -102,8 +103,8 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], argumen
 def records(number: int, model: str, arguments: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
     """Makes the two records of a request to ``model``, without tensors.
 
-    ``number``: the request's number on its lane. ``arguments``: the fields of the request by name. Raises InvalidArgument: a
-    value has the wrong type or is out of range. Raises TypeError: requests have no field of that name.
+    ``number``: the request's number on its lane. ``arguments``: the fields of the request by name.
+    Raises InvalidArgument: a value has the wrong type or is out of range. Raises TypeError: requests have no field of that name.
     """
     scheduling, said = read_arguments(arguments, others=_VERSION)
     prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
@@ -146,7 +147,8 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
     """Loads another model, and waits until it is loaded.
 
     Implements ``tensord.models.load_model``. ``config``: the configuration as JSON; "": the one in the repository. ``files``:
-    contents of files by name, which replace the model's files of these names. Raises NotAllowed: the running code may not load.
+    contents of files by name, which replace the model's files of these names.
+    Raises NotAllowed: the running code may not load.
     """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))
@@ -169,7 +171,8 @@ def unload(name: str, dependents: bool = False) -> None:
 def is_ready(name: str, version: int = 0) -> bool:
     """Returns whether version ``version`` of a model answers requests. Version 0 stands for any version.
 
-    Implements ``tensord.models.is_ready``. Raises NotAllowed: the running code may not ask.
+    Implements ``tensord.models.is_ready``.
+    Raises NotAllowed: the running code may not ask.
     """
     return bool(json.loads(_ask(ModelReady(name, version))))
 

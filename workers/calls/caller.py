@@ -48,8 +48,8 @@ class CallServer(Protocol):
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
         """Has the daemon carry out an operation for a model. Returns the daemon's answer.
 
-        ``port``: the ``ModelPort`` of the model. The answer to ModelReady is ``true`` or ``false``. Raises ServingError: the
-        operation failed.
+        ``port``: the ``ModelPort`` of the model. The answer to ModelReady is ``true`` or ``false``.
+        Raises ServingError: the operation failed.
         """
 
     def abandon(self, call: Any) -> None:

@@ -47,8 +47,9 @@ class HeldFamily:
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
         """Returns the value of the metric that has these labels. Makes the metric if there is none.
 
-        ``buckets``: upper bounds of a histogram's buckets; None: the metric is no histogram. Raises InvalidArgument: labels or
-        buckets are malformed, or the metric has other buckets. Raises Unavailable: there are too many metrics.
+        ``buckets``: upper bounds of a histogram's buckets; None: the metric is no histogram.
+        Raises InvalidArgument: labels or buckets are malformed, or the metric has other buckets. Raises Unavailable: there are
+        too many metrics.
         """
         return self.registry.metric(self.name, labels, buckets, self._labels)
 
@@ -70,8 +71,9 @@ class OwnMetric:
     ) -> None:
         """Makes a metric. Objects with the same name and labels stand for the same metric.
 
-        ``labels`` None: no labels. ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is
-        malformed, or differs from the existing metric. Raises Unavailable: there are too many metrics.
+        ``labels`` None: no labels. ``buckets``: upper bounds, for a histogram only.
+        Raises InvalidArgument: an argument is malformed, or differs from the existing metric. Raises Unavailable: there are too
+        many metrics.
         """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)

@@ -79,8 +79,9 @@ def given_devices(
     """Returns the device or devices that ``create`` gets, and the devices that the model's programs run on.
 
     The second result is None if the programs run on the worker's first device alone. ``gpu``: the number of the first of
-    ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state. Raises InvalidArgument: the number of
-    devices is malformed or too large. Raises Unsupported: state needs the worker's first device.
+    ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state.
+    Raises InvalidArgument: the number of devices is malformed or too large. Raises Unsupported: state needs the worker's first
+    device.
     """
     count = device_count(config, module)
     chosen = chosen_devices(config, count, devices, gpu)

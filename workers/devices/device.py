@@ -57,7 +57,8 @@ class DeviceName:
     def open(self, count: int = 1) -> jax.Device:
         """Starts JAX's back end and returns its first device.
 
-        ``count``: the number of devices that a processor is divided into. Raises NoDevice: JAX cannot use the device.
+        ``count``: the number of devices that a processor is divided into.
+        Raises NoDevice: JAX cannot use the device.
         """
         import jax
 

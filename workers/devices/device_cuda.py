@@ -259,7 +259,8 @@ class CudaDevice:
         """Waits for ``outputs``, copies them to host memory, and returns the bytes of each.
 
         Returns None if the outputs are too large for the staging memory. ``cuts``: ranges of bytes of a single output to return;
-        empty: all. Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
+        empty: all.
+        Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in outputs]))
         if ends and ends[-1] > TOGETHER:
@@ -283,8 +284,9 @@ class CudaDevice:
         """Waits for ``outputs`` and copies them to their places. Returns all outputs.
 
         ``places``: where to copy an output, by name: host memory, or a region on the GPU and an offset in bytes. Outputs without
-        a place are returned as host arrays if they are small together, else as arrays on the device. Raises InvalidArgument: a
-        region cannot be written any more. Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
+        a place are returned as host arrays if they are small together, else as arrays on the device.
+        Raises InvalidArgument: a region cannot be written any more. Raises DeviceLost: the GPU failed. An error of the program's
+        run is raised unchanged.
         """
         left = [(name, array) for name, array in outputs.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER

@@ -82,7 +82,8 @@ def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, 
     """Writes a request's outputs that go to regions, and returns the record of its answer with all other outputs.
 
     Returns None, and writes nothing, if any region of the request is GPU memory. ``outputs``: the outputs of the batch, in which
-    the request begins at ``row``. Raises InvalidArgument: the memory of a region does not exist any more.
+    the request begins at ``row``.
+    Raises InvalidArgument: the memory of a region does not exist any more.
     """
     rows, contents = request.rows, outputs.contents
     parts = [
@@ -109,8 +110,8 @@ def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: in
     """Chooses a place for each output, and reserves memory of the response arena if some outputs need it.
 
     Returns None if the arena has no room now. ``sizes``: output name -> bytes. An output of more than ``inline_byte_size`` bytes
-    never goes into the answer's record. Raises Internal: an output does not fit into its region. Raises InvalidArgument: the
-    outputs are larger than the whole arena.
+    never goes into the answer's record.
+    Raises Internal: an output does not fit into its region. Raises InvalidArgument: the outputs are larger than the whole arena.
     """
     in_regions = _fit(request, sizes)
     inline_left = inline_byte_size * _INLINE_TENSORS
@@ -313,7 +314,8 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
     """Returns the ``count`` largest elements as strings "value:index", or "value:index:label" if the output has labels.
 
     The strings are BYTES [k], or [batch, k] if the model batches, ordered from the largest. Among equal elements the lower index
-    comes first. Raises InvalidArgument: the datatype cannot be classified, or the client asks for too many elements.
+    comes first.
+    Raises InvalidArgument: the datatype cannot be classified, or the client asks for too many elements.
     """
     datatype = datatype_of(values.dtype)
     if datatype is None or DATATYPES[datatype].json in ("", "string", "boolean"):

@@ -393,8 +393,8 @@ class EnsembleRuns:
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
     """Yields the model versions that run the steps of ``graph`` now, also those of ensembles among them.
 
-    ``outputs``: names of the wanted outputs; empty: all. Raises NotFound: a model does not exist. Raises InvalidArgument: a
-    model takes no requests.
+    ``outputs``: names of the wanted outputs; empty: all.
+    Raises NotFound: a model does not exist. Raises InvalidArgument: a model takes no requests.
     """
     for number in graph.needed(outputs).numbers:
         step = graph.steps[number]

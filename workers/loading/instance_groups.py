@@ -32,7 +32,8 @@ def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Itera
     """Waits for this model's turn to be compiled and run for the first time. The turn ends with the context.
 
     Only one model at a time has the turn. ``aside``: lets other models load during the wait. ``progress.renew`` becomes a
-    function to call at each step of the work. Raises Cancelled: the load was cancelled.
+    function to call at each step of the work.
+    Raises Cancelled: the load was cancelled.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:
@@ -113,7 +114,8 @@ class InstanceGroups:
     def take_turns(self, model: str, kind: str) -> None:
         """Logs that the instances of a model run one at a time.
 
-        ``kind``: names such models in the error. Raises Unsupported: an instance needs resources of the rate limiter.
+        ``kind``: names such models in the error.
+        Raises Unsupported: an instance needs resources of the rate limiter.
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
@@ -155,8 +157,8 @@ class Starting:
           jitted: the compiled model that the instances run; None: they run something else.
           cancellation: by which others cancel the load.
           former: instances of the version that this version replaces; those that are still wanted stay unchanged.
-        The first error of an instance is raised unchanged, and the other new instances end. Raises Cancelled: the load was
-        cancelled.
+        The first error of an instance is raised unchanged, and the other new instances end.
+        Raises Cancelled: the load was cancelled.
         """
         cancellation.check()
         create = maker.create(config, jitted)

@@ -54,8 +54,8 @@ class GatheredRun:
         """Runs the batch whose inputs lie in the executable's ``memory``. Returns the outputs in host memory.
 
         ``slots``: for each of the first rows, the slot of its sequence's state; other rows belong to no request. ``starts``: for
-        each of these rows, whether its sequence begins. Raises StateLost: the run failed, and the state of all sequences is
-        lost. After any other error all state is as before.
+        each of these rows, whether its sequence begins.
+        Raises StateLost: the run failed, and the state of all sequences is lost. After any other error all state is as before.
         """
         rows, used = self._rows, len(slots)
         rows[0, :used] = slots

@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 def auto_complete(module: ModuleType, config: ModelConfig, port: ModelPort) -> ModelConfig:
     """Returns the configuration as ``auto_complete_config`` of the model's ``module`` completes it.
 
-    Without such a function returns ``config`` itself. ``port``: connects the module's code with the worker. Raises
-    InvalidArgument: the result is no valid configuration. Errors of the function are raised unchanged.
+    Without such a function returns ``config`` itself. ``port``: connects the module's code with the worker.
+    Raises InvalidArgument: the result is no valid configuration. Errors of the function are raised unchanged.
     """
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:

@@ -115,8 +115,8 @@ class SteppedModel:
     ) -> DeviceRun:
         """Starts a call of ``insert`` for requests with equal batching keys. Its results have one row for each request.
 
-        ``slots``: the requests' slots. ``chosen``: the parameter set; None: ``main``. Raises StateLost: the call failed and the
-        state of all slots is lost. Any other error leaves all slots unchanged.
+        ``slots``: the requests' slots. ``chosen``: the parameter set; None: ``main``.
+        Raises StateLost: the call failed and the state of all slots is lost. Any other error leaves all slots unchanged.
         """
         key = self._shapes.key(requests[0].arrays)
         inputs, numbers = self.executables.zeros(key)
@@ -135,8 +135,8 @@ class SteppedModel:
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
         """Starts one step of the requests in slots 0 to ``last``, with the smallest program that fits.
 
-        ``masked``: slots whose requests take no part. ``chosen``: the parameter set; None: ``main``. Raises StateLost: the step
-        failed and the state of all slots is lost. Any other error leaves all slots unchanged.
+        ``masked``: slots whose requests take no part. ``chosen``: the parameter set; None: ``main``.
+        Raises StateLost: the step failed and the state of all slots is lost. Any other error leaves all slots unchanged.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):

@@ -100,7 +100,8 @@ class DeviceRoom:
     def admit(self, parameters: ParameterSet) -> None:
         """Counts the memory of a set that is about to be copied to the device. Evicts other sets if there is no room.
 
-        The caller must hold ``lock``. Raises Unavailable: the sets that cannot leave the device take too much memory.
+        The caller must hold ``lock``.
+        Raises Unavailable: the sets that cannot leave the device take too much memory.
         """
         self._forget_gone()
         self.left(parameters)

@@ -126,8 +126,8 @@ class Leaves:
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
         """Checks the names, datatypes and shapes of pushed arrays. Some leaves may be missing.
 
-        ``found``: leaf name -> array, or an object that has its dtype and shape. ``what`` names the push in errors. Raises
-        InvalidArgument: the model has no leaf of this name, or has it with another dtype or shape.
+        ``found``: leaf name -> array, or an object that has its dtype and shape. ``what`` names the push in errors.
+        Raises InvalidArgument: the model has no leaf of this name, or has it with another dtype or shape.
         """
         self.check_names(found, what)
         for name in self.fixed & found.keys():

@@ -124,7 +124,8 @@ class ParameterSet:
     def on(self, placement: int) -> Any:
         """Returns the tree of parameters on a device. If the parameters are not there, brings them there first.
 
-        ``placement``: 1: the single-thread device; 0: any other. Raises Unavailable: the device has no room for the parameters.
+        ``placement``: 1: the single-thread device; 0: any other.
+        Raises Unavailable: the device has no room for the parameters.
         """
         if self._leaves:
             self.used = self.sets.room.use()

@@ -199,7 +199,8 @@ class _Memory:
     def fix(self) -> int:
         """Seals the memory so that not even this process can change it. Returns its file descriptor, which the caller closes.
 
-        No array may refer to the memory any more. Raises Unavailable, and frees the memory, if another process can write to it.
+        No array may refer to the memory any more.
+        Raises Unavailable, and frees the memory, if another process can write to it.
         """
         del self.content
         try:
@@ -302,7 +303,8 @@ class MemoryPool:
     def sealed(self, memory: _Memory) -> int:
         """Seals memory. Returns a descriptor of the sealed memory, which the caller closes.
 
-        The caller must not use ``memory`` any more. Raises Unavailable: no file can be opened.
+        The caller must not use ``memory`` any more.
+        Raises Unavailable: no file can be opened.
         """
         if memory.byte_size < LEAST_RETURNING or not self._returns:
             return memory.fix()

@@ -121,9 +121,9 @@ class Making:
     def copied(self, byte_size: int, copy: Copy) -> int:
         """Copies a source in safetensors' layout. Returns the descriptor of the sealed copy.
 
-        ``byte_size``: the size of the source. ``copy``: copies bytes of the source from an offset on into an array. Raises
-        InvalidArgument: the source or its header is not valid, the source is too large or has become too short, or its checksum
-        is wrong. Raises Unavailable: there is no memory.
+        ``byte_size``: the size of the source. ``copy``: copies bytes of the source from an offset on into an array.
+        Raises InvalidArgument: the source or its header is not valid, the source is too large or has become too short, or its
+        checksum is wrong. Raises Unavailable: there is no memory.
         """
         layout.check_size(byte_size, self._limit, self.what)
         # The header first: where it is malformed, or its leaves are not the model's, nothing else is copied.
@@ -152,8 +152,8 @@ class Making:
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
         """Copies the leaves of a set. Returns the descriptor of the sealed memory.
 
-        ``places``: each leaf, and the function that copies its bytes. Raises InvalidArgument: the leaves are too large, are not
-        the model's, or are gone, or their checksum is wrong.
+        ``places``: each leaf, and the function that copies its bytes.
+        Raises InvalidArgument: the leaves are too large, are not the model's, or are gone, or their checksum is wrong.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:

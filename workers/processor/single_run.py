@@ -110,8 +110,9 @@ class SingleRun:
 
         Outputs in regions are written there. None: the request must be run as a batch instead. ``places``: for each input that
         is not in a region, its segment and offset in the submitter's arena, or its bytes. ``chosen``: the parameter set; None:
-        the main set. Raises InvalidArgument: an input is outside of the arena. Raises LookupError: XLA can no longer write
-        outputs directly to the answer's memory. Errors of the program are raised unchanged.
+        the main set.
+        Raises InvalidArgument: an input is outside of the arena. Raises LookupError: XLA can no longer write outputs directly to
+        the answer's memory. Errors of the program are raised unchanged.
         """
         arguments = dict(self._fixed)
         for (name, dtype, shape, byte_size), place in zip(self._inputs, places, strict=True):

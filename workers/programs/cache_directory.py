@@ -55,8 +55,8 @@ class CacheDirectory:
     def __init__(self, path: Path) -> None:
         """Opens the directory, or makes it if it is missing. Afterwards only this user may enter it (mode 0700).
 
-        If other users could write to it, removes the cache's files. Raises OSError: the directory cannot be made, belongs to
-        another user, or could be replaced by another user.
+        If other users could write to it, removes the cache's files.
+        Raises OSError: the directory cannot be made, belongs to another user, or could be replaced by another user.
         """
         self.path = Path(os.path.realpath(path))
         self._seldom = Seldom()

@@ -55,8 +55,8 @@ class Carry:
         """Launches a batch on the device. Returns the outputs, which may not be computed yet.
 
         The caller must call ``failed`` if waiting for the outputs fails. ``step``: the program with its parameters.
-        ``argument``: each row's index in the carry, and whether its sequence begins, from ``rows_argument``. Raises StateLost:
-        the run failed and the state of all sequences is lost. After any other error all state is as before.
+        ``argument``: each row's index in the carry, and whether its sequence begins, from ``rows_argument``.
+        Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
         """
         with precision(self._signature.wide):
             carry = self._open()

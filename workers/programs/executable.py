@@ -197,8 +197,8 @@ class Executable(ABC):
     def parameters(self, chosen: Chosen = None) -> Any:
         """Returns the parameters for a run, as ``call`` takes them. Brings them to the device if they are not there.
 
-        ``chosen``: the set, or the set of each request; None: ``main``. Raises Unavailable: the device has no room for them.
-        Errors of the device are raised unchanged.
+        ``chosen``: the set, or the set of each request; None: ``main``.
+        Raises Unavailable: the device has no room for them. Errors of the device are raised unchanged.
         """
         sets = self.sets
         if sets.stack is not None:
@@ -211,8 +211,8 @@ class Executable(ABC):
     def run(self, chosen: Chosen = None) -> list[Content]:
         """Runs the program on the gathered inputs, which may be overwritten afterwards. Returns the outputs in host memory.
 
-        ``chosen``: the parameter set, or the set of each request; None: ``main``. Raises Unavailable: the device has no room for
-        the parameters. Errors of the program are raised unchanged.
+        ``chosen``: the parameter set, or the set of each request; None: ``main``.
+        Raises Unavailable: the device has no room for the parameters. Errors of the program are raised unchanged.
         """
         parameters = self.parameters(chosen)
         with self._precision():
@@ -232,8 +232,8 @@ class Executable(ABC):
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         """Copies the inputs of a batch side by side. Returns the arguments for ``compute``, and the number of bytes copied.
 
-        A single request's inputs may be used where they lie. Raises Unavailable: the GPU has no memory left. Raises DeviceLost:
-        the GPU failed.
+        A single request's inputs may be used where they lie.
+        Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
         """
 
     def compute(

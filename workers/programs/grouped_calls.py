@@ -250,8 +250,8 @@ class GroupedProgram:
     def run(self, chosen: ParameterSet | None = None) -> list[Content]:
         """Runs the program on the gathered requests and waits for the results. Their first dimension counts the requests.
 
-        ``chosen``: the parameter set; None: ``main``. Raises Unavailable: the device has no room for the parameters. Errors of
-        the program are raised unchanged.
+        ``chosen``: the parameter set; None: ``main``.
+        Raises Unavailable: the device has no room for the parameters. Errors of the program are raised unchanged.
         """
         parameters = (chosen or self._sets.main).on(self._at)
         if self._signature.wide:

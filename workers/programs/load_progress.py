@@ -57,8 +57,8 @@ class LoadProgress:
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
         """Makes a program for each item of ``wanted``. Yields the item, the program, and whether it was compiled.
 
-        ``make``: compiles or loads one program. Raises Cancelled: the load was cancelled. Errors of ``make`` are raised
-        unchanged.
+        ``make``: compiles or loads one program.
+        Raises Cancelled: the load was cancelled. Errors of ``make`` are raised unchanged.
         """
         self._total, started_ns = len(wanted), time.monotonic_ns()
         for self._number, one in enumerate(wanted, 1):

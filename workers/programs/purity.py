@@ -35,8 +35,8 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
 
     They say why a request that is run again may do or answer something else, which random numbers are the same for all requests,
     how large the constants of every program are, and which inputs no output depends on. "": nothing was found. ``again``:
-    another trace of the function, or ``traced`` itself. ``programs``: how many programs the model has. Raises Internal: the
-    program uses a value of an earlier trace.
+    another trace of the function, or ``traced`` itself. ``programs``: how many programs the model has.
+    Raises Internal: the program uses a value of an earlier trace.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
     followed = [_Reached([at] if path[0].idx else []) for at, path in enumerate(arguments)]

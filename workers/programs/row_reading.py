@@ -71,8 +71,8 @@ def _combines(equation: Any, rows: int) -> bool:
 def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
     """Computes a program's outputs with at most ``MOST_ITERATIONS`` iterations of each ``while`` loop. JAX traces it.
 
-    ``consts``, ``given``: the program's constants and arguments. Raises NotImplementedError: an operation such as ``scan`` or
-    ``cond`` has a ``while`` loop inside.
+    ``consts``, ``given``: the program's constants and arguments.
+    Raises NotImplementedError: an operation such as ``scan`` or ``cond`` has a ``while`` loop inside.
     """
     known = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))
 

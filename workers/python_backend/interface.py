@@ -263,8 +263,9 @@ class MetricFamily:
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
         """Returns the family's metric with these labels. Makes the metric if there is none. ``labels`` None: no labels.
 
-        ``buckets``: a histogram's upper bounds; None for other kinds. Raises TritonModelException: labels or buckets are
-        malformed, the existing metric has other buckets, or there are too many metrics.
+        ``buckets``: a histogram's upper bounds; None for other kinds.
+        Raises TritonModelException: labels or buckets are malformed, the existing metric has other buckets, or there are too
+        many metrics.
         """
         if not isinstance(labels, Mapping | None):
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
@@ -323,8 +324,8 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Begins to unload a model, without waiting for the end.
 
-    ``unload_dependents``: whether to unload also the models that an ensemble's steps call. Raises TritonModelException: the
-    server refused, or the running code may not unload models.
+    ``unload_dependents``: whether to unload also the models that an ensemble's steps call.
+    Raises TritonModelException: the server refused, or the running code may not unload models.
     """
     with _Asking("Failed to unload model"):
         asking.unload(model_name, unload_dependents)

@@ -267,8 +267,8 @@ class InferenceRequest:
         ``model_version``: the version to call; -1: the newest ready version. ``flags``: sequence flags (1: start; 2: end; 3:
         both). ``timeout``: the queue timeout in microseconds; 0: no timeout. ``trace``: the trace of the request on whose behalf
         this request is made. ``cancelled``: returns whether the client has cancelled the request. ``writer``: makes the object
-        to which a response sender writes. ``timeline``: the timeline of the request; None: it is not traced. Raises
-        TritonModelException: the request is malformed. Raises TypeError: an argument is missing or has another type.
+        to which a response sender writes. ``timeline``: the timeline of the request; None: it is not traced.
+        Raises TritonModelException: the request is malformed. Raises TypeError: an argument is missing or has another type.
         """
         if writer is None:
             given = locals()
@@ -375,9 +375,9 @@ class InferenceRequest:
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
         """Sends the request to the model that it names, waits, and returns the response.
 
-        ``decoupled``: whether to return an iterator over all responses, after the first has arrived. Raises
-        TritonModelException: the running code may not call models, or the request is malformed. Any other failure is returned as
-        a response with an error.
+        ``decoupled``: whether to return an iterator over all responses, after the first has arrived.
+        Raises TritonModelException: the running code may not call models, or the request is malformed. Any other failure is
+        returned as a response with an error.
         """
         call = self._call(decoupled)
         if isinstance(call, InferenceResponse):
@@ -388,8 +388,9 @@ class InferenceRequest:
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
         """Sends the request immediately. Returns an awaitable of the response, for the running event loop.
 
-        ``decoupled``: whether the awaitable's result is an iterator over all responses. Raises TritonModelException: the running
-        code may not call models, or the request is malformed. Raises RuntimeError: no event loop runs in this thread.
+        ``decoupled``: whether the awaitable's result is an iterator over all responses.
+        Raises TritonModelException: the running code may not call models, or the request is malformed. Raises RuntimeError: no
+        event loop runs in this thread.
         """
         loop = asyncio.get_running_loop()
         call = self._call(decoupled)

@@ -40,9 +40,10 @@ class LaneSegments(ArenaMap):
     def open(self, segment: int, byte_size: int, fd: int) -> None:
         """Maps a segment that the client has announced. Takes over its descriptor ``fd``.
 
-        ``byte_size``: the announced size. Raises InvalidArgument: number or size are invalid, the number is in use, or the
-        memory is no memfd of this fixed size. Raises Unavailable: the lane has too many segments, or the segment cannot be
-        mapped. Later requests that name the segment get the same error.
+        ``byte_size``: the announced size.
+        Raises InvalidArgument: number or size are invalid, the number is in use, or the memory is no memfd of this fixed size.
+        Raises Unavailable: the lane has too many segments, or the segment cannot be mapped. Later requests that name the segment
+        get the same error.
         """
         name, limits = f"{_MARK}{segment}", self.limits
         try:

@@ -47,8 +47,8 @@ class Places:
     def memory(self, name: str) -> memoryview | None:
         """Returns the host memory to which the output ``name`` is written.
 
-        None: the output goes into the record, to a GPU, or to a region that is written by system calls. Raises InvalidArgument:
-        the output would not lie wholly inside its region.
+        None: the output goes into the record, to a GPU, or to a region that is written by system calls.
+        Raises InvalidArgument: the output would not lie wholly inside its region.
         """
         at, size = self.offsets.get(name), self.sizes[name]
         if at is not None and self.lease is not None:

@@ -53,7 +53,8 @@ class RegionTable:
         """Opens a client's system region and adds it to the table. Returns the region, and how it is used.
 
         The use is "guarded" or "sealed" (mapped), or "snapshot" (only copied). ``fd``: a descriptor that another worker has
-        checked, or that is sealed; None: this worker opens the object by its key. Raises AlreadyExists: the name is taken.
+        checked, or that is sealed; None: this worker opens the object by its key.
+        Raises AlreadyExists: the name is taken.
         Raises InvalidArgument or Internal: the object is refused, or cannot be mapped. Raises Unavailable: the process has too
         many open files.
         """

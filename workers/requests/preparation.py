@@ -64,7 +64,8 @@ def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], content
     """Encodes an answer to each of ``request_ids``. The answers share one prepared answer.
 
     ``number``: the number of the prepared answer. ``sizes``: the bytes of each output. ``contents``: the outputs of each request
-    one after the other, without gaps. Raises ValueError: the contents do not have the bytes that the sizes say.
+    one after the other, without gaps.
+    Raises ValueError: the contents do not have the bytes that the sizes say.
     """
     if available:
         return _native.answers(number, request_ids, sizes, contents)

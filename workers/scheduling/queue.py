@@ -219,8 +219,8 @@ class RequestQueue(Generic[W]):
     def push(self, request: W) -> Replacement[W] | None:
         """Appends a request. If a request with the same replace key waits, the newer of the two takes its place.
 
-        Returns both requests if one was discarded, possibly the new one; else None. Raises Unavailable, and changes nothing, if
-        the queue is full.
+        Returns both requests if one was discarded, possibly the new one; else None.
+        Raises Unavailable, and changes nothing, if the queue is full.
         """
         if request.replace_key or self._rules.replaces:
             waiting = self._replaceable.get(request.replace_key)
@@ -576,8 +576,8 @@ class ParkedRequests(Generic[W]):
     def add(self, request: W) -> Replacement[W] | None:
         """Adds a request that has just arrived. Of two requests with the same replace key only the newer one stays.
 
-        Returns both requests if one was discarded, else None. Raises Unavailable: as many requests wait here as may wait in the
-        queue.
+        Returns both requests if one was discarded, else None.
+        Raises Unavailable: as many requests wait here as may wait in the queue.
         """
         at = self._at.get(request.replace_key)
         if at is not None:

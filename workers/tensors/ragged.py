@@ -130,8 +130,8 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 def declare_ragged(config: ModelConfig, module: ModuleType) -> dict[str, str]:
     """Adds the declarations of model.py about ragged inputs to a configuration.
 
-    Returns SEGMENT_IDS input -> the ragged input that it describes. Raises InvalidArgument: a declaration is malformed, or
-    contradicts the configuration.
+    Returns SEGMENT_IDS input -> the ragged input that it describes.
+    Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     what, types = f"model '{config.name}'", model_config_pb2
     inputs = {tensor.name: tensor for tensor in config.input}
@@ -189,8 +189,8 @@ def ragged_signature(described: Signature, config: ModelConfig, segments: Mappin
     """Returns the signature with the batch inputs and batch outputs that a checked configuration declares.
 
     The worker makes a batch input from a ragged input, and divides a batch output among requests like a ragged input.
-    ``segments``: the result of ``declare_ragged``. Raises InvalidArgument: such an input is not ragged, or an input that is not
-    ragged has one of its axes.
+    ``segments``: the result of ``declare_ragged``.
+    Raises InvalidArgument: such an input is not ragged, or an input that is not ragged has one of its axes.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

@@ -42,7 +42,8 @@ def parameter_name(keys: Any) -> str:
 def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
     """Returns name -> declaration for each tensor in a tree of declarations, in order.
 
-    ``what``: the model's name in errors. ``kind``: "input" or "output". Raises InvalidArgument: two tensors have the same name.
+    ``what``: the model's name in errors. ``kind``: "input" or "output".
+    Raises InvalidArgument: two tensors have the same name.
     """
     if _is_flat(declared):
         assert isinstance(declared, Mapping)

@@ -35,8 +35,8 @@ class Turns:
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
         """Waits until the calling thread may do its work, in the block.
 
-        Yields a function to call whenever the next step of the work begins. Raises Cancelled: ``cancellation`` was cancelled
-        during the wait.
+        Yields a function to call whenever the next step of the work begins.
+        Raises Cancelled: ``cancellation`` was cancelled during the wait.
         """
         mine = object()
         self._wait(mine, cancellation)
