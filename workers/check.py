@@ -45,7 +45,7 @@ class Apart:
     """Answers the calls of models that are loaded only to be checked: refuses requests, and says that any model is ready."""
 
     def __init__(self, explicit: bool) -> None:
-        """Stores whether the daemon loads models only on request (``explicit``). Only then may models ask it to load others."""
+        """Stores whether the daemon loads models only on request. Only then may models ask it to load others."""
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:

@@ -88,7 +88,7 @@ _MAX_PROFILE_SECONDS = 60.0
 
 
 class Control:
-    """Carries out the supervisor's orders to one worker and answers them. Orders load models or register regions, for example."""
+    """Carries out the supervisor's orders to one worker, such as loading a model, and answers them."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Control:
         self._running: dict[tuple[str, int], deque[tuple[Cancellation, Callable[[], None]]]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Carries out a record from the supervisor, and closes those of its descriptors ``fds`` that are not needed any more.
+        """Carries out a record from the supervisor, and closes descriptors in ``fds`` that are not needed any more.
 
         Raises InvalidArgument: the supervisor does not send such a record to a worker.
         """
@@ -193,11 +193,7 @@ class Control:
             begin()
 
     def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
-        """Puts a loaded version into service and reports it to the supervisor, or reports why loading failed.
-
-        If ``record.held``, the version is loaded but serves requests only once the supervisor orders that. ``outcome``: the
-        loaded model or the error. ``cancellation``: tells whether the load was cancelled.
-        """
+        """Puts a loaded version into service, or reports why loading failed."""
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
@@ -231,7 +227,7 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Cancels every load of a model version, whether the load runs or waits. ``key``: the model's name and the version."""
+        """Cancels every load of a model version, whether it runs or waits."""
         for cancellation, _ in self._running.get(key, ()):
             cancellation.cancel()
 
@@ -294,17 +290,17 @@ class Control:
             reply(Internal(f"the call failed with {type(error).__name__}"))
 
     def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
-        """Answers a call of the supervisor with ``outcome``, a result or an error. ``fd``: a descriptor to send; None: none."""
+        """Answers a call of the supervisor."""
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Handles the supervisor's records whose file descriptors were lost, because this process has too many open files.
+        """Handles records of the supervisor whose file descriptors were lost, because this process has too many open files.
 
-        A call is answered with Unavailable. If a client's lane was handed over, it is reported as closed. Raises InvalidArgument:
-        the record is of another kind.
+        A call is answered with Unavailable. A client's lane is reported as closed. Raises InvalidArgument: the record is of
+        another kind.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:
@@ -319,10 +315,7 @@ class Control:
             self._reply(record.call_id, Unavailable(message))
 
     def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
-        """Calls ``answered`` with the result of the ``is_ready`` function of a model, which another thread calls.
-
-        If the model has no such function, ``answered`` gets True immediately. Raises NotFound: the model is not served.
-        """
+        """Calls ``answered`` with the result of a model's ``is_ready``; True: it has none."""
         found = self._models.find(operation.name, operation.version).loaded.is_ready_calls
         if found is None:
             answered(True)
@@ -330,7 +323,7 @@ class Control:
             found.ask(answered)
 
     def _sequences(self) -> list[dict[str, Any]]:
-        """Describes the live sequences of all model versions. For each version, sequences with a slot come first."""
+        """Describes the live sequences of all model versions."""
         now_ns = time.monotonic_ns()
         return [
             {"model": version.name, "version": version.version, **record}
@@ -365,13 +358,13 @@ def _sentence(error: Exception) -> str:
 
 
 class _Profiler:
-    """Records the work of XLA and its threads with ``jax.profiler``, one profile at a time, in a separate thread."""
+    """Records profiles with ``jax.profiler``, one at a time, in a thread."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._thread = WorkThread("profiler", inbox)
 
     def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
-        """Begins to record a profile of ``seconds`` seconds, which is written below ``folder``.
+        """Records a profile of ``seconds`` seconds below ``folder``.
 
         Afterwards the loop calls ``done`` with None or an error. Raises InvalidArgument: the time is out of bounds, or another
         profile is being recorded.

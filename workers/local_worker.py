@@ -80,11 +80,11 @@ class LocalWorker:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Asks the worker's loop to call a function, and returns without waiting for the call."""
+        """Asks the worker's loop to call a function. Does not wait."""
         self._inbox.post(call)
 
     def load(self, record: Load) -> ModelVersion:
-        """Loads the model version that ``record`` describes, and serves it. Raises ServingError: the version cannot be loaded."""
+        """Loads and serves a model version. Raises ServingError: the version cannot be loaded."""
 
         def adopt() -> ModelVersion:
             self._check_open()
@@ -105,7 +105,7 @@ class LocalWorker:
         return self._engine.adopt(loaded)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Asks the worker's loop to call a function, waits, and returns its result. Raises what the function raises."""
+        """Has the worker's loop call a function. Waits and returns the result. Errors of the function are raised unchanged."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -129,10 +129,10 @@ class LocalWorker:
         """Sends a request to a model.
 
         Args:
-          answers: the caller's object for the request, to which the loop passes the responses.
+          answers: the caller's object for the request, which gets the responses.
           prepared: the part of the request that other requests may share; it names no inputs.
           own: the other part of the request.
-          arrays: the inputs, in the shapes that clients send; nobody may write to them any more.
+          arrays: the inputs, in the shapes that clients send. Nobody may write to them any more.
           outputs: names of the wanted outputs; empty: all.
         """
         self._check_open()

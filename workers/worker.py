@@ -83,7 +83,7 @@ _LOG_WINDOW_NS = 10_000_000_000
 
 
 class Worker:
-    """Loads and serves models on one open device in a loop (``run``), until the supervisor orders a stop or has gone."""
+    """Loads and serves models on one device in a loop (``run``), until the supervisor orders a stop or is gone."""
 
     def __init__(
         self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device, beat_ns: int = _BEAT_NS
@@ -186,10 +186,10 @@ class Worker:
         self._collector = WorkThread("collector", self._inbox)
 
     def run(self, incarnation: int) -> None:
-        """Serves requests until the supervisor orders a stop or has gone. ``incarnation``: the number of this worker process.
+        """Serves requests until the supervisor orders a stop or is gone. ``incarnation``: the number of this worker process.
 
-        Raises DeviceLost: the GPU has failed permanently. Requests that failed with it are answered; requests that wait in the
-        queues will run on another worker.
+        Raises DeviceLost: the GPU has failed permanently. Running requests are answered; waiting ones will run on another
+        worker.
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
         self.lanes.trace_as(incarnation, self._options.trace, self._channel, self._dispatcher.agenda)
@@ -234,12 +234,10 @@ class Worker:
         return self._supervised and not ends
 
     def _free_gone(self) -> None:
-        """Has another thread collect cycles of references, to free memory of unloaded model versions.
-
-        Python does not collect such cycles while the worker is idle, and the next model may need their memory on the device.
-        Another thread does so because freeing what a model has left may block for ever. The collection is repeated ``beat_ns``
-        later, because a lane or a thread that was about to end may still have referred to the memory.
-        """
+        """Has another thread collect the garbage of unloaded model versions."""
+        # Python does not collect cycles while the worker is idle, and the next model may need their memory on the device.
+        # Another thread, because freeing what a model has left may block for ever. Once more after ``beat_ns``, because a lane
+        # or a thread that was about to end may still have referred to the memory.
         self._free_again_ns = time.monotonic_ns() + self._beat_ns if self._gone else 0
         self._gone = False
         self._poller.forget_gone()
@@ -251,7 +249,7 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events and handles datagrams that arrived meanwhile. Returns the other events: (descriptor, epoll events)."""
+        """Waits for events and handles datagrams. Returns the other events."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -284,11 +282,8 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration only runs waiting requests, and receives no new ones.
-
-        If many requests have come while others waited, the next iterations only run waiting requests, up to a limit, as
-        long as programs are short and ``at_once`` is True, which says that a waiting request can run now.
-        """
+        """Returns whether this iteration only runs waiting requests."""
+        # Many requests have come while others waited: the next iterations receive none.
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
         if not self._draining:
@@ -313,10 +308,7 @@ class Worker:
             self._receive_control()
 
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
-        """Carries out what a submitter has sent. Closes the lane if the data is malformed or the submitter has gone.
-
-        ``datagram``: a datagram that was received already; None: receives what has arrived.
-        """
+        """Carries out what a submitter has sent. Closes a lane that has broken the protocol."""
         now_ns = time.monotonic_ns()
         try:
             if datagram is not None:
@@ -336,7 +328,7 @@ class Worker:
             self._close_lane(submitter)
 
     def _refuse_lane(self, submitter: SubmitterLink[Request], why: str, now_ns: int) -> None:
-        """Closes the lane of a submitter that has broken the protocol, and logs the reason ``why``."""
+        """Closes the lane of a submitter that has broken the protocol, and logs why."""
         if submitter.segments is None or self._may_log(now_ns):
             left_out = f" ({self._left_out} more since the last such line)" if self._left_out else ""
             _log.error("closing the lane of submitter %d: %s%s", submitter.peer, why[:_MAX_SHOWN], left_out)
@@ -344,7 +336,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Stores that a submitter's record has come in part. Raises InvalidArgument: the user's requests have too many bytes."""
+        """Stores when a part of a submitter's record has come."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -357,12 +349,12 @@ class Worker:
             self._watch_halves()
 
     def _watch_halves(self) -> None:
-        """Schedules the check for lanes with an incomplete record for the time at which the oldest such record times out."""
+        """Schedules the check for incomplete records."""
         _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 
     def _end_halves(self, now_ns: int) -> None:
-        """Closes the lanes of clients which have taken longer than ``clients.body_timeout`` to send all of a record."""
+        """Closes lanes whose incomplete records have timed out."""
         for submitter, (_, since_ns) in list(self._halves.items()):
             if since_ns + self._body_ns > now_ns:
                 break
@@ -372,7 +364,7 @@ class Worker:
         self._watch_halves()
 
     def _may_log(self, now_ns: int) -> bool:
-        """Returns whether another line about clients' lanes may be logged now: a client may send garbage endlessly."""
+        """Returns whether another line about clients' lanes may be logged now."""
         if now_ns - self._window_ns >= _LOG_WINDOW_NS:
             self._window_ns, self._lines = now_ns, 0
         self._lines += 1
@@ -380,7 +372,7 @@ class Worker:
         return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Receives datagrams that have arrived on a submitter's lane, up to a bound, and carries out their records."""
+        """Receives datagrams of a submitter, up to a bound, and carries out their records."""
         count = 0
         for _ in range(_MAX_DATAGRAMS):
             records = submitter.lane.receive() or ()
@@ -443,7 +435,10 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests on a lane. If the lane of a client cannot be opened, logs that and closes ``sock``."""
+        """Begins to receive requests on a lane. If a client's lane cannot be opened, logs that and closes ``sock``.
+
+        ``peer``: the submitter's number.
+        """
         client = opened.client
         if client is None:
             self._open(SubmitterLink(peer, self._front_lane(sock), self._unflushed, protocol=opened.protocol or "http"))
@@ -488,7 +483,7 @@ class Worker:
         self._poller.open(submitter)
 
     def end_lane(self, peer: int) -> None:
-        """Ends the lane of the client with the number ``peer``. Does nothing if the lane has ended already."""
+        """Ends the lane of a client. Does nothing if the lane has ended already. ``peer``: the client's number."""
         submitter = self._clients.get(peer)
         if submitter is not None:
             self._close_lane(submitter)
@@ -552,17 +547,17 @@ class Worker:
             self._control_writing = writing
 
     def _watch(self, fd: int, writing: bool) -> None:
-        """Has epoll report when the descriptor ``fd`` has input, and if ``writing`` also when it can be written to."""
+        """Has epoll report input and, if ``writing``, that the descriptor can be written to."""
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     @property
     def lane_requests(self) -> int:
-        """The number of requests that have arrived on clients' lanes since the worker started."""
+        """The number of requests that have arrived on clients' lanes."""
         return self._dispatcher.lane_requests + self._poller.lane_requests
 
     @property
     def lane_answers(self) -> dict[str, int]:
-        """The number of final answers sent on clients' lanes since the worker started, by error code; "OK": no error."""
+        """The number of final answers on clients' lanes, by error code; "OK": no error."""
         answers = self.lanes.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
 
@@ -589,7 +584,7 @@ class Worker:
         return version
 
     def stop(self, grace_ns: int) -> None:
-        """Has the loop end once all requests are answered, or after ``grace_ns`` (nanoseconds) even if some are not."""
+        """Has the loop end once all requests are answered, at the latest after ``grace_ns`` nanoseconds."""
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
         self._page.resting = WorkerState.STOPPING
@@ -599,7 +594,7 @@ class Worker:
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
-        """Returns whether all models have ended, which they do when every request is answered and all answers are sent."""
+        """Returns whether all requests are answered and all models have ended."""
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.channel.waiting and fd not in self._stalled):
                 return False
@@ -609,7 +604,7 @@ class Worker:
         return not self._models.draining
 
     def close(self) -> None:
-        """Closes all lanes, regions and descriptors of the worker. Threads may still be running models."""
+        """Closes all lanes, regions and descriptors of the worker. Threads may still run models."""
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self.lanes.close()

@@ -66,19 +66,19 @@ class ProgramArray:
         return datatype_of(self.dtype) if isinstance(self.dtype, np.dtype) else None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Returns whether an array of ``shape`` may be passed for the array that this object describes."""
+        """Returns whether an array of this shape may be passed."""
         return len(shape) == len(self.dims) and all(
             isinstance(dim, str) or dim in (-1, size) for dim, size in zip(self.dims, shape, strict=True)
         )
 
 
 class ProgramFile:
-    """A program that was read from a file of jax.export or StableHLO, to be called with named arrays while JAX traces."""
+    """A program that was read from a file of jax.export or StableHLO. It is called with named arrays while JAX traces."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
         """Reads and checks a program. ``has_parameters``: whether a jax.export program takes parameters first.
 
-        Raises InvalidArgument if the file cannot be read or the program cannot be served.
+        Raises InvalidArgument: the file cannot be read, or the program cannot be served.
         """
         self.path = path
         try:
@@ -140,7 +140,6 @@ class ProgramFile:
         return leaves
 
     def _check(self) -> None:
-        """Raises InvalidArgument: the program cannot be served."""
         name, exported = self.path.name, self._exported
         oldest = export.minimum_supported_calling_convention_version
         newest = export.maximum_supported_calling_convention_version
@@ -198,7 +197,7 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Reads StableHLO ``content`` of file ``name``. Returns its ``main``, with positional arguments and a tuple of results."""
+    """Reads the StableHLO program ``content`` of the file ``name``."""
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context
@@ -260,7 +259,7 @@ _DEFAULT_BATCH = 32
 
 
 def is_artifact(folder: Path, file: str) -> bool:
-    """Returns whether a version's folder has programs to serve, and no file named ``file`` (its model.py)."""
+    """Returns whether a version's folder has programs to serve, and no model.py named ``file``."""
     return not (folder / file).exists() and bool(model_folder.programs(folder))
 
 
@@ -274,16 +273,15 @@ def digest(folder: Path) -> bytes:
 
 
 def module(folder: Path, config: ModelConfig, platform: str) -> ModuleType:
-    """Builds a Python module from the programs of a version's folder, with ``inputs``, ``create`` and so on like a model.py.
+    """Builds a Python module from the programs in a version's folder. It has ``inputs``, ``create`` and so on like a model.py.
 
-    ``config``: the model's configuration. ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the
-    file's name: a file is unreadable or unsuitable.
+    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the file's name: a file is unreadable or unsuitable.
     """
     return _Artifact(folder, config, platform).module()
 
 
 class _Artifact:
-    """The checked programs of one exported version, and the path of the version's parameters."""
+    """The checked programs of one exported version, and its parameters' path."""
 
     def __init__(self, folder: Path, config: ModelConfig, platform: str) -> None:
         self._message = config
@@ -324,7 +322,7 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns the function that runs the artifact's programs, and the parameters that the programs take, by name.
+        """Returns the function that runs the programs, and the parameters that the programs take, by name.
 
         The arguments are not used. Raises InvalidArgument: the parameters do not fit the programs.
         """
@@ -341,7 +339,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Maps inputs and outputs that the program only numbers to the names that the configuration gives them."""
+        """Maps the names of tensors that the program only numbers to configured names."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),
@@ -353,7 +351,7 @@ class _Artifact:
         return found
 
     def _agree(self, first: ProgramFile, other: ProgramFile) -> None:
-        """Raises InvalidArgument if the ``first`` and an ``other`` program's tensors differ in names, datatypes or ranks."""
+        """Raises InvalidArgument if two programs differ in names, datatypes or ranks."""
         for kind in ("inputs", "outputs", "parameters"):
             a, b = (
                 {leaf.name: (leaf.dtype, len(leaf.dims)) for leaf in getattr(each, kind)} for each in (first, other)
@@ -366,19 +364,17 @@ class _Artifact:
                 )
 
     def _has_batch(self) -> bool:
-        """Returns whether each tensor's first dim is the batch: as configured, or since all of them are named ``b`` or ``batch``.
-
-        Any other dim that varies must not be used to batch: rows along it may depend on each other.
-        """
+        """Returns whether each tensor's first dim is the batch."""
         if self._message.max_batch_size > 0:
             return True
         leaves = [leaf for program in self._programs for leaf in (*program.inputs, *program.outputs)]
+        # Any other dim that varies must not be used to batch: rows along it may depend on each other.
         return (
             all(leaf.dims and leaf.dims[0] in _BATCH for leaf in leaves) and len({leaf.dims[0] for leaf in leaves}) == 1
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Returns the programs' batch sizes, ascending; empty: any size. Raises InvalidArgument: a program has no batch size."""
+        """Returns the programs' batch sizes, ascending; empty: any size."""
         sizes: set[int] = set()
         for program in self._programs:
             for leaf in (*program.inputs, *program.outputs):
@@ -399,10 +395,11 @@ class _Artifact:
         return tuple(sorted(sizes))
 
     def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
-        """Returns tensor name -> declaration as in a model.py. ``groups``: each program's arrays, which differ in dims only."""
+        """Returns tensor name -> declaration as in a model.py."""
         found: dict[str, str] = {}
         by_name = [{leaf.name: leaf for leaf in group} for group in groups]
         for leaf in groups[0]:
+            # The programs' arrays differ in dims only.
             columns = zip(*(leaves[leaf.name].dims for leaves in by_name), strict=True)
             dims = [column[0] if len(set(column)) == 1 else -1 for column in columns]
             text = ", ".join(map(str, dims[int(self._batches) :]))
@@ -410,7 +407,7 @@ class _Artifact:
         return found
 
     def _loaded(self) -> dict[str, Any]:
-        """Returns the parameters by the names of the program's arguments. Raises InvalidArgument: they do not fit the program."""
+        """Returns the parameters by the names of the program's arguments."""
         wanted = {leaf.name.removeprefix("params/"): leaf for leaf in self._programs[0].parameters}
         if not self._parameters:
             return {}

@@ -30,7 +30,7 @@ _EXAMPLES: Mapping[str, Any] = {
 
 
 def flag(model: str, module: ModuleType, name: str) -> bool:
-    """Returns a declaration of model.py (``module``) that is True or, if it is missing, False. Raises InvalidArgument else."""
+    """Returns a declaration of model.py that is True or False; False if it is missing. Raises InvalidArgument: it is neither."""
     given = getattr(module, name, False)
     if type(given) is not bool:
         raise InvalidArgument(f"model '{model}': {name} of model.py is {given!r}, True or False is expected")
@@ -38,7 +38,7 @@ def flag(model: str, module: ModuleType, name: str) -> bool:
 
 
 def check_names(config: ModelConfig, module: ModuleType) -> None:
-    """Raises InvalidArgument if an unused name of model.py is nearly a declaration that it and ``config`` lack."""
+    """Raises InvalidArgument if an unused name of model.py is nearly the name of a declaration that is missing."""
     fields = {{"input": "inputs", "output": "outputs"}.get(field.name, field.name) for field, _ in config.ListFields()}
     configured = {key.partition(".")[0] for key in config.parameters} | fields
     missing = sorted(_EXAMPLES.keys() - vars(module).keys() - configured)
@@ -55,12 +55,12 @@ def check_names(config: ModelConfig, module: ModuleType) -> None:
 
 
 def _is_like(value: Any, example: Any) -> bool:
-    """Returns whether a value could be a declaration's, whose ``example`` is of the same type; a list is as good as a tuple."""
+    """Returns whether a value could be a declaration's. A list is as good as a tuple."""
     return type(value) is type(example) or (isinstance(value, (tuple, list)) and isinstance(example, tuple))
 
 
 def _is_used(module: ModuleType, name: str) -> bool:
-    """Returns whether model.py (``module``) reads, exports or imports a name. Returns True, too, if its text is not known."""
+    """Returns whether model.py reads, exports or imports a name, or its text is unknown."""
 
     def reads(table: symtable.SymbolTable) -> bool:
         symbol = table.lookup(name) if name in table.get_identifiers() else None

@@ -36,7 +36,7 @@ COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """Compiles programs for shapes without a bucket, in a thread. Requests that need one wait here, outside the queue."""
+    """Compiles programs for shapes without a bucket, in a thread. Requests for such a program wait here, outside the queue."""
 
     def __init__(
         self,
@@ -49,10 +49,11 @@ class ShapeCompiler:
         restore: Callable[[ModelVersion, list[Request]], None],
         models: ModelTable,
     ) -> None:
-        """Starts with nothing to compile; ``thread`` will compile.
+        """Starts with nothing to compile.
 
         Args:
-          max_shapes: how many shapes of one model version may at a time be compiled or wait to be compiled.
+          thread: compiles.
+          max_shapes: how many shapes of one model version may be compiled or wait to be compiled at a time.
           check: raises an error if the worker's device has failed.
           restore: puts requests back into the queue of their version.
         """
@@ -72,8 +73,8 @@ class ShapeCompiler:
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
         """Has a thread compile the program ``wanted`` for a batch, whose requests wait outside the queue until then.
 
-        Requests in the queue with the same batching key wait too. If too many shapes are being compiled already, the requests
-        of ``batch`` are answered with Unavailable instead.
+        Requests in the queue with the same batching key wait, too. If too many shapes are being compiled already, the requests
+        of the batch are answered with Unavailable.
         """
         model = version.jitted
         if model is None:
@@ -114,10 +115,7 @@ class ShapeCompiler:
     def _compile(
         self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
     ) -> Executable:
-        """Compiles the program ``wanted``; the compiler's thread calls this. Raises the compiler's errors, or DeviceLost.
-
-        ``executables``: compiles the program. ``running``: submitter and id of each request that waits for the program.
-        """
+        """Compiles a program in the compiler's thread."""
         self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:
             return executables.compile(wanted)
@@ -158,7 +156,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """If nothing is compiling, begins to compile the next queued program, which runs several requests in one call."""
+        """If nothing is being compiled, compiles the next program for several requests."""
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

@@ -35,7 +35,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(slots=True)
 class VersionLoad:
-    """Holds what is known of a model version while it is being loaded."""
+    """What is known of a model version while it is being loaded."""
 
     record: Load
     #: The configuration, to which ``declared_version`` adds what model.py declares.
@@ -48,18 +48,17 @@ class VersionLoad:
 
     @property
     def folder(self) -> Path:
-        """The version's folder."""
         return Path(self.record.version_path)
 
     @property
     def is_host(self) -> bool:
-        """True if model.py says that its function runs on the host, and is not compiled."""
+        """True if the model's function runs on the host and is not compiled."""
         return bool(getattr(self.module, "host", False))
 
     def samples(self, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
         """Makes the version's warmup samples. Raises InvalidArgument: a sample does not fit the model, or cannot be read.
 
-        ``described``: the model's tensors, with those of ``made_inputs``, which the worker makes and no client sends.
+        ``described``: the model's tensors. ``made_inputs``: the inputs that the worker makes.
         """
         nobody = made_inputs.nobody
         inputs = {name: spec for name, spec in described.inputs.items() if name not in nobody and not spec.of_batch}
@@ -68,7 +67,7 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredVersion:
-    """Holds what a version's model.py and configuration declare: tensors, sequences, inputs that the worker makes, devices."""
+    """What a version's model.py and configuration declare: tensors, sequences, inputs that the worker makes, devices."""
 
     #: The tensors that clients send and get.
     signature: Signature
@@ -94,7 +93,7 @@ _Axes = dict[str, tuple[str | None, ...]]
 
 
 class _Names(NamedTuple):
-    """Declarations of model.py that a configuration has no place for: names of axes, and inputs with segment ids."""
+    """Declarations of model.py that a configuration has no field for."""
 
     axes: _Axes
     state_axes: _Axes
@@ -103,9 +102,10 @@ class _Names(NamedTuple):
 
 
 def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
-    """Completes and checks the configuration of a version that is being loaded, and returns what it and model.py declare.
+    """Completes and checks the configuration of a version that is being loaded. Returns what it and model.py declare.
 
-    Raises InvalidArgument, Unsupported: the model cannot be served here; or whatever its ``auto_complete_config`` raises.
+    Raises InvalidArgument, Unsupported: the model cannot be served here. Errors of the model's ``auto_complete_config`` are
+    raised unchanged.
     """
     names = _declared_names(load)
     config, module = load.config, load.module
@@ -132,7 +132,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
 
 
 def _declared_names(load: VersionLoad) -> _Names:
-    """Adds model.py's tensors to the configuration of ``load``. Returns axis names and segment ids, which do not fit in it."""
+    """Adds model.py's tensors to the configuration. Returns names that do not fit in it."""
     config, module = load.config, load.module
     triton = hasattr(module, "TritonPythonModel")
     config.backend = config.backend or ("python" if triton else "jax")

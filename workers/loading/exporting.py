@@ -133,10 +133,7 @@ def _umask() -> int:
 def _programs(
     config: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """Returns a model's exported programs by file name: one for all sizes or, if only the batch size varies, one for each.
-
-    ``exported``: exports the function for a batch size, given as a number or as the symbol "batch".
-    """
+    """Returns a model's exported programs by file name."""
     try:
         return {"model": exported(_BATCH)}
     except Exception:
@@ -148,7 +145,7 @@ def _programs(
 
 
 def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
-    """Returns the arrays of ``parameters``, a pytree, by name, and a function that makes the tree again from such arrays."""
+    """Returns the arrays of a tree by name, and a function that makes the tree again."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
     arrays: dict[str, Any] = {}
     names: list[str | None] = []
@@ -169,7 +166,7 @@ def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]
 
 
 def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of the inputs of a batch of ``rows``, with bounded symbols for sizes that vary."""
+    """Returns shapes and dtypes of a batch's inputs, with symbols for sizes that vary."""
     limits = [f"{_BATCH} <= {config.max_batch_size}"] if config.max_batch_size else []
     named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
     limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(config).items() if axis in named]
@@ -189,7 +186,7 @@ def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str)
 
 
 def _complete(config: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Adds inputs as they are declared, and outputs as the exported program has them, to a configuration that lacks them."""
+    """Adds inputs and outputs to a configuration that lacks them."""
     types = model_config_pb2.DataType
     if not config.input:
         for name, tensor in inputs.items():
@@ -249,7 +246,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
 
 
 def _unsupported(config: ModelConfig, module: ModuleType) -> str:
-    """Returns why a model with this configuration and ``module`` cannot be exported; "": it can."""
+    """Returns why a model cannot be exported; "": it can."""
     if not callable(getattr(module, "create", None)) or getattr(module, "host", False):
         return "only a JAX model with a function create(path, config, device) is exported"
     if hasattr(module, "slots"):
@@ -265,7 +262,7 @@ def _unsupported(config: ModelConfig, module: ModuleType) -> str:
 
 
 def _copy(config: ModelConfig, source: Path, folder: Path) -> None:
-    """Copies a configuration's label files and warmup data from one model folder, ``source``, to another."""
+    """Copies label files and warmup data from one model folder to another."""
     for name in {output.label_filename for output in config.output} - {""}:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)

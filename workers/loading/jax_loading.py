@@ -45,9 +45,9 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs the samples ``prepared`` on a model, then closes ``own``, this thread's device.
+    """Runs warmup samples on a model, then closes ``own``, this thread's device.
 
-    ``check``: raises if the device has failed.
+    ``check``: raises an error if the device has failed.
     """
     if jitted.free_state is not None:
         for sample in prepared:
@@ -63,7 +63,7 @@ def run_samples(
 def indexed(apply: Callable[..., Any]) -> Apply:
     """Wraps ``apply(stacked, inputs, index)`` as a function of ``(stacked, index), inputs``.
 
-    ``stacked``: the tree in which each leaf holds all parameter sets. ``index``: for each row, its set's index in the leaves.
+    ``stacked``: the tree in which each leaf has all parameter sets. ``index``: for each row, the index of its set.
     """
 
     @functools.wraps(apply)
@@ -96,7 +96,7 @@ class InstancePlan:
 def planned_instances(
     load: VersionLoad, declared: DeclaredVersion, groups: InstanceGroups, target: LoadTarget
 ) -> InstancePlan:
-    """Decides how the instances of a model that has a function ``create`` run: their devices and threads."""
+    """Decides on which devices and threads the instances of a JAX or host model run."""
     config, module, mixed = load.config, load.module, declared.mixed
     given, several = given_devices(config, module, target.devices, target.gpu, bool(declared.taken.states))
     if mixed is not None and several is not None:
@@ -120,7 +120,7 @@ def jitted_model(
     plan: InstancePlan,
     target: LoadTarget,
 ) -> JaxModel:
-    """Makes a jitted model of ``created``, what ``create`` returned. Compiles nothing. Raises Internal: there is no memory."""
+    """Makes a jitted model of what ``create`` returned. Compiles nothing. Raises Internal: there is no memory."""
     apply, parameters, first = created
     described, several, limits = declared.taken, plan.several, target.options.executables
     apply = load.flags.applied(apply)
@@ -166,7 +166,7 @@ def jitted_model(
 def load_stepped(
     load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration, target: LoadTarget
 ) -> SteppedModel:
-    """Creates a model that runs step by step, and compiles it. Raises ServingError, and whatever the model's code raises."""
+    """Creates a model that runs step by step, and compiles it. Raises ServingError, and errors of the model's code."""
     config, module, flags, described = load.config, load.module, load.flags, declared.taken
     check_stepped(config, described)
     if device_count(config, module) > 1:
@@ -203,7 +203,7 @@ def _executables(
     functions: StepFunctions,
     parameters: Any,
 ) -> tuple[StepExecutables, Rows]:
-    """Puts ``parameters`` on the device. Returns the programs of step ``functions``, not compiled, and the layout of results."""
+    """Places parameters on the device. Returns the programs of a stepped model and the layout of results."""
     described, slots = buckets.signature, steps.rules.slots
     parts = [parted(load.flags.applied(function), parameters) for function in functions]
     rows = Rows(described)

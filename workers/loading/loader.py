@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Runnable:
-    """Holds what runs the requests of a loaded version: a model in the worker's loop, or instances with threads of their own."""
+    """What runs the requests of a loaded version: a model in the worker's loop, or instances."""
 
     jitted: JaxModel | None = None
     stepped: SteppedModel | None = None
@@ -97,12 +97,14 @@ class Loader:
         server: CallServer | None = None,
         aside: Aside = contextlib.nullcontext,
     ) -> None:
-        """Loads nothing yet. ``target``: the device, cache and limits to load for.
+        """Loads nothing yet.
 
         Args:
-          inbox, page: the inbox of the worker's loop, and the worker's status page, for instances' threads.
+          target: the device, cache and limits to load for.
+          inbox: passes functions from the instances' threads to the worker's loop.
+          page: the worker's status page.
           server: carries out calls that models make to other models; None: no model is served.
-          aside: makes a context that the thread enters while it only waits, so that other loads go on meanwhile.
+          aside: makes a context that the thread enters while it only waits, so that other loads go on.
         """
         own_flags.prepare()
         self._target = target
@@ -121,7 +123,7 @@ class Loader:
         self._starting = Starting(target.gpu, limits, len(target.devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Loads a model version and returns it. Raises ServingError, with one sentence, if that fails; details are in the log.
+        """Loads a model version. Raises ServingError, with one sentence, if that fails. Details are in the log.
 
         ``tell``: called before each program is made, with its number, how many there are, and how many were compiled so far.
         ``cancellation``: by which others cancel the load; None: nobody does.
@@ -158,10 +160,7 @@ class Loader:
             raise self._failure(record, what, error, progress.cancellation) from None
 
     def _module(self, record: Load, config: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
-        """Returns a version's module: its model.py, run; or, if there is none, a module made from exported programs.
-
-        ``imports``: the package in which model.py runs. ``flags``: the JAX settings with which model.py runs.
-        """
+        """Runs a version's model.py, or makes a module from exported programs."""
         folder, file = Path(record.version_path), config.default_model_filename or "model.py"
         # Finds modules that were installed since the last load.
         importlib.invalidate_caches()
@@ -171,10 +170,8 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error with which a load fails after ``error``. Logs an unexpected one, in which ``what`` names the work.
-
-        Raises: Cancelled: the load was cancelled, whatever else went wrong.  DeviceLost: the device has failed.
-        """
+        """Returns the error with which a load fails after ``error``, which it logs."""
+        # Whatever else went wrong: Cancelled, or DeviceLost below, is raised instead.
         cancellation.check()
         if isinstance(error, (Internal, InvalidArgument, Unsupported)):
             return error
@@ -313,7 +310,7 @@ class Loader:
         declared: DeclaredVersion,
         function: Created,
     ) -> _Runnable:
-        """Starts the instances of a model of a ``kind`` that is not compiled. All share the function and the parameters."""
+        """Starts the instances of a model that is not compiled."""
         apply, parameters, _ = function
         config, described = load.config, declared.taken
         sets = host_sets(config.name, parameters, self._target.room)
@@ -331,7 +328,7 @@ class Loader:
         function: Created,
         plan: InstancePlan,
     ) -> _Runnable:
-        """Compiles a jitted model's programs, runs each warmup sample, and starts the instances if ``plan`` has threads."""
+        """Compiles a jitted model, runs its warmup samples, and starts its instances."""
         config, (_, parameters, _) = load.config, function
         warn_of_leaves(config.name, parameters)
         with self._compiling(load.progress):
@@ -361,11 +358,10 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Changes how many instances the serving version ``former`` has, as ``record`` says, and returns the changed version.
+        """Changes the number of instances of a serving version as ``record`` says. Returns the changed version.
 
-        Returns None, so that the version must be loaded, if nothing has changed, or more than the number of instances. What the
-        model adds to a configuration when it completes it does not count as a change. Instances that stay are not started again,
-        and nothing is compiled. Raises ServingError: an instance could not be started.
+        Instances that stay are not started again, and nothing is compiled. Returns None if the version must be loaded: nothing
+        has changed, or more than the number of instances. Raises ServingError: an instance could not be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:
@@ -373,6 +369,7 @@ class Loader:
         if record != msgspec.structs.replace(known, config=record.config):
             return None
         config = model_config.parse_json(former.config.decode(), record.name)
+        # Completed first: what the model adds to a configuration then is no change.
         before, asked = [self._completed(config, each, maker) for each in (known, record)]
         same, groups = _without_counts(asked, maker), list(config.instance_group)
         if same not in (_without_counts(before, maker), _without_counts(config, maker)):
@@ -413,7 +410,7 @@ class Loader:
 
     @staticmethod
     def _completed(config: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns ``record``'s configuration with defaults for the GPUs of ``maker``; name and back end are ``config``'s."""
+        """Returns a record's configuration with defaults for these GPUs."""
         given = model_config.from_bytes(record.config)
         given.name, given.backend = config.name, given.backend or config.backend
         model_config.complete(given, maker.gpus)
@@ -421,7 +418,7 @@ class Loader:
 
 
 def _without_counts(config: ModelConfig, maker: InstanceMaker) -> bytes:
-    """Serialises a completed configuration without instance counts, default names of groups, and GPUs not in ``maker.gpus``."""
+    """Serialises a configuration without what a regrouping may change."""
     rest = model_config.empty()
     rest.CopyFrom(config)
     for index, group in enumerate(rest.instance_group):
@@ -435,17 +432,18 @@ def _without_counts(config: ModelConfig, maker: InstanceMaker) -> bytes:
 
 
 def _folders(record: Load) -> tuple[Path, Path]:
-    """Returns the folders of the version and of the model that ``record`` names."""
+    """Returns the folders of the version and of the model."""
     return Path(record.version_path), Path(record.model_path)
 
 
 def _buckets(load: VersionLoad, described: Signature) -> Buckets:
-    """Chooses the shapes for which the model of ``load`` is compiled. State of varying size in ``described`` counts as input."""
+    """Chooses the shapes for which a model is compiled."""
+    # State of varying size counts as input.
     described = program_signature(described) if described.free else described
     return choose_buckets(load.config, load.module, described)
 
 
 def _by_role(instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
-    """Splits instances in two: those that take requests, and those that only hold the model."""
+    """Divides instances into active and passive ones."""
     active, passive = (tuple(each for each in instances if each.passive is held) for held in (False, True))
     return active, passive

@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """Makes the instances of a loaded model version: it holds their functions, warmup samples, imports and the GPUs' numbers.
+    """Makes the instances of a loaded model version."""
 
-    If a later load changes only the number of instances, this object and the existing instances remain in use.
-    """
-
+    # A later load that changes only the number of instances goes on with this object and the existing instances.
     #: Returns a function from an instance's name to the instance; the second argument is the compiled model, if it is one.
     create: Callable[[ModelConfig, JaxModel | None], Callable[[str], Instantiated]]
     #: Samples that each instance runs before it counts as started.
@@ -56,7 +54,7 @@ class InstanceMaker:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The result of loading a model version, for the worker's loop: signature, model, instances, rules of its queue."""
+    """The result of loading a model version: signature, model, instances, and rules of its queue."""
 
     name: str
     version: int
@@ -112,8 +110,8 @@ class LoadedModel:
     def join(self, request: Request) -> None:
         """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or the request's priority.
 
-        A request to an iterative model never has END; without a correlation id it gets a new one, and starts a sequence.
-        Raises InvalidArgument: an input's datatype cannot hold the request's value; the request's leases are given back then.
+        A request to an iterative model never has END. Without a correlation id it gets a new one, and starts a sequence. Raises
+        InvalidArgument, and releases the request's regions: an input's datatype cannot hold the request's value.
         """
         if (plan := self.sequences) is not None:
             controls = controls_of(request.own)
@@ -126,7 +124,7 @@ class LoadedModel:
                 raise InvalidArgument(request.label + error.message) from None
 
     def join_again(self, request: Request) -> None:
-        """Prepares a request that its model wants to run again: clears ``start``, and makes the control inputs anew."""
+        """Prepares a request that its model wants to run again: clears START, and makes the control inputs anew."""
         assert self.sequences is not None
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.sequences.controls.arrays(request.controls))

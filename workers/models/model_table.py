@@ -13,7 +13,7 @@ from tensord.workers.models.model_version import ModelVersion
 
 
 class ModelTable:
-    """The model versions of a worker that serve, are held (loaded, but given no requests) or drain (finish their requests)."""
+    """The model versions of a worker: those that serve, are held (no requests yet) or drain (only their last requests)."""
 
     def __init__(self) -> None:
         self._serving: dict[tuple[str, int], ModelVersion] = {}
@@ -36,7 +36,7 @@ class ModelTable:
         yield from self._serving.values()
 
     def everyone(self) -> Iterator[ModelVersion]:
-        """Iterates over all versions that serve, and those that are draining."""
+        """Iterates over all versions that serve or drain."""
         yield from self._serving.values()
         yield from self.draining
 
@@ -67,24 +67,24 @@ class ModelTable:
         self._drain(version, done)
 
     def hold(self, version: ModelVersion) -> None:
-        """Holds a loaded version: no request goes to it before ``serve_held``. A held version of the same number is ended."""
+        """Holds a loaded version: it gets no request before ``serve_held``. Ends a held version of the same number."""
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 
     def serve_held(self, name: str, number: int) -> None:
-        """Lets requests go to version ``number``, which was held. Does nothing if there is no such version."""
+        """Lets requests go to a held version. Does nothing if there is no such version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.add(version)
 
     def discard_held(self, name: str, number: int) -> None:
-        """Ends version ``number``, which is held. Does nothing if there is no such version."""
+        """Ends a held version. Does nothing if there is no such version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns version ``number`` if it was added and not removed, even if no instance takes requests; else None."""
+        """Returns a version that was added and not removed, even if its instances take no requests; None: there is none."""
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -92,7 +92,10 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Returns version ``number``; 0: the newest. Raises NotFound: there is none; InvalidArgument: it takes no request."""
+        """Returns version ``number``; 0: the newest. Raises NotFound: there is none.
+
+        Raises InvalidArgument: it takes no request.
+        """
         version = self._found.get((name, number))
         if version is not None:
             return version
@@ -103,22 +106,22 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def is_coming(self, name: str, number: int) -> bool:
-        """Returns whether version ``number`` (0: any) is being loaded, or is held: loaded, but not given requests yet."""
+        """Returns whether version ``number`` (0: any) is being loaded or is held."""
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
-        """Records that one load of version ``number`` has ended, whether it failed or not."""
+        """Records that one load of a version has ended, whether it failed or not."""
         self.coming[name, number] -= 1
         self.coming = +self.coming
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether version ``number`` serves, and has no ``is_ready`` that must confirm it. Any thread may call this."""
+        """Returns whether a version serves and has no ``is_ready`` to ask. Any thread may call this."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> bool:
-        """Closes, and so removes, draining versions that have finished their requests. Returns whether any version was closed."""
+        """Closes draining versions that have finished their requests. Returns whether any was closed."""
         drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
         return len(self.draining) < drained
@@ -130,8 +133,8 @@ class ModelTable:
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
         """Returns the version for a sequence's request: a draining version if the sequence began there, else ``version``.
 
-        A request that starts its sequence (``start``) goes to ``version``, and ends a sequence with the same correlation id on
-        the draining version.
+        ``start``: whether the request starts its sequence. If so, it goes to ``version``, and a sequence with the same
+        correlation id on the draining version ends.
         """
         for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):

@@ -63,11 +63,10 @@ class ModelVersion:
         register: SequenceRegister | None = None,
         buckets: Sequence[float] = Metrics().buckets,
     ) -> None:
-        """Begins to serve ``loaded``, a version that was loaded.
+        """Begins to serve a loaded version.
 
-        Args:
-          register: registers the worker's sequences; None: the model has no sequences.
-          buckets: upper bounds of the buckets of duration histograms, in seconds.
+        ``register``: registers the worker's sequences; None: the model has no sequences. ``buckets``: upper bounds of the
+        buckets of duration histograms, in seconds.
         """
         self.loaded = loaded
         self.name = loaded.name
@@ -155,14 +154,14 @@ class ModelVersion:
             instance.depth = _AHEAD if self.runs_ahead else 1
 
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
-        """Returns the batching key of a request with inputs ``arrays``: requests with equal keys may run in one batch."""
+        """Returns the batching key of a request with these inputs. Requests with equal keys may run in one batch."""
         compiled = self.jitted or self.loaded.stepped
         if compiled is not None:
             return compiled.key({**arrays, **self.loaded.made_inputs.nobody})
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes an instance's next batch from the queue, with at most as many requests as the largest program holds."""
+        """Takes an instance's next batch, with as many requests as fit the largest program."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -176,10 +175,8 @@ class ModelVersion:
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
-        """Takes an instance's next batch, but only requests with the parameters of the first one; puts the other requests back.
-
-        A request of a sequence uses the parameters that its sequence began with. ``take``: takes a batch from the queue.
-        """
+        """Takes an instance's next batch of requests with one parameter set."""
+        # A request of a sequence uses the parameters that its sequence began with.
         sequences, sets = self.sequences, self.sets
         assert sequences is not None
         assert sets is not None
@@ -202,7 +199,7 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts into use the parameters that were prepared for a push. Returns what is to be freed afterwards.
+        """Puts pushed parameters into use, after they were prepared. Returns what is to be freed afterwards.
 
         ``moves``: whether requests and sequences that have begun go on with the new parameters, or keep the former ones.
         """
@@ -212,11 +209,7 @@ class ModelVersion:
         return self.sets.commit(parameters, stays=held)
 
     def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-        """Decides with which parameters the requests and sequences that have begun go on.
-
-        ``former``: the parameters that the set had until now; None: the set is new. ``moves``: True: they go on with ``new``;
-        False: with the parameters that they had. Returns: whether any of them goes on with ``former``.
-        """
+        """Sets the parameters of begun requests and sequences. Returns whether any keeps ``former``."""
         # None is always the newest of main.
         now, held = None if new.name == MAIN_SET else new, False
         if self.sequences is not None:
@@ -249,7 +242,7 @@ class ModelVersion:
 
     @property
     def pending(self) -> int:
-        """How many requests wait to run: in the queue, at an instance, or until a program for their shape is compiled."""
+        """The number of requests that wait: in the queue, at an instance, or for a program to be compiled."""
         return len(self.planner) + self.queue.ahead + sum(map(len, self.compiling.values()))
 
     def figures(self, now_ns: int) -> VersionFigures:
@@ -286,19 +279,19 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """For shapes that are not configured, raises the batch limit to the rows of the largest program compiled for them."""
+        """Raises the batch limits of shapes without a bucket to the rows of the programs compiled for them."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Makes new sequences of this model and version number begin in this load, and no longer in an earlier one."""
+        """Makes new sequences begin in this load of the version, and no longer in an earlier one."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
     def drain(self, on_closed: Callable[[], None]) -> None:
-        """Stops this version: it finishes its requests and its live sequences, then closes and calls ``on_closed``."""
+        """Stops this version: it finishes its requests and live sequences, then closes and calls ``on_closed``."""
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
@@ -307,7 +300,7 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Has each sequence end once its waiting requests have run; called when no new request can reach this version."""
+        """Has each sequence end once its waiting requests have run."""
         if self.sequences is not None:
             self.sequences.close_all()
 
@@ -316,7 +309,7 @@ class ModelVersion:
         self._on_closed.append(call)
 
     def settle(self) -> bool:
-        """Closes this version if it is draining without requests. Returns True once it and its instances have ended."""
+        """Closes this version if it is draining and has no requests. Returns whether it and its instances have ended."""
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
             del self.loaded.users[self]
@@ -335,7 +328,8 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends processes left by the model's code, unless another load uses the code. Returns True once no process is left."""
+        """Ends processes left by the model's code. Returns whether none is left."""
+        # If another load uses the code, the processes stay.
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:
             return True
@@ -356,7 +350,7 @@ class ModelVersion:
 
 
 def _why_slow(loaded: LoadedModel) -> SlowReason | None:
-    """Returns why the C extension answers no request to a loaded version; None: it may answer some of the requests."""
+    """Returns why C answers no request to a loaded version; None: it may."""
     found = {
         SlowReason.NOT_COMPILED: not available,
         SlowReason.INSTANCES: bool(loaded.instances),
@@ -371,7 +365,7 @@ def _why_slow(loaded: LoadedModel) -> SlowReason | None:
 
 
 def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
-    """Groups requests by the model version that they go to. In each group they are in the order in which they were sent."""
+    """Groups requests by the model version that they go to. Each group is in the order in which the requests were sent."""
     found: dict[ModelVersion, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.sequence):
         version = request.version
@@ -380,11 +374,8 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 
 def _concerned(used: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-    """Returns whether a push concerns a sequence or request that has begun: its set is replaced, or it moves to ``new``.
-
-    ``used``: the parameters that the sequence or request has used until now; None: always the newest of ``main``.
-    ``former``: the set that ``new`` replaces, or None. ``moves``: whether the sequence or request goes on with ``new``.
-    """
+    """Returns whether a push concerns a sequence or request that has begun."""
+    # None stands for the newest of ``main``.
     if used is None:
         return new.name == MAIN_SET
     return used is former or (moves and isinstance(used, ParameterSet) and used.name == new.name)

@@ -71,10 +71,10 @@ class Sample:
     def run_jitted(
         self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works
     ) -> Mapping[str, Array]:
-        """Runs the sample on a jitted model, whose program is compiled first if there is none for the sample's shapes.
+        """Runs the sample on a jitted model. A missing program is compiled first.
 
-        ``runner``: the model's object for the calling thread. ``check``: raises if the device has failed.
-        Raises InvalidArgument: the model failed; or whatever compiling raises.
+        ``runner``: the model's object for the calling thread. ``check``: raises an error if the device has failed. Raises
+        InvalidArgument: the model failed. Errors of compiling are raised unchanged.
         """
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
@@ -83,7 +83,7 @@ class Sample:
         return self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Runs the sample ``count`` times in slot 0, one step each. Raises InvalidArgument: a run failed, or no program fits."""
+        """Runs the sample ``count`` times in slot 0, for one step. Raises InvalidArgument: a run failed, or no program fits."""
         for _ in range(self.count):
             request = self.request(model_name)
             try:
@@ -99,7 +99,7 @@ class Sample:
                 model.lost()
 
     def request(self, model_name: str) -> Request:
-        """Makes a request of the sample; it belongs to no submitter and to no model version."""
+        """Makes a request of the sample, without submitter and model version."""
         # It waits in no queue, where whose a request is counts.
         version, submitter = cast(Any, None), cast(Any, SimpleNamespace(owner=None))
         prepared = PreparedRequest(model_name)
@@ -109,17 +109,18 @@ class Sample:
         )
 
     def failed(self, reason: str) -> InvalidArgument:
-        """Returns the error of a load that fails because of this sample, for ``reason``."""
+        """Returns the error of a load that fails because of this sample."""
         return InvalidArgument(f"{self.name} failed: {reason}")
 
 
 def samples(
     config: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
 ) -> list[Sample]:
-    """Makes the warmup samples of a ``described`` model. ``folder``: the model's folder, which has files in ``warmup/``.
+    """Makes the warmup samples of a model.
 
-    ``more``: input name -> a row, for inputs that no client sends. Raises InvalidArgument: a sample is not as declared, or
-    cannot be read.
+    ``folder``: the model's folder, which has files in ``warmup/``. ``more``: input name -> a row, for inputs that no client
+    sends.
+    Raises InvalidArgument: a sample is not as declared, or cannot be read.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
@@ -157,11 +158,7 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 
 
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
-    """Returns one input of a warmup sample as the model takes it. ``given``: the input in ``model_warmup``.
-
-    ``what``: names the input in errors. ``lead``: the batch dimension, or (). ``room``: the most bytes of the input. Raises
-    InvalidArgument: the input does not fit the model, is too large, or cannot be read.
-    """
+    """Returns one input of a warmup sample as the model takes it."""
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):
         raise InvalidArgument(f"{what} is {datatype}{list(dims)}, the model takes {spec.datatype}{list(spec.dims)}")
@@ -189,7 +186,7 @@ def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
 
 
 def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """Returns random floats from 0 to 1, integers of ``spec``'s full range, or BYTES elements of a printable character."""
+    """Returns random floats from 0 to 1, any integers, or printable characters."""
     chance = np.random.default_rng(_SEED)
     if spec.datatype == "BYTES":
         made = np.empty(shape, np.object_)

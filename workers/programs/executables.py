@@ -45,7 +45,7 @@ Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class Executables:
-    """The executables of one version: one per bucket, made at load, and those used most recently for other shapes."""
+    """The executables of one model version: one for each bucket, and those used most recently for other shapes."""
 
     def __init__(
         self,
@@ -64,11 +64,13 @@ class Executables:
         """Compiles nothing yet.
 
         Args:
+          signature: the model's tensors.
           buckets: which batch sizes and shapes to compile at load.
           apply, sets: the model's function and its parameter sets.
+          cache: stores programs.
           source: the model's source code, part of the cache's keys.
           max_unexpected: how many executables for shapes without a bucket are kept.
-          device: the worker's device, as an object for the thread that runs the executables.
+          device: the worker's device, for the thread that runs the executables.
           initial: the initial state of a model with state; None: the model has no state.
           several: the devices of a model that runs on several; None: the worker's device.
           rows_apart: whether ``warm`` refuses a function that does not treat each row of a batch by itself.
@@ -106,8 +108,8 @@ class Executables:
     def warm(self, progress: LoadProgress) -> None:
         """Compiles the executable of every bucket, or loads it from the cache, and runs the smallest one.
 
-        Raises Internal: outputs are not as declared, a batch's rows affect each other or memory is too small; Cancelled: the
-        load was given up.
+        Raises Internal: outputs are not as declared, a batch's rows affect each other, or memory is too small. Raises Cancelled:
+        the load was cancelled.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         if self.signature.states or self.sets.stack is not None:
@@ -148,7 +150,7 @@ class Executables:
         return rows_apart(self.signature.model, ask, self.device.check, traced, wanted.rows, "batch", why)
 
     def _first(self, planned: Sequence[Wanted]) -> jax.stages.Lowered:
-        """Lowers and examines the program of the smallest bucket. Raises Internal: it uses a value of an earlier trace."""
+        """Lowers and examines the program of the smallest bucket."""
         traces = self._lowering.traced[planned[0]] = []
         lower = functools.partial(self._lowering.lower, *planned[0], self._usual)
         first = lower()
@@ -166,10 +168,7 @@ class Executables:
         return first
 
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
-        """Compiles the executables of all buckets, or loads them. ``first``: the first bucket's lowered program; None: not known.
-
-        On several devices the first program decides where the parameters are, and the other programs are compiled for that place.
-        """
+        """Compiles or loads the executables of all buckets."""
         several = self._usual.several
 
         def make(wanted: Wanted) -> tuple[CompiledProgram, bool]:
@@ -191,11 +190,8 @@ class Executables:
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> tuple[CompiledProgram, bool]:
-        """Returns a program from the cache, or made by ``make``, and whether it was made.
-
-        ``parts``: what distinguishes the program from the others of this version. ``what``: names the program in the log.
-        Raises Cancelled: the load was given up; or whatever ``make`` raises.
-        """
+        """Returns a program from the cache or made, and whether it was made."""
+        # ``parts`` tell the program apart from the version's others.
         what = f"model '{self.signature.model}', {what}"
         return self._cache.found_or_made(self._key(parts), self._usual, self._small, what, make, cancellation)
 
@@ -211,18 +207,16 @@ class Executables:
     ) -> CompiledProgram:
         """Returns a program that runs several requests in one call: from the cache, or compiled by ``compile_it`` and stored.
 
-        ``shapes``: the shapes of a request's inputs. ``number``: how many requests are in a call; None: any number.
-        Raises Cancelled: the load was given up; or whatever ``compile_it`` raises.
+        ``shapes``: the shapes of a request's inputs. ``number``: how many requests are in a call; None: any number. Raises
+        Cancelled: the load was cancelled. Errors of ``compile_it`` are raised unchanged.
         """
         parts = ("series", repr(shapes), str(number))
         what = f"program for {'several' if number is None else number} requests of {shapes}"
         return self._kept(parts, what, functools.partial(compile_it, number), cancellation)[0]
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """Chooses one device for all programs, because they share sequence state or a stack of parameter sets.
-
-        This is the single-thread device if the program of the largest bucket, the last of ``planned``, is small and runs there.
-        """
+        """Chooses one device for all programs, if they share state or a stack."""
+        # The single-thread device, if the program of the largest bucket is small and runs there.
         small, self._small = self._small, None
         if small is not None and planned:
             lower = functools.partial(self._lowering.lower, *planned[-1])
@@ -230,7 +224,7 @@ class Executables:
                 self._usual = found[1]
 
     def _open(self, stack: SetStack) -> None:
-        """Allocates ``stack``'s arrays, and compiles ``put``, which writes a set to them. Raises Internal: too little memory."""
+        """Allocates the arrays of a stack, and compiles the program that fills them."""
         name, usual = self.signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
         with precision(self.signature.wide):
@@ -248,17 +242,15 @@ class Executables:
         stack.open(usual.at, made, written)
 
     def carry(self) -> Carry | None:
-        """Returns a new carry (the state of an instance's sequences on the device); None: the model keeps no state."""
+        """Returns new state for an instance's sequences on the device; None: the model keeps no state."""
         if self._initial is None:
             return None
         return Carry(self.signature, self._initial, self._usual.device)
 
     def _run_once(self) -> None:
-        """Runs the executable of the smallest bucket on zeros; then those of further buckets while their total work is small.
-
-        A program's first run is slower (measured: the first of a process by 30 ms, the first of each executable by 3 ms), and a
-        model that cannot run at all fails before it serves.
-        """
+        """Runs the executables of small buckets on zeros."""
+        # A first run is slower (measured: the first of a process by 30 ms, the first of each executable by 3 ms), and a model
+        # that cannot run at all fails before it serves. Further buckets are run while their total work is small.
         carry, work = self.carry(), 0.0
         for wanted, executable in self.made.items():
             own = work_of(executable.program)
@@ -290,14 +282,14 @@ class Executables:
         return wanted is not None and leaks(functools.partial(self._lowering.lower, *wanted, self._usual))
 
     def find(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for ``wanted``, and counts it as used; None: none is compiled, or it was evicted."""
+        """Returns the executable for these shapes, and counts it as used; None: no such executable is there."""
         found = self.made.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)
         return found
 
     def planned(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for ``wanted`` that was made at load, and is never evicted; None: there is none."""
+        """Returns the executable for these shapes that was made at load; None: none was. It is never evicted."""
         return self.made.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:
@@ -310,7 +302,7 @@ class Executables:
 
     @property
     def unexpected(self) -> set[Shapes]:
-        """The shapes without a bucket that were compiled for a request and not evicted."""
+        """The shapes without a bucket for which there are executables."""
         return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:

@@ -28,12 +28,12 @@ def works() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error is XLA's report that the device has too little memory, for a run or a compilation."""
+    """Returns whether XLA has reported by this error that the device has too little memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED in str(error)
 
 
 def memory_needed(program: Any) -> int | None:
-    """Returns how many bytes the outputs and temporary memory of ``program``, a ``jax.stages.Compiled``, take; None: unknown."""
+    """Returns how many bytes the outputs and temporary memory of a compiled program take; None: unknown."""
     try:
         found: Any = program.memory_analysis()
         return int(found.temp_size_in_bytes + found.output_size_in_bytes)
@@ -42,9 +42,9 @@ def memory_needed(program: Any) -> int | None:
 
 
 def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], program: int | None) -> Unavailable:
-    """Makes the error for requests for which the device has too little memory, with the sizes needed and XLA's message.
+    """Makes the error for requests for which the device has too little memory.
 
-    ``program``: the number of bytes that the program needs besides its parameters; None: unknown.
+    ``program``: the bytes that the program needs besides its parameters; None: unknown.
     """
     byte_size = sum([array.nbytes for request in requests for array in request.arrays.values()])
     rows = sum([request.rows for request in requests])
@@ -71,5 +71,5 @@ def compile_error(error: Exception, requests: Sequence[RequestTensors], version:
 
 
 def describe_failure(model: str, version: int, error: BaseException) -> str:
-    """Returns the sentence for clients when a model version failed: it has the error's type, and nothing of its message."""
+    """Returns the sentence for clients when a model version failed. It has the error's type, and nothing of the message."""
     return f"model '{model}' version {version} failed with {type(error).__name__}"
