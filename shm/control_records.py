@@ -30,7 +30,7 @@ from tensord.shm.record import Record
 
 
 class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says how much time and memory it took to load a model. For a model that is not compiled, only the time is known."""
+    """The time and memory that loading a model took. Without compiled programs, only the time is known."""
 
     #: Seconds from reading its files to its last program, run once.
     seconds: float = 0.0
@@ -47,7 +47,7 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Readiness(Record, frozen=True, tag="readiness"):
-    """Tells fronts whether the daemon is ready, and which of the models that should be served are not served."""
+    """Tells fronts whether the daemon is ready, and which models it should serve but does not."""
 
     ready: bool = False
     #: The number of models that should be served, and of those that are not.
@@ -64,7 +64,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
     outdated: str = ""
 
     def sentence(self) -> str:
-        """Returns why the daemon is not ready or may not stay ready, such as which models are not served; "" if all is well."""
+        """Returns why the daemon is not ready or may not stay ready, or "" if all is well."""
         if self.draining:
             return "the server is draining"
         return "; ".join(filter(None, (self._unserved(), self.outdated)))
@@ -78,7 +78,10 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """Tells the supervisor that a worker compiles or loads executable ``number`` of ``total``. ``total`` 0: not known yet."""
+    """Tells the supervisor that a worker compiles or loads program ``number`` of ``total``.
+
+    ``total`` is 0 if it is not known yet.
+    """
 
     name: str
     version: int
@@ -88,7 +91,7 @@ class Loading(Record, frozen=True, tag="loading"):
     compiled: int = 0
 
     def __str__(self) -> str:
-        """Returns the step in words: ``loading digits``, ``compiling digits 3/16, 1 from the cache``."""
+        """Returns words such as ``loading digits`` or ``compiling digits 3/16, 1 from the cache``."""
         if not self.total:
             return f"loading {self.name}"
         cached = self.number - 1 - self.compiled
@@ -96,7 +99,7 @@ class Loading(Record, frozen=True, tag="loading"):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """The first record to a child process: a number that no other start has, the process's name, and its options as msgpack."""
+    """The first record to a child process: the number of this start, the process's name, and its options as msgpack."""
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
@@ -106,16 +109,15 @@ class Start(Record, frozen=True, tag="start"):
 
 
 class Stop(Record, frozen=True, tag="stop"):
-    """Asks a child process to finish its requests within ``grace_ns``, accept no new connections, and exit with status 0."""
+    """Asks a child process to finish its requests within ``grace_ns``, accept no connections, and exit with status 0."""
 
     grace_ns: int
 
 
 class ChildReady(Record, frozen=True, tag="ready"):
-    """Tells the supervisor that a child process is ready: a front serves clients, or a worker reads its control channel.
+    """Tells the supervisor that a child process is ready. A front then serves clients, and a worker reads its control channel.
 
-    A worker's record comes with two file descriptors: those of the worker's status page (``tensord.shm.status_page``) and of
-    its sequence page (``tensord.shm.sequence_page``).
+    A worker's record comes with the descriptors of its status page and its sequence page.
     """
 
     incarnation: int
@@ -126,19 +128,19 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that all changes up to number ``edition`` were sent. Once it uses them, the front sends StateAcknowledged."""
+    """Tells a front that it was sent all changes up to number ``edition``. The front answers with StateAcknowledged."""
 
     edition: int
 
 
 class StateAcknowledged(Record, frozen=True, tag="acknowledged"):
-    """Tells the supervisor that the front acts upon all state that it was sent up to number ``edition``."""
+    """Tells the supervisor that a front uses all changes up to number ``edition``."""
 
     edition: int
 
 
 class Serve(Record, frozen=True, tag="serve"):
-    """Tells a front that it was sent the whole state, and may accept clients from now on."""
+    """Tells a front that it was sent the whole state and may accept clients."""
 
 
 class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,7 +159,7 @@ class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Identifies the client that a lane belongs to, and says how much the client may use."""
+    """The client of a lane, and the limits on what the client may use."""
 
     #: The client as the kernel tells it; of kind "unix".
     peer: Peer
@@ -165,11 +167,11 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class LaneOpened(Record, frozen=True, tag="lane"):
-    """Gives a front or a worker its end of a new lane: the descriptor of a SEQPACKET socket comes with the record.
+    """Gives a front or a worker its end of a new lane, whose socket descriptor comes with the record.
 
-    To a front: ``peer`` is the number of the worker's process, and ``device`` the name of the worker's device ("cpu:0",
-    "cuda:1"). Two more descriptors come with the record: those of the worker's status page and its sequence page. To a
-    worker: ``peer`` is the number of a front's process or of a client's lane. One counter numbers processes and lanes.
+    For a front, ``peer`` is the number of the worker's process and ``device`` the worker's device, such as "cuda:1". The
+    descriptors of the worker's status page and sequence page follow. For a worker, ``peer`` is the number of a front's
+    process or of a client's lane.
     """
 
     peer: int
@@ -183,18 +185,17 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 class LaneClosed(Record, frozen=True, tag="unlane"):
     """Says that a client's lane ends. ``peer`` is the lane's number.
 
-    The supervisor sends the record to a worker if the client is gone or does not need the lane any more; the worker ignores
-    an unknown number. A worker sends the record to the supervisor once for each client's lane, when the lane has ended for
-    whatever reason, even if the worker could not receive the lane's descriptor.
+    The supervisor sends it to a worker when the client does not need the lane any more. A worker sends it to the supervisor
+    when a client's lane has ended.
     """
 
     peer: int
 
 
 class LogChanged(Record, frozen=True, tag="log"):
-    """Changes the log settings of the process that receives it.
+    """Changes the log settings of a process. ``options`` is ``tensord.config.options.Log`` as msgpack.
 
-    ``options``: ``tensord.config.options.Log`` as msgpack. ``name``: the process's name in the log.
+    ``name`` is the process's name in the log.
     """
 
     name: str
@@ -202,11 +203,10 @@ class LogChanged(Record, frozen=True, tag="log"):
 
 
 class TraceChanged(Record, frozen=True, tag="trace"):
-    """Changes which requests for a model a front traces, or which requests on clients' lanes a worker traces.
+    """Changes which requests for a model a process traces. ``model`` is "" for all models without settings of their own.
 
-    ``model`` "": the settings hold for all models that have no settings of their own. If requests are to be traced, the
-    descriptor of the counter for sampling comes with the record; all fronts share the counter. If the number of traces is
-    limited, the descriptor of a second counter follows: how many traces may still be taken (``tensord.shm.trace_counters``).
+    If requests are to be traced, the descriptor of the counter for sampling comes with the record. If the number of traces
+    is limited, the descriptor of the counter of remaining traces follows.
     """
 
     model: str
@@ -219,13 +219,13 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
 
 class TraceCleared(Record, frozen=True, tag="untrace"):
-    """Tells a front or a worker to drop a model's own trace settings. The settings for all models then hold for that model."""
+    """Tells a process to drop a model's own trace settings. The settings for all models then hold for the model."""
 
     model: str
 
 
 class EndedTrace(Record, frozen=True, tag="ended"):
-    """Describes a traced request that has ended, so that the supervisor can make OpenTelemetry spans of it."""
+    """Describes a traced request that has ended, for OpenTelemetry."""
 
     #: Ids in hexadecimal digits as W3C Trace Context has them; ``parent_id``: the client's span, "": a trace begins with the
     #: request.
@@ -245,19 +245,19 @@ class EndedTrace(Record, frozen=True, tag="ended"):
 
 
 class TracesEnded(Record, frozen=True, tag="traces"):
-    """Sends traces of ended requests to the supervisor, which forwards the traces to an OpenTelemetry collector."""
+    """Sends ended traces to the supervisor, which forwards them to an OpenTelemetry collector."""
 
     traces: tuple[EndedTrace, ...]
 
 
 class WorkerFenced(Record, frozen=True, tag="fenced"):
-    """Tells a front that a worker process has certainly ended (its pidfd says so), so that other workers may run its requests."""
+    """Tells a front that a worker process has certainly ended, so that other workers may run its requests."""
 
     worker: int
 
 
 class VersionTraits(Record, frozen=True, kw_only=True):
-    """Describes a version that a worker has loaded, as fronts need it. Base class of the records that tell them of it."""
+    """What fronts need to know of a loaded version. Base class of records about versions."""
 
     #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty if the version is not loaded.
     metadata: bytes = b""
@@ -277,7 +277,7 @@ class VersionTraits(Record, frozen=True, kw_only=True):
 
 
 class ModelState(VersionTraits, frozen=True, tag="model"):
-    """Describes one model version to a front. On every change it is sent with all fields, and replaces the earlier record."""
+    """Describes one model version to a front. Each such record replaces the record before."""
 
     name: str
     version: int
@@ -300,13 +300,13 @@ class ModelGone(Record, frozen=True, tag="gone"):
 
 
 class RequestsRefused(Record, frozen=True, tag="refused"):
-    """Tells a front whether to refuse every new inference request from now on. It is sent when the daemon is being drained."""
+    """Tells a front whether to refuse new inference requests from now on."""
 
     refused: bool
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Tells a front which GPU a CUDA region lies on, if there are several workers. ``device`` "": the region is gone."""
+    """Tells a front on which GPU a CUDA region lies. ``device`` is "" if the region is gone."""
 
     region: str
     #: The GPU, "cuda:1"; for workers that have several GPUs, their first one.
@@ -314,7 +314,7 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load and warm up a version and answer with Loaded. Until then an older load serves the version."""
+    """Tells a worker to load a version and answer with Loaded. Until then the version's earlier load serves requests."""
 
     name: str
     version: int
@@ -332,14 +332,14 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Tells a worker to cancel its unfinished loads of a version. Each load is answered with Loaded when it has ended."""
+    """Tells a worker to cancel its unfinished loads of a version. Each load is still answered with Loaded."""
 
     name: str
     version: int
 
 
 class Loaded(VersionTraits, frozen=True, tag="loaded"):
-    """Tells the supervisor how loading a version ended. ``reason``: a sentence on why it failed; "": it is loaded."""
+    """Tells the supervisor how loading a version ended. ``reason`` says why it failed, or is "" if it did not fail."""
 
     name: str
     version: int
@@ -350,14 +350,14 @@ class Loaded(VersionTraits, frozen=True, tag="loaded"):
 
 
 class Unload(Record, frozen=True, tag="unload"):
-    """Tells a worker to unload a version: to take no new requests, finish those in the queue, and answer with Unloaded."""
+    """Tells a worker to take no new requests to a version, finish those in the queue, and answer with Unloaded."""
 
     name: str
     version: int
 
 
 class Unloaded(Record, frozen=True, tag="unloaded"):
-    """Tells the supervisor that a worker has unloaded a version, as an Unload record asked."""
+    """Tells the supervisor that a worker has unloaded a version."""
 
     name: str
     version: int
@@ -366,8 +366,7 @@ class Unloaded(Record, frozen=True, tag="unloaded"):
 class ControlCall(Record, frozen=True, tag="call"):
     """Asks the process at the other end to carry out an operation and to answer with a Reply.
 
-    A file descriptor may come with the record: a pidfd of the client's process, to register a region, or a memfd of parameters
-    that a client pushed.
+    A file descriptor may come with the record: a pidfd of the client's process, or a memfd of parameters that a client pushed.
     """
 
     call_id: int
@@ -377,7 +376,7 @@ class ControlCall(Record, frozen=True, tag="call"):
 
 
 class Reply(Record, frozen=True, tag="reply"):
-    """Answers a ControlCall: its ``result`` (JSON, often empty) or, on failure, an error's ``code`` and ``message``."""
+    """Answers a ControlCall with ``result`` (JSON, often empty), or with an error's ``code`` and ``message``."""
 
     call_id: int
     code: str = ""
@@ -394,7 +393,7 @@ FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | La
 
 
 class CheckLoads(Record, frozen=True, tag="check"):
-    """Asks a checking process (``tensord.workers.check``) to load versions one by one, as a worker would, and report each."""
+    """Asks a checking process to load versions one by one and report each."""
 
     #: The daemon's ``tensord.config.options.Options`` as msgpack.
     options: msgspec.Raw
@@ -405,13 +404,13 @@ class CheckLoads(Record, frozen=True, tag="check"):
 
 
 class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"):
-    """A line of JSON in which a checking process (``tensord.workers.check``) says what it does, such as ``loading digits``."""
+    """A line of JSON in which a checking process says what it does, such as ``loading digits``."""
 
     at: str
 
 
 class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="of"):
-    """A line of JSON in which a checking process (``tensord.workers.check``) says whether one model version could be loaded."""
+    """A line of JSON in which a checking process says whether one model version could be loaded."""
 
     name: str
     version: int

@@ -73,20 +73,19 @@ def export(
 
 
 def keys(seeds: Array | jax.Array, raw: bool = False) -> jax.Array:
-    """Makes a random key for each row out of its seed, so that requests that share a batch draw what each would draw alone.
+    """Makes a random key for each row from the row's seed. A row's random values then do not depend on the rest of the batch.
 
         own = tensord.models.keys(request["seed"])  # of request = {"seed": ("INT64", 0)}
         noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(own)
 
-    The keys are those that ``jax.random.key`` makes by threefry2x32, whatever ``jax_default_prng_impl`` is: with keys of "rbg"
-    all rows of a ``jax.vmap`` draw what the first row's key gives. In every datatype a seed from 0 on has the same key.
+    The keys are those of ``jax.random.key`` with threefry2x32, whatever ``jax_default_prng_impl`` is. A seed from 0 on has
+    the same key in every datatype.
 
     Args:
-      seeds: INT32, UINT32, INT64 or UINT64, of shape [rows] or [rows, 1], where rows is 1 in a model without a batch dimension.
-      raw: whether to return UINT32[rows, 2], for libraries that take no typed keys, as ``jax.random.PRNGKey`` makes them by
-        threefry2x32; False: typed keys of shape [rows].
+      seeds: INT32, UINT32, INT64 or UINT64, of shape [rows] or [rows, 1]. A model without a batch dimension has one row.
+      raw: True for keys of UINT32[rows, 2], as ``jax.random.PRNGKey`` makes them, or False for typed keys of shape [rows].
 
-    Raises: InvalidArgument: ``seeds`` is no array, or of another datatype or shape.
+    Raises: InvalidArgument: ``seeds`` is no array, or has another datatype or shape.
     """
     import jax
     import jax.numpy as jnp
@@ -104,17 +103,17 @@ def keys(seeds: Array | jax.Array, raw: bool = False) -> jax.Array:
 
 
 def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> dict[str, Array]:
-    """Calls another model of the server and waits for its outputs. Only for a model's code that runs in Python, not compiled.
+    """Calls another model of the server and waits for its outputs. Only model code that runs in Python may use it.
 
     Args:
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
-      outputs: the names of the outputs to return; empty: all outputs.
-      own: further fields of the request, such as ``version`` and ``priority``; ``Asked`` has them all.
+      outputs: the names of the outputs to return, or none for all outputs.
+      own: further fields of the request, such as ``version`` and ``priority``. ``Asked`` has them all.
 
     Returns: the outputs by name, as read-only numpy arrays.
 
-    Raises: ServingError: the error that the other model answered, or why it could not be called. If the calling model does not
-      catch it, the client of the calling model gets it.
+    Raises: ServingError: the error of the other model, or why it could not be called. If the calling model does not catch it,
+      the calling model's client gets it.
     """
     return begin(model, inputs, outputs, **own).result()
 
@@ -122,14 +121,14 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> BegunCall:
     """Begins a call of another model and returns at once. ``result()`` of the returned object waits for the outputs.
 
-    Calls that are begun before an earlier one ends may share a batch of the called model.
+    Calls that are in flight together may share a batch of the called model.
 
     Args:
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
-      outputs: the names of the outputs to return; empty: all outputs.
+      outputs: the names of the outputs to return, or none for all outputs.
       own: further fields of the request, such as ``version`` or ``priority``.
-    Raises: InvalidArgument: an input is no array, or this code is not run by a model that works on a request. An error of the
-      called model is raised by ``result()``.
+    Raises: InvalidArgument: an input is no array, or no model that works on a request runs this code. ``result()`` raises the
+      errors of the called model.
     """
     from tensord.workers.calls.asking import begin as begun
 
@@ -145,10 +144,10 @@ def stream(
 
     Args:
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
-      outputs: the names of the outputs to return; empty: all outputs.
+      outputs: the names of the outputs to return, or none for all outputs.
       own: further fields of the request, such as ``version`` or ``priority``.
-    Raises: InvalidArgument: an input is no array, or this code is not run by a model that works on a request. If a response is an
-      error, the iterator raises it as a ServingError, and ends.
+    Raises: InvalidArgument: an input is no array, or no model that works on a request runs this code. If a response is an error,
+      the iterator raises it as a ServingError, and ends.
     """
     from tensord.workers.calls.asking import stream as streamed
 
@@ -156,14 +155,14 @@ def stream(
 
 
 def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Has the server load another model, or load it again, and waits until that is done. Also allowed in a model's ``create``.
+    """Lets the server load another model, or load it again, and waits until that is done. A model's ``create`` may use it, too.
 
     Args:
-      config: a configuration in JSON that replaces the model's config.pbtxt; "": the model's own configuration.
-      files: the content of files by name, ``file:<version>/<name>``; the model then consists of these files only. None: its own
-        files.
+      config: a configuration in JSON that replaces the model's config.pbtxt, or "" to replace nothing.
+      files: the content of files by name, ``file:<version>/<name>``. The model then consists of these files only. None means
+        the model's own files.
 
-    Raises: ServingError: the model could not be loaded, and why; or this code is not run by a model on a server.
+    Raises: ServingError: the model could not be loaded, and why; or no model on a server runs this code.
     """
     from tensord.workers.calls.asking import load
 
@@ -171,10 +170,10 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
 
 def unload_model(name: str, dependents: bool = False) -> None:
-    """Has the server begin to unload the model ``name``, and does not wait until it is unloaded.
+    """Lets the server begin to unload a model, and does not wait until it is unloaded.
 
-    ``dependents``: True: if the model is an ensemble, its members that no other ensemble uses are unloaded too. False: they stay.
-    Raises ServingError: the server refused, and why; or this code is not run by a model on a server.
+    If ``dependents`` is true and the model is an ensemble, its members that no other ensemble uses are unloaded, too. Raises
+    ServingError if the server refuses, or if no model on a server runs this code.
     """
     from tensord.workers.calls.asking import unload
 
@@ -182,9 +181,9 @@ def unload_model(name: str, dependents: bool = False) -> None:
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether the server answers requests for this version of the model ``name``. ``version`` 0: for any version.
+    """Returns whether the server answers requests for a model version. ``version`` 0 means any version.
 
-    Raises ServingError: the server could not say; or this code is not run by a model on a server.
+    Raises ServingError if the server cannot say, or if no model on a server runs this code.
     """
     from tensord.workers.calls.asking import is_ready
 
@@ -192,14 +191,14 @@ def is_ready(name: str, version: int = 0) -> bool:
 
 
 def span(name: str, **attributes: bool | int | float | str) -> AbstractContextManager[None]:
-    """Returns a context manager that makes its block a named span in the traces of the requests that the model works on.
+    """Returns a context manager that makes its block a named span in the traces of the model's requests.
 
         with tensord.models.span("tokenize", words=len(words)):
             ...
 
-    Spans inside the block become children of this span. If an exception leaves the block, it is recorded as the span's error.
-    Nothing is recorded for a request that is not traced, nor in threads that the model has started itself. A request has at most
-    128 spans, with at most 16 attributes each. Of a text, the first 256 characters are stored.
+    Spans inside the block become children of this span. An exception that leaves the block becomes the span's error. Nothing
+    is recorded for a request that is not traced, or in threads that the model has started itself. A request has at most 128
+    spans, with at most 16 attributes each. The first 256 characters of a text are stored.
     """
     from tensord.workers.calls.own_spans import span
 
@@ -209,7 +208,8 @@ def span(name: str, **attributes: bool | int | float | str) -> AbstractContextMa
 def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:
     """Makes a metric of this model that only grows. The returned object has ``increment(by=1)`` and ``value``.
 
-    The server shows the metric at /metrics, with ``description``, while the model keeps the object. ``labels``: values by name.
+    The server shows the metric at /metrics, with ``description``, as long as the model keeps the object. ``labels`` has the
+    values of labels by name.
 
     Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
@@ -221,8 +221,9 @@ def counter(name: str, description: str = "", labels: Mapping[str, str] | None =
 def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Gauge:
     """Makes a metric of this model that goes up and down.
 
-    The returned object has ``set(to)``, ``increment(by=1)``, where ``by`` may be negative, and ``value``. The server shows the
-    metric at /metrics, with ``description``, while the model keeps the returned object. ``labels``: values by name.
+    The returned object has ``set(to)``, ``increment(by=1)``, where ``by`` may be negative, and ``value``. The server shows
+    the metric at /metrics, with ``description``, as long as the model keeps the object. ``labels`` has the values of labels
+    by name.
 
     Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
@@ -236,8 +237,8 @@ def histogram(
 ) -> Histogram:
     """Makes a metric of this model that counts values by size. The returned object has ``observe(value)``.
 
-    The server shows it at /metrics, with ``description``, while the model keeps the returned object. ``buckets``: upper
-    bounds, ascending. ``labels``: values by name.
+    The server shows the metric at /metrics, with ``description``, as long as the model keeps the object. ``buckets`` are
+    upper bounds, ascending. ``labels`` has the values of labels by name.
 
     Raises: InvalidArgument: name, labels or buckets are not valid, another metric has this name, or no model runs this code.
     """

@@ -83,13 +83,12 @@ def load(
     """Loads a model in this process, exactly as a worker does, with the same imports and the same compiled programs.
 
     Args:
-      folder: the model's folder. The members of an ensemble are looked for in the folder that contains it.
-      version: the version to load; 0: the newest that the model's version policy chooses.
-      config: a configuration file, as ``tensord serve`` takes; variables such as TENSORD_WORKERS_THREADS apply as they do there.
-        None: no file.
-      device: the device to run on; None: JAX's first device.
+      folder: the model's folder. The members of an ensemble must be beside it.
+      version: the version to load, or 0 for the newest that the model's version policy chooses.
+      config: a configuration file of ``tensord serve``, or None. Variables such as TENSORD_WORKERS_THREADS count as well.
+      device: the device to run on, or None for JAX's first device.
 
-    Raises: ServingError: the model cannot be loaded; the message is the one that the daemon would give.
+    Raises: ServingError: the model cannot be loaded; the message is the daemon's.
     """
     served = _load(Path(folder).absolute(), version, config, device)
     connection = LocalConnection(lambda *_: served)
@@ -98,7 +97,7 @@ def load(
 
 
 def served(repository: Path, model: str, version: int) -> _Served:
-    """Loads a model of the folder ``repository`` in this process, for clients in this process. ``version`` 0: the newest.
+    """Loads a model of the folder ``repository`` in this process, for clients in this process. ``version`` 0 means the newest.
 
     Raises: NotFound: there is no such model.  ServingError: the model cannot be loaded.
     """
@@ -132,11 +131,7 @@ def _load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Returns the models to load for the folder ``path``, with their version numbers, in the order of loading.
-
-    An ensemble comes after all models that its steps need. ``version``: the version of the model in ``path``; 0 or less: the
-    newest. Raises NotFound: a model or version does not exist or cannot be read; InvalidArgument: ensembles contain each other.
-    """
+    """Returns the models to load for the folder ``path``, with their versions, members before ensembles."""
     found: dict[tuple[str, int], FoundModel] = {}
     under_way: list[str] = []
 
@@ -160,11 +155,7 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
-    """Returns an ensemble with its configuration checked, and completed from its members' configurations.
-
-    Any other model is returned as it is. ``loaded``: the loaded versions by model name and version number.
-    Raises InvalidArgument: the ensemble does not fit its members.
-    """
+    """Returns an ensemble with its configuration completed from its members' configurations."""
     if not model.members:
         return model
 
@@ -178,7 +169,7 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
 
 
 class _Served:
-    """A model that this process serves, for clients in the same process."""
+    """A model that this process serves, for clients in this process."""
 
     def __init__(self, worker: LocalWorker, version: ModelVersion) -> None:
         self._worker = worker
@@ -204,7 +195,7 @@ class _Served:
     def begin(self, request: LocalRequest, call: Call) -> int:
         """Copies a call's inputs and sends the request to the worker, whose loop gives the responses to ``request``.
 
-        Returns the number of bytes that were copied. Raises ServingError: an input cannot be sent, or the model was closed.
+        Returns the number of copied bytes. Raises ServingError if an input cannot be sent or the model was closed.
         """
         arrays = {name: _array(array) for name, array in call.inputs.items()}
         prepared = PreparedRequest(call.model, self.description.version, parameters=dict(call.parameters))
@@ -230,10 +221,7 @@ class _Loaded(Model):
 
 
 def _array(value: Array) -> Array:
-    """Returns a read-only copy of ``value``, an input, as an array of a dtype that requests can have.
-
-    Raises InvalidArgument: an element of a BYTES tensor is None or is no valid Unicode.
-    """
+    """Returns a read-only copy of an input, with a dtype that requests can have."""
     made = np.array(value)
     if datatype_of(made.dtype) == "BYTES":
         made = decode_strings(encode_strings(made), made.shape)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class AsyncClient:
     """A connection to a server, for programs on an event loop. Any number of requests may be in flight.
 
-    Made by ``connect_async``.
+    ``connect_async`` makes it.
     """
 
     def __init__(self, client: Client) -> None:
@@ -40,9 +40,9 @@ class AsyncClient:
         """Looks up a model on the server, and returns it as a function of arrays whose calls are awaited.
 
         Args:
-          version: the version that is called; 0: the newest at the time of each call.
-          timeout: seconds that a call waits for its answer, and a stream for each response; None: without limit.
-          parameter_set: the model's parameter set that calls are answered with; "": ``main``.
+          version: the version to call, or 0 for the newest at the time of each call.
+          timeout: the seconds that a call waits for its answer, and a stream for each response. None means no limit.
+          parameter_set: the model's parameter set that calls are answered with. "" means ``main``.
 
         Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
           answers.  InvalidArgument: an argument is of another type.
@@ -61,14 +61,13 @@ class AsyncClient:
     ) -> Any:
         """Makes an array for an input or an output (``out``) in memory that the server reads and writes without a copy.
 
-        Where the server shares no memory with this process (HTTP, or a model served by this process), it is an ordinary array.
+        If the server shares no memory with this process (HTTP, or a model in this process), it is an ordinary array.
 
         Args:
-          tensor: an entry of ``AsyncModel.inputs`` or ``AsyncModel.outputs``, with every size that varies (-1) taken as 1; or a
-            shape.
-          dtype: the numpy dtype, needed where ``tensor`` is a shape and ignored otherwise.
-          shape: the complete shape, where a size of the entry varies; ignored where ``tensor`` is a shape.
-          device: a GPU, such as "cuda:0", as this process counts GPUs; "": host memory.
+          tensor: an item of ``AsyncModel.inputs`` or ``AsyncModel.outputs``, or a shape. An item's variable sizes (-1) become 1.
+          dtype: the numpy dtype. It is needed if ``tensor`` is a shape, and ignored otherwise.
+          shape: the complete shape, if the item has variable sizes. It is ignored if ``tensor`` is a shape.
+          device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
 
         Raises: InvalidArgument: the server cannot share such an array.  Unavailable: there is no memory for the array now, or
           this process has no CUDA driver.  Unsupported: a GPU was asked for, and this process serves the models itself.
@@ -92,7 +91,7 @@ class AsyncClient:
 
 
 class AsyncModel(Calls):
-    """A served model: call it with arrays by input name, and await the answer.
+    """A served model. Call it with arrays by input name, and await the answer.
 
     Cancelling a task that awaits an answer cancels the request.
     """
@@ -100,7 +99,8 @@ class AsyncModel(Calls):
     async def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
         """Sends one request, awaits its answer and returns it.
 
-        ``outputs``: names of the outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
+        ``outputs`` are the names of the outputs to return, or none for all. ``own`` are the request's other fields, such as
+        ``priority``.
 
         Raises: InvalidArgument: an input cannot be an array.  DeadlineExceeded: no answer came within the model's ``timeout``.
           ServingError: any other error of the server.
@@ -110,11 +110,11 @@ class AsyncModel(Calls):
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> asyncio.Future[Answer]:
-        """Sends one request and returns a future of its answer; cancelling the future cancels the request.
+        """Sends one request and returns a future of its answer. Cancelling the future cancels the request.
 
-        The input arrays may be written to as soon as this returns. Arrays of ``AsyncClient.empty`` are an exception: they must
-        not be written to until the answer has come. The future raises the server's errors. ``outputs``: names of the outputs to
-        return; empty: all. ``own``: the request's other fields, such as ``priority``.
+        You may change the input arrays as soon as this returns. Arrays of ``AsyncClient.empty`` are an exception, and must
+        not change until the answer has come. The future raises the server's errors. ``outputs`` are the names of the outputs
+        to return, or none for all. ``own`` are the request's other fields, such as ``priority``.
         """
         pending = self._connection.ask(self.call(inputs, outputs, own, detached=True))
 
@@ -134,9 +134,9 @@ class AsyncModel(Calls):
     ) -> AsyncIterator[Answer]:
         """Sends one request and returns an asynchronous iterator over its responses.
 
-        ``aclose()`` of the iterator cancels the request. ``outputs``: names of the outputs to return; empty: all. ``own``: the
-        request's other fields, such as ``priority``. The iterator raises ServingError if a response is an error or does not
-        come within the model's ``timeout``.
+        ``aclose()`` of the iterator cancels the request. ``outputs`` are the names of the outputs to return, or none for
+        all. ``own`` are the request's other fields, such as ``priority``. The iterator raises ServingError if a response is
+        an error or does not come within the model's ``timeout``.
         """
         call = self.call(inputs, outputs, own, streams=True, detached=True)
         return self._connection.ask(call).async_responses(self.timeout)
@@ -149,14 +149,14 @@ class AsyncModel(Calls):
         outputs: Sequence[str] = (),
         **own: Unpack[Own],
     ) -> AsyncPrepared:
-        """Prepares a request that is sent many times: each ``await call()`` of the result sends what the input arrays hold then.
+        """Prepares a request that is sent many times. Each ``await call()`` of the result sends the input arrays' present values.
 
         No request is sent yet.
 
         Args:
-          out: output name -> the array that each answer's output is written to; the first call raises InvalidArgument if the
-            array cannot be used. None: no output is written to an array of the caller.
-          outputs: names of the outputs to return; empty: the names in ``out``, or all outputs if ``out`` is empty too.
+          out: output name -> the array that each answer's output is written to. The first call raises InvalidArgument if an array
+            cannot be used.
+          outputs: the names of the outputs to return. None given means the names in ``out``, or all outputs without ``out``.
           own: the request's other fields, such as ``priority``.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
@@ -166,7 +166,7 @@ class AsyncModel(Calls):
     def latest(self) -> AsyncLatest:
         """Makes an object whose ``put`` sends inputs without waiting and whose ``get`` returns the newest answer.
 
-        If ``put`` is called faster than the model answers, the object keeps only the newest inputs.
+        If ``put`` is called faster than the model answers, only the newest inputs are sent.
         """
         return AsyncLatest(self.submit)
 
@@ -178,23 +178,19 @@ class AsyncModel(Calls):
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
         """Returns a new sequence: requests that share state in the model and are sent one after the other.
 
-        No request is sent yet. Each call of the returned object sends one request. ``sequence_id``: the sequence's id; 0 or "":
-        a new random one.
+        Each call of the returned object sends one request. If ``sequence_id`` is 0 or "", the sequence gets a random id.
         """
         return AsyncModelSequence(self, sequence_id or self.sequence_id())
 
     async def end_sequence(self, sequence_id: SequenceId) -> None:
         """Ends a sequence without a further request, once the sequence's requests in flight have run.
 
-        Over HTTP this does nothing: the server ends a sequence that was idle for as long as the model's configuration allows.
+        Over HTTP it does nothing. The server ends a sequence that is idle for longer than the model's configuration allows.
         """
         await asyncio.to_thread(self._connection.end_sequence, self.name, sequence_id)
 
     async def close(self) -> None:
-        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected.
-
-        Idempotent.
-        """
+        """Ends the use of this object. Every later call of it raises Unavailable. The client stays connected. Idempotent."""
         self._closed = True
 
     async def __aenter__(self) -> AsyncModel:
@@ -207,7 +203,7 @@ class AsyncModel(Calls):
 
 
 class AsyncPrepared:
-    """A request that is sent many times: each awaited call sends what the input arrays hold then.
+    """A request that is sent many times. Each awaited call sends the input arrays' present values.
 
     Several calls may be in flight.
     """
@@ -232,22 +228,22 @@ class AsyncPrepared:
 
 
 class AsyncLatest(Newest[Answer]):
-    """Sends inputs to a model by ``put``, which does not wait; ``await get()`` returns the newest answer.
+    """Sends inputs to a model by ``put``, which does not wait. ``await get()`` returns the newest answer.
 
-    While two requests are in flight, ``put`` keeps only the newest inputs, which are sent next. If an event loop is
-    closed, the requests that were sent in that loop end.
+    While two requests are in flight, ``put`` stores only the newest inputs, which are sent next. The requests of an event
+    loop end when the loop is closed.
     """
 
     def forget(self) -> None:
-        """Resets this object: afterwards it has no inputs, no answers and no tasks that wait."""
+        """Resets this object to have no inputs, no answers and no waiting tasks."""
         super().forget()
         #: Futures of the tasks that wait in ``get``.
         self._waits: list[asyncio.Future[None]] = []
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Sends the inputs to the model at once or, if two requests are in flight already, keeps a copy of them to be sent next.
+        """Sends inputs to the model at once. If two requests are in flight already, it stores a copy to send next.
 
-        The kept copy replaces inputs that were kept before. Raises InvalidArgument: an input cannot be an array.  Cancelled:
+        The copy replaces inputs that were stored before. Raises: InvalidArgument: an input cannot be an array.  Cancelled:
         ``close`` was called.
         """
         for number, task in list(self._under_way.items()):
@@ -261,9 +257,9 @@ class AsyncLatest(Newest[Answer]):
                 waits.get_loop().call_soon_threadsafe(_end_wait, waits)
 
     async def get(self, timeout: float | None = None) -> Answer:
-        """Waits until there is an answer newer than the last one that ``get`` returned, and returns the newest.
+        """Waits until there is an answer that ``get`` has not returned yet, and returns the newest one.
 
-        ``timeout``: seconds to wait; None: without limit.
+        ``timeout`` is the seconds to wait, or None for no limit.
 
         Raises: ServingError: the newest answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close``
           was called.
@@ -281,7 +277,7 @@ class AsyncLatest(Newest[Answer]):
         return self._take()
 
     async def close(self) -> None:
-        """Cancels the requests in flight. From now on ``put`` raises Cancelled, and so does ``get`` if no new answer is there.
+        """Cancels the requests in flight. ``put`` then raises Cancelled, and so does ``get`` if it has no new answer.
 
         Idempotent.
         """
@@ -302,16 +298,16 @@ def _end_wait(waits: asyncio.Future[None]) -> None:
 
 
 class AsyncModelSequence(SequenceSteps[AsyncModel]):
-    """A sequence of requests to a model that keeps state: the first call begins it, the call with ``end=True`` ends it.
+    """A sequence of requests to a model that keeps state. The first call begins it, the call with ``end=True`` ends it.
 
-    Made by ``AsyncModel.sequence``. If its ``async with`` block is left without an ``end`` call, ``AsyncModel.end_sequence``
-    ends the sequence.
+    ``AsyncModel.sequence`` makes it. If its ``async with`` block is left without an ``end`` call,
+    ``AsyncModel.end_sequence`` is called.
     """
 
     async def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Sends the sequence's next request, awaits its answer and returns it.
 
-        ``end``: True: this request is the sequence's last one. ``own``: the request's other fields, such as ``priority``.
+        ``end`` says that this request is the sequence's last one. ``own`` are the request's other fields, such as ``priority``.
 
         Raises: ServingError: the answer is an error.
         """
@@ -342,8 +338,7 @@ class AsyncModelParameters:
         """Pushes parameters into a parameter set of the model. Returns the number that identifies the push.
 
         Args:
-          parameters: a tree of arrays, which must not be written to until this has returned, or the name of a file on the
-            server.
+          parameters: a tree of arrays, which must not change until this has returned, or the name of a file on the server.
           how: keyword arguments of ``ModelParameters.update``, such as ``set`` or ``version``.
 
         Raises: Replaced: a newer push was made.  InvalidArgument: the parameters do not fit the model.  ServingError: any other
@@ -352,14 +347,11 @@ class AsyncModelParameters:
         return await asyncio.to_thread(self._sets.update, parameters, **how)
 
     async def list(self) -> list[dict[str, Any]]:
-        """Returns a dictionary for each parameter set of the model, with the set's name, the number of its newest push and more.
-
-        ``ModelParameters.list`` explains the keys.
-        """
+        """Returns a dictionary for each parameter set of the model, as ``ModelParameters.list`` does."""
         return await asyncio.to_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:
-        """Drops the parameter set named ``set``: later requests for it fail.
+        """Drops the parameter set named ``set``. Later requests for it fail.
 
         Raises: NotFound: there is no such parameter set.  InvalidArgument: ``set`` is ``main``, which cannot be dropped.
         """
@@ -379,11 +371,11 @@ async def connect_async(address: Place | None = None, *, wait: float = 0.0, pati
     """Finds a server, connects to it and returns the client.
 
     Args:
-      address: a folder with a daemon's sockets or a repository of models, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None:
-        ``$TENSORD`` or, if it is not set, the first that answers of: the service of this host (/run/tensord), the user's own
-        daemon, localhost:8000.
-      wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
-      patience: seconds that a call waits, within its own timeout, for a server that has gone away to come back.
+      address: a folder with a daemon's sockets, a repository of models, a socket's path, ``unix:PATH`` or ``HOST:PORT``. None
+        means ``$TENSORD`` or, if it is not set, the first server that answers: this host's service (/run/tensord), the user's
+        own daemon, localhost:8000.
+      wait: the seconds to wait for a server to appear. With 0, each address is tried once.
+      patience: the seconds that a call waits, within its own timeout, for a lost server to come back.
 
     Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is none of these texts.
     """

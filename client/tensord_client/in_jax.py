@@ -29,8 +29,8 @@ def jax(
     """Makes a function of a served model that may be called inside ``jax.jit``, ``vmap`` and ``scan``. It has no derivative.
 
     Args:
-      shapes: output name -> the output's shape, without axes that ``vmap`` adds. An output needs an entry if it is BYTES, or if
-        the model's metadata leave one of its sizes open, other than the batch's. None: no output needs an entry.
+      shapes: output name -> the output's shape, without axes that ``vmap`` adds. It is needed for an output that is BYTES, or
+        that has a variable size other than the batch's in the model's metadata.
     Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
       shape is not known. When the compiled program runs, it raises the server's errors.
     """
@@ -79,11 +79,7 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of ``tensor``, a request's output. ``rows``: the request's rows; 0: the model has no batch dimension.
-
-    ``known``: output name -> shape, where the caller knows it. Raises: InvalidArgument: ``known`` lacks the output, and the
-    output is BYTES or the metadata leave one of its sizes open.
-    """
+    """Returns the shape of a request's output. ``rows`` is 0 if the model has no batch dimension."""
     if tensor.name in known:
         return tuple(known[tensor.name])
     shape = (rows, *tensor.shape[1:]) if rows else tensor.shape
@@ -121,7 +117,10 @@ def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dic
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) of a pytree; a name is the keys to the leaf joined by dots, or "array" if the tree is one leaf."""
+    """Yields the name and value of each leaf of a pytree. A name is the keys to the leaf, joined by dots.
+
+    If the tree is a single leaf, its name is "array".
+    """
     from jax import tree_util
 
     for path, leaf in tree_util.tree_leaves_with_path(tree):

@@ -38,9 +38,9 @@ class ModelParameters:
     """
 
     def __init__(self, manage: Callable[..., dict[str, Any]], model: str, version: int) -> None:
-        """Sends nothing yet. ``manage``: lists or changes parameter sets on the server, such as ``HttpConnection.manage``.
+        """Sends nothing yet. ``manage`` lists or changes parameter sets on the server, as ``HttpConnection.manage`` does.
 
-        ``version``: the model's version; 0: all versions.
+        ``version`` is the model's version, or 0 for all versions.
         """
         self._manage = manage
         self._model = model
@@ -62,17 +62,18 @@ class ModelParameters:
         Requests that begin after this has returned use the new parameters.
 
         Args:
-          parameters: a tree of arrays (nested mappings and sequences, or any pytree of JAX), with the names, shapes and dtypes
-            of the model's own parameters, such as the tree that its ``create`` returned; or the name of a file in the model's
-            folder on the server, such as "params-17.safetensors".
-          version: the number that identifies this push, higher than every earlier number of the set; 0: one more than the last.
-          set: the name of the parameter set; a set that does not exist is made.
-          partial: True: ``parameters`` may lack leaves of the model. Lacking leaves keep their values; in a new set they have
-            the values of ``main``.
-          check_finite: True: the server refuses values that are infinite or not a number.
-          move_sequences: True: sequences that have begun go on with the new parameters; False: they go on with those that they
-            began with.
-          timeout: seconds to wait for the server's answer; None: without limit.
+          parameters: a tree of arrays, or the name of a file in the model's folder on the server, such as
+            "params-17.safetensors". A tree is nested mappings and sequences, or any pytree of JAX. It has the names, shapes and
+            dtypes of the model's own parameters.
+          version: the number that identifies this push. It is higher than every earlier number of the set, or 0 for one more than
+            the last.
+          set: the name of the parameter set. A set that does not exist is made.
+          partial: whether ``parameters`` may lack leaves of the model. Such leaves keep their values. In a new set they have the
+            values of ``main``.
+          check_finite: whether the server refuses values that are infinite or not a number.
+          move_sequences: whether sequences that have begun go on with the new parameters. If False, they go on with the
+            parameters that they began with.
+          timeout: the seconds to wait for the server's answer, or None for no limit.
 
         Returns: the number that identifies this push.
 
@@ -94,15 +95,15 @@ class ModelParameters:
     def list(self) -> list[dict[str, Any]]:
         """Returns a dictionary for each parameter set that the model has.
 
-        "set" is the set's name. "number" is the number of its newest push; 0: nothing was pushed, and the parameters are those
-        in the model's folder. "kept" says where the server keeps a copy: "repository", "memory", "file" or "none". A set that
-        was pushed into also has "byte_size", "pushed_at" (seconds since 1970) and "pushed_by".
+        "set" is the set's name. "number" is the number of its newest push, or 0 if the parameters are those in the model's
+        folder. "kept" says where the server keeps a copy: "repository", "memory", "file" or "none". A set that was pushed
+        into also has "byte_size", "pushed_at" (seconds since 1970) and "pushed_by".
         """
         found: list[dict[str, Any]] = self._manage("parameters", self._model, self._version)["parameters"]
         return found
 
     def drop(self, set: str) -> None:
-        """Drops the parameter set named ``set``: later requests that name it fail.
+        """Drops the parameter set named ``set``. Later requests that name it fail.
 
         Raises: NotFound: there is no such parameter set.  InvalidArgument: ``set`` is ``main``, which cannot be dropped.
         """
@@ -124,11 +125,11 @@ class ModelParameters:
 def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
     """Yields a tree of arrays as bytes in safetensors' layout: the header, then each array's memory, without a copy.
 
-    ``partial``: whether the push may lack leaves of the model. If True, every leaf of the tree must be one that can be
-    pushed. If False, leaves that no push can have are left out: functions, texts, random keys, and arrays of types that
-    the layout lacks. For these leaves the model keeps the values that it was loaded with.
+    If ``partial`` is True, every leaf of the tree must be an array that the layout has. Otherwise other leaves are left out:
+    functions, texts, random keys, and arrays of types that the layout lacks. The model keeps its loaded values for these
+    leaves.
 
-    Raises: InvalidArgument: the tree has no arrays; or, with ``partial``, a leaf cannot be pushed.
+    Raises: InvalidArgument: the tree has no arrays; or, with ``partial``, a leaf is no array that the layout has.
     """
     leaves: dict[str, tuple[str, Array]] = {}
     for name, leaf in _leaves(parameters):
@@ -156,11 +157,7 @@ def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) for each leaf of a tree. A name has keys and indices joined by dots, such as ``dense.0.kernel``.
-
-    If this process has imported JAX, JAX walks the tree, and any pytree is accepted. Otherwise mappings, lists and tuples are
-    walked, and anything else is a leaf.
-    """
+    """Yields the name and value of each leaf of a tree, such as ``dense.0.kernel``."""
     if "jax" in sys.modules:
         from tensord_client import in_jax
 
@@ -170,7 +167,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _array(leaf: Any) -> tuple[str, Array] | None:
-    """Returns a leaf's safetensors type, and the leaf as a contiguous little-endian array; None: safetensors lacks the type."""
+    """Returns a leaf's safetensors type, and the leaf as a little-endian array."""
     bits = bfloat16_of_torch(leaf)
     try:
         array = np.ascontiguousarray(leaf if bits is None else bits)
@@ -186,7 +183,7 @@ def _array(leaf: Any) -> tuple[str, Array] | None:
 
 
 def sealed(pieces: Sequence[Buffer]) -> int:
-    """Writes pieces of bytes one after the other into a new memfd, which is sealed so that nobody can change it.
+    """Writes pieces of bytes one after the other into a new memfd, which nobody can change afterwards.
 
     Returns the memfd's file descriptor, which the caller must close.
 

@@ -31,17 +31,17 @@ class Served(Protocol):
     def begin(self, request: LocalRequest, call: Call) -> int:
         """Copies a call's inputs and sends the request to the worker, whose loop gives the responses to ``request``.
 
-        Returns the number of bytes that were copied. Raises ServingError: an input cannot be sent, or the model was closed.
+        Returns the number of copied bytes. Raises ServingError if an input cannot be sent or the model was closed.
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that a response was taken, so that the model may make more. ``request``: its object of the request."""
+        """Tells the worker that a response was taken, so that the model may make more. ``request`` is the worker's object."""
 
     def withdraw(self, request: Any) -> None:
-        """Tells the worker that nobody waits for an answer any more. ``request``: the worker's object of the request."""
+        """Tells the worker that nobody waits for an answer any more. ``request`` is the worker's object of the request."""
 
     def end_sequence(self, sequence_id: int | str) -> None:
-        """Ends a sequence, if there is one, without a further request, and drops the state that the model keeps for it."""
+        """Ends a sequence without a further request. It does nothing if there is no such sequence."""
 
     def close(self) -> None:
         """Waits until all requests are answered, then unloads the model. Idempotent."""
@@ -67,10 +67,10 @@ class LocalRequest(Pending[Answer]):
         """Stores a response, and wakes whoever waits for it. The worker's loop calls this method.
 
         Args:
-          request: not used; the worker passes its own object of this request.
-          result: the outputs by name, or an error that has a ``code``; None if the request ends without a further response.
-          moments: the times, in ns, at which the model's run began, had its inputs, and had computed; None: not measured.
-          final: True: no further response follows.
+          request: the worker's object of this request. It is not used.
+          result: the outputs by name, or an error that has a ``code``, or None if the request ends without a further response.
+          moments: the times, in ns, at which the model's run began, had its inputs, and had computed. None: not measured.
+          final: whether this is the last response.
         """
         if isinstance(result, Exception):
             self.add(ours(result))
@@ -91,8 +91,8 @@ class LocalRequest(Pending[Answer]):
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
         """Makes an answer of a response, and tells the worker that the response was taken.
 
-        The answer has copies of the outputs, which the caller may change. If copying fails, the error is returned. ``arrived``:
-        the outputs by name, and the times of the run, or None in place of times that were not measured.
+        The caller may change the answer's arrays, which are copies. If copying fails, the error is returned. ``arrived`` is
+        the outputs by name, and the times of the run or None.
         """
         result, moments = arrived
         call, request = self._call, self.request
@@ -118,10 +118,13 @@ class LocalRequest(Pending[Answer]):
 
 
 class LocalConnection:
-    """A ``Connection`` to models that this process serves itself. Each model is loaded when it is first used. Thread-safe."""
+    """A ``Connection`` to models that this process serves itself. Each model is loaded at its first use. Thread-safe."""
 
     def __init__(self, load: Callable[[str, int], Served]) -> None:
-        """Loads nothing yet. ``load`` loads a version (0: the newest) of a model, or raises an error that has a ``code``."""
+        """Loads nothing yet. ``load`` loads a model by name and version, where 0 means the newest version.
+
+        If loading fails, ``load`` raises an error that has a ``code``.
+        """
         self._load = load
         self._lock = threading.Lock()
         self._models: dict[tuple[str, int], Served] = {}
@@ -133,7 +136,10 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Loads a model if needed, and returns its description. ``version`` 0: newest. Raises ServingError: loading failed."""
+        """Loads a model if needed, and returns its description. ``version`` 0 means the newest.
+
+        Raises ServingError if loading fails.
+        """
         return self._loaded(model, version).description
 
     def _loaded(self, model: str, version: int) -> Served:
@@ -150,21 +156,21 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in. Loads the model if needed. ``version`` 0: the newest."""
+        """Returns a model's configuration with defaults filled in. Loads the model if needed. ``version`` 0 means the newest."""
         return self._loaded(model, version).config
 
     def ask(self, call: Call) -> LocalRequest:
-        """Sends ``call`` to a model in this process. Returns a ``Pending``, an object that waits for the answer."""
+        """Sends a request to a model in this process. Returns an object that waits for the answer."""
         return LocalRequest(self, self._loaded(call.model, call.version), call)
 
     exchange = ask
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request of ``call`` to send many times, each time with its arrays' content at that time. Sends nothing yet."""
+        """Makes a request that can be sent many times, each time with its arrays' values at that time. Sends nothing yet."""
         return Prepared(self.ask, call)
 
     def call_back(self, request: LocalRequest) -> None:
-        """Lets another thread call the callbacks of an ended request, as the worker's loop must not wait for callbacks."""
+        """Calls the callbacks of an ended request in another thread."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
@@ -175,24 +181,24 @@ class LocalConnection:
         self._ended.put(request)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary numpy array of ``shape`` and ``dtype``: models in this process need no shared memory."""
+        """Makes an ordinary numpy array with undefined content."""
         if self._closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Always raises Unsupported: this process serves the models itself, so there is no daemon to share GPU memory with."""
+        """Always raises Unsupported, because this process serves the models itself."""
         raise Unsupported(f"memory on '{device}' is shared with a daemon, and this process serves the model itself")
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence in all versions of the model that are loaded, without a further request."""
+        """Ends a sequence in all loaded versions of the model, without a further request."""
         with self._lock:
             loaded = [each for (name, _), each in self._models.items() if name == model]
         for each in loaded:
             each.end_sequence(sequence_id)
 
     def parameters(self, model: str, version: int) -> Any:
-        """Always raises Unsupported: only models that a daemon serves have parameter sets."""
+        """Always raises Unsupported, because only models that a daemon serves have parameter sets."""
         raise Unsupported(
             "parameters are pushed into models that a daemon serves; this process serves the model itself"
         )
@@ -221,23 +227,21 @@ class LocalConnection:
 
 
 def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
-    """Calls the callbacks of ended requests that come in the queue, until None comes; the main function of a thread.
-
-    The function does not refer to the connection, so that the connection can be garbage-collected.
-    """
+    """Calls the callbacks of ended requests in the queue until None comes."""
+    # No reference to the connection: it would never be garbage-collected.
     while (request := ended.get()) is not None:
         request.call_back()
         del request
 
 
 def ours(error: Any) -> ServingError:
-    """Converts a worker's error to the error of this package that has the same code, with a message in plain words."""
+    """Converts a worker's error to this package's error with the same code, in plain words."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 
 @contextlib.contextmanager
 def in_our_words() -> Iterator[None]:
-    """Converts an error with a code, raised by a worker's code in the ``with`` block, to a ServingError in plain words."""
+    """Converts a worker's error in the ``with`` block to a ServingError in plain words."""
     try:
         yield
     except Exception as error:

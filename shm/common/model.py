@@ -31,7 +31,7 @@ _TRACED = {"traceparent": traced}
 
 
 class Calls:
-    """Base class of ``Model`` and ``AsyncModel``: holds a model's description, and makes a ``Call`` of a caller's arguments."""
+    """Base class of ``Model`` and ``AsyncModel``. It has a model's description, and makes a ``Call`` of a caller's arguments."""
 
     def __init__(
         self,
@@ -64,7 +64,10 @@ class Calls:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Returns the model's configuration (ModelConfig as JSON) with defaults filled in; empty if the server gives none."""
+        """Returns the model's configuration (ModelConfig as JSON) with defaults filled in.
+
+        It is empty if the server gives none.
+        """
         return self._connection.config(self.name, self._asked_version)
 
     def call(
@@ -79,12 +82,12 @@ class Calls:
         """Makes the ``Call`` object of one request to this model. Sends nothing.
 
         Args:
-          inputs: input name -> array; nested mappings are flattened.
-          outputs: names of the outputs to return; empty: all of them.
-          own: the request's other fields, by the names in ``Own``.
-          places: output name -> the caller's array that the output is written to; None: the caller gives no arrays for outputs.
-          streams: True: the caller accepts any number of responses.
-          detached: True: the caller goes on before the answer has come, and may write to the input arrays meanwhile.
+          inputs: input name -> array. Nested mappings are flattened.
+          outputs: the names of the outputs to return, or none for all of them.
+          own: the request's other fields, by their names in ``Own``.
+          places: output name -> the caller's array that the output is written to, or None for no such arrays.
+          streams: True if the caller accepts any number of responses.
+          detached: True if the caller may change the input arrays before the answer has come.
 
         Raises: InvalidArgument: an input cannot be an array, a value of ``places`` is no writable array, a field of ``own`` has
           a wrong value, the parameter ``parameter_set`` is no name of a set, or the model gives several responses and
@@ -116,7 +119,7 @@ class Calls:
         return call
 
     def sequence_id(self) -> int:
-        """Returns a new random sequence id of 63 bits, never 0, so that no other client is likely to choose the same id."""
+        """Returns a new random sequence id of 63 bits, never 0."""
         return int.from_bytes(os.urandom(8), "little") >> 1 | 1
 
     def __reduce__(self) -> Any:
@@ -131,22 +134,25 @@ class Calls:
 
 
 class Model(Calls):
-    """A served model: call it with arrays by input name. Thread-safe.
+    """A served model. Call it with arrays by input name. Thread-safe.
 
-    Attributes: ``name``; ``version``, the version that was served when the model was looked up; ``max_batch_size``, the most
-    rows of a request, where 0 says that the model has no batch dimension; ``has_sequences``, True if each request has to belong
-    to a sequence; ``timeout``, in seconds, where None says that there is no limit; ``inputs`` and ``outputs``, with a ``Tensor``
-    for each input or output, found by position or by name.
+    Attributes:
+      name: the model's name.
+      version: the version that was served when the model was looked up.
+      max_batch_size: the most rows of a request, or 0 if the model has no batch dimension.
+      has_sequences: True if each request must belong to a sequence.
+      timeout: the seconds to wait for an answer, or None for no limit.
+      inputs, outputs: a ``Tensor`` for each input or output, found by position or by name.
     """
 
     def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
         """Sends one request, waits for its answer and returns it.
 
         Args:
-          inputs: input name -> array, with the batch dimension where the model has one. Nested mappings are flattened, with "/"
-            between their keys. Anything that is no array, such as a list of numbers, becomes an array of the input's datatype.
-          outputs: names of the outputs to return; empty: all of them.
-          own: the request's other fields, such as ``parameters`` and ``priority``; ``Own`` has them all.
+          inputs: input name -> array, with the batch dimension if the model has one. Nested mappings are flattened, with "/"
+            between their keys. A value that is no array, such as a list, becomes an array of the input's datatype.
+          outputs: the names of the outputs to return, or none for all of them.
+          own: the request's other fields, such as ``parameters`` and ``priority``. ``Own`` has them all.
 
         Raises: InvalidArgument: an argument is wrong, or the model gives several responses (use ``stream``).
           DeadlineExceeded: no answer came within the model's ``timeout``.  ServingError: any other error of the server.
@@ -157,20 +163,20 @@ class Model(Calls):
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> concurrent.futures.Future[Answer]:
-        """Sends one request and returns a future of its answer; ``cancel()`` on the future cancels the request.
+        """Sends one request and returns a future of its answer. The future's ``cancel()`` cancels the request.
 
-        The input arrays may be written to as soon as this returns. Arrays of ``Client.empty`` are an exception: they must not be
-        written to until the answer has come. The future's ``result()`` raises the server's errors. ``outputs``: names of the
-        outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
+        You may change the input arrays as soon as this returns. Arrays of ``Client.empty`` are an exception, and must not
+        change until the answer has come. The future's ``result()`` raises the server's errors. ``outputs`` are the names of
+        the outputs to return, or none for all. ``own`` are the request's other fields, such as ``priority``.
         """
         return promised(self._connection.ask(self.call(inputs, outputs, own, detached=True)))
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
-        """Sends one request, with ``inputs`` by name, and returns an iterator over its responses, in the order they are made.
+        """Sends one request and returns an iterator over its responses, in the order in which they are made.
 
-        Leaving the iteration early cancels the request. ``outputs``: names of the outputs to return; empty: all. ``own``: the
-        request's other fields, such as ``priority``. The iterator raises ServingError if a response is an error or does not
-        come within the model's ``timeout``.
+        Leaving the iteration early cancels the request. ``outputs`` are the names of the outputs to return, or none for all.
+        ``own`` are the request's other fields, such as ``priority``. The iterator raises ServingError if a response is an
+        error or does not come within the model's ``timeout``.
         """
         call = self.call(inputs, outputs, own, streams=True, detached=True)
         return self._connection.ask(call).responses(self.timeout)
@@ -183,14 +189,13 @@ class Model(Calls):
         outputs: Sequence[str] = (),
         **own: Unpack[Own],
     ) -> Prepared:
-        """Prepares a request that is sent many times: each ``call()`` of the result sends what the input arrays hold then.
+        """Prepares a request that is sent many times. Each ``call()`` of the result sends the input arrays' present values.
 
         Args:
-          inputs: input name -> array; keep the arrays and write new values into them.
-          out: output name -> the array that each answer's output is written to, which has the output's shape and dtype. The
-            server writes to an array of ``Client.empty`` itself where that is possible; to other arrays the output is copied.
-            None: no output is written to an array of the caller.
-          outputs: names of the outputs to return; empty: the names in ``out``, or all outputs if ``out`` is empty too.
+          inputs: input name -> array. Keep the arrays and write new values into them.
+          out: output name -> the array that each answer's output is written to. It has the output's shape and dtype. If
+            possible, the server itself writes to arrays of ``Client.empty``. Outputs are copied to other arrays.
+          outputs: the names of the outputs to return. None given means the names in ``out``, or all outputs without ``out``.
           own: the request's other fields, such as ``parameters`` or ``priority``.
 
         Raises: InvalidArgument: an input cannot be an array, the model gives several responses, or an array of ``out`` cannot
@@ -212,30 +217,27 @@ class Model(Calls):
     def latest(self) -> Latest[Answer]:
         """Makes an object whose ``put`` sends inputs without waiting and whose ``get`` returns the newest answer.
 
-        If ``put`` is called faster than the model answers, the object keeps only the newest inputs.
+        If ``put`` is called faster than the model answers, only the newest inputs are sent.
         """
         return Latest(self.submit)
 
     def sequence(self, sequence_id: SequenceId = 0) -> ModelSequence:
         """Returns a new sequence: requests that share state in the model and are sent one after the other.
 
-        No request is sent yet. Each call of the returned object sends one request. ``sequence_id``: the sequence's id, an
-        integer or a string; 0 or "": a new random id.
+        Each call of the returned object sends one request. ``sequence_id`` is an integer or a string. If it is 0 or "", the
+        sequence gets a random id.
         """
         return ModelSequence(self, sequence_id or self.sequence_id())
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
         """Ends a sequence without a further request, once the sequence's requests in flight have run. Idempotent.
 
-        Over HTTP this does nothing: the server ends a sequence that was idle for as long as the model's configuration allows.
+        Over HTTP it does nothing. The server ends a sequence that is idle for longer than the model's configuration allows.
         """
         self._connection.end_sequence(self.name, sequence_id)
 
     def close(self) -> None:
-        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected.
-
-        Idempotent.
-        """
+        """Ends the use of this object. Every later call of it raises Unavailable. The client stays connected. Idempotent."""
         self._closed = True
 
     def __enter__(self) -> Model:
@@ -248,7 +250,7 @@ class Model(Calls):
 
 
 class SequenceSteps(Generic[M]):
-    """Base class of sequences, blocking ones and those of asyncio. Adds a sequence's fields to each of its requests."""
+    """Base class of sequences, blocking ones and asynchronous ones. Adds a sequence's fields to each of its requests."""
 
     def __init__(self, model: M, sequence_id: SequenceId) -> None:
         self._model = model
@@ -260,11 +262,7 @@ class SequenceSteps(Generic[M]):
         self._begun = False
 
     def _step(self, own: Own, end: bool) -> Own:
-        """Adds the sequence's id, and whether the request begins or ends the sequence, to ``own``. Returns ``own``.
-
-        ``own``: the fields of the sequence's next request. ``end``: True: that request is the last one. Raises InvalidArgument:
-        the sequence has ended.
-        """
+        """Adds the sequence's fields of the next request to ``own``, and returns ``own``."""
         if self._over:
             raise InvalidArgument(
                 f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"
@@ -275,15 +273,15 @@ class SequenceSteps(Generic[M]):
 
 
 class ModelSequence(SequenceSteps[Model]):
-    """A sequence of requests to a model that keeps state: the first call begins it, the call with ``end=True`` ends it.
+    """A sequence of requests to a model that keeps state. The first call begins it, the call with ``end=True`` ends it.
 
-    Made by ``Model.sequence``. If its ``with`` block is left without an ``end`` call, ``Model.end_sequence`` ends the sequence.
+    ``Model.sequence`` makes it. If its ``with`` block is left without an ``end`` call, ``Model.end_sequence`` is called.
     """
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """Sends the sequence's next request, with ``inputs`` by name, waits for its answer and returns it.
+        """Sends the sequence's next request, waits for its answer and returns it.
 
-        ``end``: True: this request is the sequence's last one. ``own``: the request's other fields, such as ``priority``.
+        ``end`` says that this request is the sequence's last one. ``own`` are the request's other fields, such as ``priority``.
 
         Raises: ServingError: the answer is an error.
         """
@@ -302,7 +300,7 @@ class ModelSequence(SequenceSteps[Model]):
 
 
 def promised(pending: Pending[Answer]) -> concurrent.futures.Future[Answer]:
-    """Returns a future of the answer to ``pending``, a request sent already; cancelling the future cancels the request."""
+    """Returns a future of the answer to a request that was already sent. Cancelling the future cancels the request."""
     import concurrent.futures
 
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
