@@ -49,7 +49,7 @@ _LINES = msgspec.json.Decoder(LoadLine)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking one model: whether it can be served, what its load printed, and how each version's load went."""
+    """The result of checking one model."""
 
     model: FoundModel
     #: The reason why it cannot be served; "": every chosen version can.
@@ -63,10 +63,10 @@ class Verdict:
 
 
 def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
-    """Decides for each model on which devices it would be loaded. Loads nothing.
+    """Decides for each model on which devices it would be loaded, and returns copies of the models.
 
-    Returns copies of the models. The devices are in a copy's ``devices``; if no worker can load the model, the reason is in
-    ``error``. ``devices``: the devices of all workers.
+    The devices are in ``devices`` of a copy or, if no worker can load the model, the reason is in ``error``.
+    ``devices``: the devices of all workers.
     """
     found: list[FoundModel] = []
     taken: dict[str, float] = {}
@@ -91,9 +91,11 @@ def check(
 ) -> Iterator[Verdict]:
     """Loads each model in a separate process, and yields a verdict on each: in the order of ``models``, but ensembles last.
 
-    A model whose configuration cannot be read is not loaded. ``devices``: the devices of all workers; a model is loaded
-    on the first device that it may use. ``timeout``: how many seconds the load of each version of a model may take.
-    ``deep``: whether each loaded model also runs a generated request for each of its buckets.
+    A model whose configuration cannot be read is not loaded.
+    Args:
+      devices: the devices of all workers. A model is loaded on the first device that it may use.
+      timeout: how many seconds the load of each version of a model may take.
+      deep: whether each loaded model also runs a generated request for each of its buckets.
     """
     tried: dict[str, Verdict] = {}
     for verdict in _tried([model for model in models if not model.members], options, devices, timeout, deep):
@@ -114,7 +116,7 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Returns the error for the ensemble ``name``, which uses itself by way of others in ``waiting``, ensembles by name."""
+    """Returns the error for an ensemble that uses itself by way of others."""
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
         way.append(member)
@@ -122,7 +124,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Checks an ensemble as a daemon that loads it does, and returns the verdict. ``tried``: its members' verdicts, by name."""
+    """Checks an ensemble as a daemon does. ``tried``: the verdicts on its members."""
     reason, name = model.problem, model.name
     members = {
         member: tried[member].model if member in tried else FoundModel(member, Path()) for member in dict(model.members)
@@ -149,12 +151,7 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 def _tried(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, deep: bool
 ) -> Iterator[Verdict]:
-    """Loads models in several processes, and yields their verdicts in the order of ``models``. No model may be an ensemble.
-
-    ``devices``: the devices of all workers; a model is loaded on the first device that it may use. ``timeout``: how
-    many seconds the load of each version of a model may take. ``deep``: whether each model also runs a generated
-    request for each of its buckets.
-    """
+    """Loads models in several processes, and yields their verdicts in order."""
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(options, workers=workers))
@@ -194,7 +191,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits up to 0.25 s until an attempt's process ends or its ``deadline`` passes. Calls ``end`` of all these attempts."""
+    """Waits a moment, and ends the attempts that are done or late."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)
@@ -209,7 +206,7 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """A process that loads models on one device: of each model, the versions that its version policy chooses."""
+    """A process that loads models on one device."""
 
     def __init__(
         self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float, deep: bool
@@ -247,22 +244,19 @@ class _Attempt:
 
     @property
     def at(self) -> str:
-        """Returns what the process is doing now, such as ``loading m``; "": it has loaded all of its models."""
+        """Returns what the process is doing now, such as ``loading m``, or ""."""
         if not self.left:
             return ""
         steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]
         return steps[-1] if steps else f"loading {self.left[0].name}"
 
     def _lines(self) -> list[LoadLine]:
-        """Returns the complete lines about progress and results that the process has written so far."""
+        """Returns the complete lines that the process has written so far."""
         content = os.pread(self._answers.fileno(), os.fstat(self._answers.fileno()).st_size, 0)
         return [_LINES.decode(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def end(self) -> None:
-        """Kills the process and all processes that it started, if they still run. A second call does nothing.
-
-        The files with the output of the process stay open until ``look`` is called once more.
-        """
+        # The output stays open until ``look`` is called once more.
         if self.ended:
             return
         self.ended = True
@@ -273,10 +267,7 @@ class _Attempt:
         self._process.wait()
 
     def look(self, verdicts: dict[str, Verdict]) -> bool:
-        """Adds the verdicts that are known by now to ``verdicts``, by the model's name. Returns whether the process has ended.
-
-        If it has ended, ``self.left`` holds the models whose load it had not begun.
-        """
+        """Adds the verdicts that are known by now, and returns whether the process has ended."""
         lines = self._lines()
         outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}
         while self.left:

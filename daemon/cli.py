@@ -41,7 +41,7 @@ _WATCH = (
 
 
 class _Commands(tables.CommandGroup):
-    """The group of tensord's commands. If a command raises ConfigurationError, the message is printed; the exit status is 2."""
+    """The group of tensord's commands. A ConfigurationError ends them with status 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -219,13 +219,9 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Makes the check of models run as the user ``name``; only root may name a user other than the caller.
+    """Makes the check run as the user ``name``. None means the user of tensord.service if root calls, else the caller.
 
-    ``name`` None: if root calls and tensord.service is installed, the service's user; else the caller. For the
-    service's user, the command runs again, as a second process in the service's sandbox, and the first process exits
-    with the status of the second. For any other user that root names, the calling process becomes that user.
-
-    Returns the caller's working directory if this process is the second process, else None.
+    Returns the caller's working directory if this process runs in the sandbox of tensord.service, else None.
     """
     from tensord.daemon import service_user
 
@@ -301,7 +297,7 @@ def fetch(
 
 
 def _sha256(value: str | None) -> str:
-    """Returns the SHA-256 checksum ``value`` after checking its form; "" for None. Raises click.BadParameter: a wrong form."""
+    """Returns a SHA-256 checksum of the right form, or "" for None."""
     if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise click.BadParameter(f"'{value}' has not 64 hexadecimal digits")
     return value or ""
@@ -401,7 +397,7 @@ def write_man_pages(folder: Path) -> None:
 
 
 def _described(command: click.Command, ctx: click.Context) -> click.Command:
-    """Returns a copy of a command for click-man, with all parameters, and with the help's first paragraph as its short help."""
+    """Returns a copy of a command for click-man."""
     described = copy.copy(command)
     described.params = command.get_params(ctx)
     # A line that begins with a dot or an apostrophe is a request to troff.

@@ -45,7 +45,7 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up the counters of a worker process, which begin at zero, and those of the processes that it has replaced."""
+    """Adds up the counters of a worker and of the workers that it has replaced."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -59,10 +59,7 @@ class _OfSlot:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Stores a worker process's counters ``figures``. The sums keep the counters of processes that it has replaced.
-
-        ``incarnation``: the process' id for the daemon's life, which no other process gets.
-        """
+        """Stores the counters of a worker. ``incarnation``: the number of the worker process."""
         if incarnation != self.incarnation:
             self._before = self._sum
             self._answers_before += self._answers
@@ -95,7 +92,7 @@ _Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 @dataclass(slots=True)
 class Collection:
-    """Gathers what the metrics show from all parts of the daemon. It keeps the counters of worker processes that have ended."""
+    """Gathers what the metrics show from all parts of the daemon, and keeps the counters of workers that have ended."""
 
     _workers: WorkerPool
     _fronts: Fronts
@@ -118,10 +115,9 @@ class Collection:
     _of_slots: dict[str, _OfSlot] = field(default_factory=dict, init=False)
 
     async def snapshot(self, exemplars: bool = False) -> MetricsSnapshot:
-        """Returns what the metrics show now. A worker that does not answer is shown with its last counters, which is no error.
+        """Returns what the metrics show now. A worker that does not answer is shown with its last counters.
 
-        ``exemplars``: whether the fronts are also asked for the exemplars of histogram buckets, which are traced requests. The
-        fronts are not asked if nothing is traced.
+        ``exemplars``: whether the fronts are also asked for traced requests, the exemplars of histogram buckets.
         """
         asked = self._workers.ready()
         fronts = list(self._fronts) if exemplars and self._traces.on else []
@@ -188,7 +184,7 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:
-        """Asks a worker for its counters and stores them. Returns False if the answer is late or has an unknown format."""
+        """Stores the counters of a worker. Returns False if it gives none in time."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _PATIENCE), type=Figures)
         except ServingError:
@@ -204,7 +200,7 @@ class Collection:
         return True
 
     async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
-        """Asks a front for the exemplar of each histogram bucket. Returns an empty list if the front did not answer in time."""
+        """Returns the exemplar of each histogram bucket of a front, or []."""
         try:
             answer = await front.result_of(TraceExemplars(), _PATIENCE)
             told = msgspec.json.decode(answer, type=list[tuple[str, int, list[tuple[int, int, str, float, float]]]])

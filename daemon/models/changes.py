@@ -35,15 +35,16 @@ _log = logging.getLogger(__name__)
 
 
 class Models:
-    """Loads and unloads models as ``Lifecycle`` decides: sends records to workers, and models' states to the fronts."""
+    """Loads and unloads models as ``Lifecycle`` decides."""
 
     def __init__(
         self, options: Options, supervisor: Supervisor, kept: Path | None = None, place: Path | None = None
     ) -> None:
-        """Stores the options, and makes the parts that know the models; no model is known yet.
+        """Stores the options. No model is known yet.
 
-        ``kept``: a folder that the service manager keeps when the daemon crashes, but not when it stops in order; None: there is
-        none. ``place``: the folder for the daemon's data, where files that clients send are written; None: $TMPDIR is used.
+        Args:
+          kept: a folder that the service manager keeps when the daemon crashes, but not when it stops in order, or None.
+          place: the folder for the daemon's data, where files that clients send are written. None means $TMPDIR.
         """
         self._supervisor = supervisor
         self._placing = options
@@ -80,13 +81,11 @@ class Models:
     async def load(self, request: LoadModel) -> None:
         """Loads or reloads a model by name, as a client asked, and waits for the outcome.
 
-        The call also waits until every ensemble that uses the model uses the model's new version.
-
-        Raises:
-          Unavailable: the option ``repository.control_mode`` is not "explicit", or the disk has no room for the client's files.
-          Internal: the model is missing from the repository or cannot be read there (the message is Triton's).
-          InvalidArgument: the load failed (the message is Triton's), or the client's configuration or files are wrong.
-          Unsupported: the model asks for a feature that tensord lacks.
+        The call also waits until every ensemble that uses the model uses its new version.
+        Raises Unavailable if the option ``repository.control_mode`` is not "explicit", or if the disk has no room for the
+        client's files. Raises Internal if the model is missing from the repository or cannot be read there.
+        Raises InvalidArgument if the load failed, or if the client's configuration or files are wrong.
+        Raises Unsupported if the model asks for a feature that tensord lacks.
         """
         self._only_explicit()
         self._named.add(request.name)
@@ -100,11 +99,7 @@ class Models:
             self._given.drop_unused(request.name, self.lifecycle.folders(request.name))
 
     async def _load_found(self, name: str, config: str) -> None:
-        """Loads the model ``name`` from its repository, because a client asked for it.
-
-        ``config``: the configuration in JSON that the client sent; "": the client sent none. Then the configuration applies
-        that a client sent with an earlier load of the same files; if no client sent any, config.pbtxt applies.
-        """
+        # Without ``config``, the one that a client sent with an earlier load of the same files applies, else config.pbtxt.
         found = await asyncio.to_thread(repository.find, self._paths(), name)
         given = config or self._overrides.of(found)
         loaded = found
@@ -122,7 +117,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads model ``name`` from a client's ``files``: contents by path in its folder. ``config``: JSON, not empty."""
+        """Loads a model from files that a client sent, by their paths in its folder."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -134,13 +129,11 @@ class Models:
         self._overrides.drop(name)
 
     def unload(self, name: str, dependents: bool = False) -> None:
-        """Begins to unload a model, as a client asked; an unknown name is no error.
+        """Begins to unload a model, as a client asked. An unknown name is no error.
 
-        Ensembles that use the model are unloaded before it, and are loaded again when the model is loaded again. If
-        ``dependents`` is True and the model is an ensemble, the models that this ensemble uses are unloaded too, except
-        models that another ensemble uses and models that were loaded by their own name.
-
-        Raises Unavailable: the option ``repository.control_mode`` is not "explicit".
+        Ensembles that use the model are unloaded before it, and are loaded again when the model is loaded again.
+        ``dependents``: whether the members of an ensemble are unloaded too, except members that another ensemble uses or that
+        were loaded by their own name. Raises Unavailable if the option ``repository.control_mode`` is not "explicit".
         """
         self._only_explicit()
         gone = [name, *(self.ensembles.only_used_by(name, self._named - {name}) if dependents else ())]
@@ -153,7 +146,7 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Begins to unload the ensembles ``users``, of each of which a member is unloaded, and the models ``more``."""
+        """Begins to unload ensembles that lack a member, and the models ``more``."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
@@ -169,7 +162,7 @@ class Models:
         self._given.drop_unused(name, self.lifecycle.folders(name))
 
     def forget_served(self) -> None:
-        """Deletes the file of served models when the daemon stops in order, because only a start after a crash needs it."""
+        """Deletes the file of served models, which only a start after a crash needs."""
         self._before.forget()
 
     def close(self) -> None:
@@ -181,9 +174,9 @@ class Models:
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
         """Returns Triton's repository index: an entry (name, version, state, reason) for each version.
 
-        The repositories are read for this, so that new models are in the index. ``ready``: if True, only versions that serve are
-        listed. ``detailed``: if True, an entry also has the version's number of programs, and the number of bytes that its
-        parameters, its programs and its largest batch take.
+        The repositories are read for this.
+        ``ready``: whether only versions that serve are listed. ``detailed``: whether an entry also has the number of programs,
+        and the bytes of parameters, programs and the largest batch.
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
@@ -202,9 +195,9 @@ class Models:
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
         """Begins to load the models that should be served, and to unload models that have left the repositories.
 
-        Called at the daemon's start, and again with new options after a reload. If ``options.control_mode`` is "explicit", only
-        models that ``options.load`` names are loaded, and none is unloaded. ``found``: the models in the repositories, by name.
-        Returns a future for each load. Its result is the reason why the load failed, or "" if the load succeeded.
+        If ``options.control_mode`` is "explicit", only models that ``options.load`` names are loaded, and none is unloaded.
+        ``found``: the models in the repositories, by name. Returns a future for each load, whose result is the reason why the
+        load failed, or "".
         """
         self._options = options
         self.lifecycle.known = set(found)
@@ -233,9 +226,12 @@ class Models:
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
     async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
-        """Loads the models ``changed``, whose folders have changed, unloads the models ``gone``, and waits for the loads.
+        """Loads models whose folders have changed, unloads models that are gone, and waits for the loads.
 
-        ``found``: all models that the repositories hold now, by name.
+        Args:
+          found: all models that the repositories hold now, by name.
+          changed: the models to load.
+          gone: the names of the models to unload.
         """
         self.lifecycle.known = set(found)
         for name in gone:
@@ -247,7 +243,7 @@ class Models:
         await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
-        """Drops the models that serve nothing and have left ``found``, which has the models in the repositories."""
+        """Drops the models that serve nothing and have left the repositories."""
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
@@ -255,10 +251,7 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load the model ``name``. The task's result is the reason why the load failed, or "" if it succeeded.
-
-        ``found``: the model; None if it must be looked for in the repositories.
-        """
+        """Begins to load a model. The task's result is the reason why it failed, or ""."""
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task
@@ -281,12 +274,9 @@ class Models:
     async def _bring(
         self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
     ) -> str:
-        """Loads the model ``found`` and waits for the outcome. Returns the reason why the load failed, or "" if it succeeded.
-
-        ``within``: the ensembles for which this model is loaded as a member, the outermost ensemble first. ``again``: True if
-        the model is an ensemble that is loaded again because a member changed; its members are not loaded then. ``asked``: True
-        if somebody asked for the model by name; it is then loaded even if its files have not changed.
-        """
+        """Loads a model. Returns the reason why the load failed, or ""."""
+        # ``within``: the ensembles for which the model is loaded, the outermost first. ``again``: an ensemble is loaded again
+        # because a member changed. ``asked``: somebody named the model, so that unchanged files are loaded as well.
         self._wanted.add(found.name)
         if not found.chosen:
             self._refuse(found.name, found.problem)
@@ -324,13 +314,8 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Loads the members of the ensemble ``found`` that do not serve yet, or waits for loads of them that already run.
-
-        ``within``: the ensembles for which this ensemble is loaded as a member, the outermost ensemble first. ``again``: True if
-        the ensemble is loaded again because a member changed; members are then only checked, not loaded. Returns the ensemble
-        with configuration, devices and fingerprint that follow from its members. Raises InvalidArgument: no ensemble can result.
-        """
-        if again:
+        """Loads the members of an ensemble, and returns it with what follows from them."""
+        if again:  # because a member changed: then members are only checked
             return self.ensembles.check(found, self._supervisor.workers.devices)
         name, within = found.name, (*within, found.name)
         polled: dict[str, FoundModel] = {}
@@ -351,7 +336,7 @@ class Models:
         return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
-        """Begins to unload ensembles that lack a member, and to load ensembles again whose members are back or were replaced."""
+        """Begins to unload ensembles that lack a member, and to load those that are whole again."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
@@ -365,7 +350,7 @@ class Models:
             self._wanted.add(found.name)
 
     async def _followed(self, name: str) -> None:
-        """Waits until all ensembles that use a model have been loaded again. A client's load is answered only after that."""
+        """Waits until all ensembles that use a model have been loaded again."""
         while True:
             users = self.ensembles.followers(name)
             coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]
@@ -378,7 +363,7 @@ class Models:
         self._note_refused(name, reason)
 
     def _still_served(self, name: str) -> str:
-        """Returns the end of a log line about a failed load: which versions of the model still serve. It is "" if none does."""
+        """Returns the end of a log line that says which versions of the model still serve."""
         model = self.lifecycle.models.get(name)
         served = (
             [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
@@ -403,12 +388,12 @@ class Models:
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
-        """Notes whether the daemon is ``draining``, and publishes its readiness. A daemon that is drained is not ready."""
+        """Notes whether the daemon is draining, in which case it is not ready."""
         self._readiness.draining = draining
         self._check_readiness()
 
     def outdated(self, why: str) -> None:
-        """Stores the reason why dead processes cannot be replaced, which the readiness then names. ``why`` "": they can."""
+        """Stores the reason why dead processes cannot be replaced, or "" if they can."""
         self._readiness.outdated = why
         self._check_readiness()
 
@@ -419,44 +404,53 @@ class Models:
 
     @property
     def readiness(self) -> Readiness:
-        """Returns the daemon's readiness as it was last sent to the fronts."""
+        """Returns the readiness of the daemon as it was last sent to the fronts."""
         return self._readiness.readiness
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
     def worker_joined(self, incarnation: int, device: str) -> None:
-        """Sends the worker process with the number ``incarnation``, which has started, the loads that belong on its device."""
+        """Sends a worker that has started the loads for its device. ``incarnation``: the number of the worker process."""
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Tells the fronts that a dead worker process serves nothing any more.
+        """Tells the fronts that a dead worker serves nothing any more.
 
-        Loads that the process had not answered are sent to the process that replaces it, or fail. ``incarnation``: the number of
-        the dead worker process. ``how``: how the process ended, such as "was killed by SIGSEGV". ``usable``: the devices that
-        workers can still use.
+        Loads that the worker had not answered are sent to the worker that replaces it, or fail.
+        Args:
+          incarnation: the number of the worker process.
+          how: how the process ended, such as "was killed by SIGSEGV".
+          usable: the devices that workers can still use.
         """
         self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
         self._begin([*left, *self.lifecycle.stranded(usable, self._readiness.outdated)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Notes that worker process ``incarnation`` is stopped on purpose, so that no version counts as served by it.
+        """Notes that a worker is stopped on purpose, so that it serves nothing any more.
 
-        Unlike a crash, such a stop does not count against the models that the process is loading.
+        Unlike a crash, such a stop does not count against the models that the worker is loading.
+        ``incarnation``: the number of the worker process.
         """
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads version ``number`` on the workers that could not load it for lack of parameters, which a client has sent now."""
+        """Loads a version on the workers that lacked its parameters, because a client has sent them."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores ``at``, how far the worker process ``incarnation`` is with a load, for the daemon's readiness to report."""
+        """Stores how far a worker is with a load, for the daemon's readiness.
+
+        ``incarnation``: the number of the worker process.
+        """
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Logs the ``answer`` of worker process ``incarnation`` to a load, and tells the fronts if the version serves now."""
+        """Logs a worker's answer to a load, and tells the fronts if the version serves now.
+
+        ``incarnation``: the number of the worker process.
+        """
         self._readiness.loads(incarnation, None)
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
@@ -468,7 +462,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that worker process ``incarnation`` unloaded a version. The last such answer ends the version's unload."""
+        """Logs that a worker unloaded a version. ``incarnation``: the number of the worker process."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -482,7 +476,6 @@ class Models:
         return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
-        """Carries out the lifecycle's instructions in order."""
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):
@@ -502,7 +495,7 @@ class Models:
         self._check_readiness()
 
     def _retry_later(self, retry: Retry) -> None:
-        """Starts a timer for another load of the version that ``retry`` names. Stops the version's earlier timer."""
+        """Starts a timer for another load of a version, in place of an earlier timer."""
         key = (retry.name, retry.version)
         if (former := self._retries.pop(key, None)) is not None:
             former.cancel()
@@ -521,21 +514,17 @@ class Models:
 
 
 def _refused_state(name: str, reason: str) -> ModelState:
-    """Builds the record, with version 0, that tells fronts the ``reason`` why a model was refused without asking a worker."""
+    """Builds the record of a model that was refused without asking a worker."""
     return ModelState(name, 0, "UNAVAILABLE", reason)
 
 
 def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.Task[Any]) -> None:
-    """Removes the entry of an ended task from ``tasks``, unless a later task has already replaced it under this name."""
     if tasks.get(name) is task:
         del tasks[name]
 
 
 class Outcomes:
-    """Holds a future for each load and unload that runs, by the token with which the lifecycle names the operation.
-
-    A future's result is why the operation failed, or "" if it succeeded. Used on the supervisor's event loop only.
-    """
+    """Holds a future for each load and unload that runs. Its result is why the operation failed, or ""."""
 
     def __init__(self) -> None:
         #: Makes a number for an operation, never given twice.
@@ -545,7 +534,10 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates an operation's token and the future of its outcome. ``load``: the model to load; "": this is an unload."""
+        """Creates the token of an operation and the future of its outcome.
+
+        ``load``: the model to load, or "" if the operation is an unload.
+        """
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
         if load:
@@ -553,12 +545,12 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns the future of the model's load that is still running; None: no load of the model is running."""
+        """Returns the future of the running load of a model, or None if there is none."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 
     def settle(self, token: int, error: str) -> None:
-        """Sets the outcome of the load or unload with this token. ``error``: why the operation failed; "": it succeeded."""
+        """Sets the outcome of the operation with this token. ``error``: why it failed, or ""."""
         outcome = self._waiting.pop(token, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(error)

@@ -31,7 +31,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """An ensemble as it was loaded last, and the fingerprint (digest of its files) that each member had then."""
+    """An ensemble as it was loaded last."""
 
     found: FoundModel
     #: The fingerprint that each member had then.
@@ -41,10 +41,10 @@ class _Built:
 
 
 class Ensembles:
-    """Knows which models each ensemble uses, and decides which ensembles must be unloaded or loaded again. One per daemon."""
+    """Knows which models each ensemble uses, and decides which ensembles must be unloaded or loaded again."""
 
     def __init__(self, models: Mapping[str, ModelEntry]) -> None:
-        """Stores ``models``, the lifecycle's models by name, which this object only reads. It knows no ensemble yet."""
+        """Starts without ensembles. ``models``: the models of the lifecycle by name, which are only read."""
         #: The loads of ensembles that wait for members, and of models that have others loaded.
         self.waits = LoadWaits()
         self._models = models
@@ -54,10 +54,10 @@ class Ensembles:
     def check(
         self, found: FoundModel, devices: Sequence[str], reasons: Mapping[str, str] = MappingProxyType({})
     ) -> FoundModel:
-        """Checks that the members of ensemble ``found`` are loaded. Returns it with configuration, devices and fingerprint.
+        """Checks that the members of an ensemble are loaded, and returns it with configuration, devices and fingerprint.
 
-        ``devices``: the devices of all workers. ``reasons``: why members failed to load, by the member's name. Raises
-        InvalidArgument: a member is not loaded (the message is Triton's), or no worker has all members.
+        ``devices``: the devices of all workers. ``reasons``: why members failed to load, by the name of the member.
+        Raises InvalidArgument if a member is not loaded, or if no worker has all members.
         """
         for name, number in found.members:
             if self._ready(name, -1) is None:
@@ -87,10 +87,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices whose workers have all models that the ensemble ``found`` uses; (): every worker has them.
-
-        Raises InvalidArgument: no worker has all of these models.
-        """
+        """Returns the devices whose workers have all members, or () if every worker has them."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -112,7 +109,7 @@ class Ensembles:
         return tuple(common)
 
     def add(self, found: FoundModel) -> None:
-        """Stores an ensemble whose load begins, with the fingerprints of its members, by which replaced members are found."""
+        """Stores an ensemble whose load begins."""
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
     def drop(self, name: str) -> None:
@@ -120,7 +117,7 @@ class Ensembles:
         self._built.pop(name, None)
 
     def users(self, name: str) -> list[str]:
-        """Returns the ensembles that use a model, directly or through others; each stands before those that it uses."""
+        """Returns the ensembles that use a model, directly or through others. Each stands before those that it uses."""
         found: dict[str, None] = {}
         for user in self._direct(name):
             for each in (*self.users(user), user):
@@ -128,18 +125,17 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that use the model ``name`` and are loaded again after the load of the model.
+        """Returns the ensembles that are loaded again after the load of the model ``name``, which they use.
 
-        An ensemble is left out if it also uses a model whose load waits for the load of ``name``: that load ends later, and
-        the ensemble is loaded after it.
+        An ensemble is left out if it also uses a model whose load waits for the load of ``name``.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Returns the ensembles among ``names`` that serve and are not being loaded or unloaded; the caller must unload them.
+        """Returns the ensembles among ``names`` that serve and are not being loaded or unloaded. The caller must unload them.
 
-        Notes that these ensembles are unloaded for want of a member. ``returned`` returns them once all members serve again.
+        They are noted as unloaded for want of a member, so that ``returned`` returns them once all members serve again.
         """
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
         for name in gone:
@@ -147,14 +143,14 @@ class Ensembles:
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles that must be unloaded because a member does not serve, and notes them for ``returned``."""
+        """Returns the ensembles that must be unloaded because a member does not serve."""
         gone = [name for name, built in self._built.items() if not self._whole(built.found)]
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
     def failed(self, found: FoundModel) -> None:
-        """Notes that ``found`` could not be loaded again. If members are missing, it is loaded again when all of them serve.
+        """Notes that an ensemble could not be loaded again.
 
-        If no member is missing, the ensemble is not loaded again until a member is replaced.
+        It is loaded again when its missing members serve or, if none is missing, when a member is replaced.
         """
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)
@@ -194,18 +190,17 @@ class Ensembles:
         return all(self._ready(name, number) is not None for name, number in found.members)
 
     def _ready(self, name: str, number: int) -> VersionEntry | None:
-        """Returns a model's version ``number``, or with -1 the newest that serves; None: the version does not serve."""
+        """Returns version ``number`` (-1: the newest) if it serves, else None."""
         versions = self._models[name].versions if name in self._models else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY and number in (-1, n)]
         return versions[max(ready)] if ready else None
 
     def _busy(self, name: str) -> bool:
-        """Returns whether a load or unload of the model is running or queued."""
         model = self._models.get(name)
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns each member's fingerprint by name; "": the member is not loaded, or not all of its versions could be loaded."""
+        """Returns the fingerprint of each member, or "" if not all versions of the member are loaded."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
@@ -217,9 +212,9 @@ class Ensembles:
 
 
 def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
-    """Checks the folders of an ensemble's members. ``members``: the models as they were read from their folders, by name.
+    """Checks the folders of the members of an ensemble. ``members``: the models as they were read, by name.
 
-    Raises InvalidArgument: a member is in no repository or in two, or its folder has an error.
+    Raises InvalidArgument if a member is in no repository or in two, or if its folder has an error.
     """
     # A folder that is missing, or exists twice, has no path.
     if missing := [member for member, found in members.items() if found.path == Path()]:
@@ -234,7 +229,7 @@ def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
 
 
 class LoadWaits:
-    """Knows which models' loads wait for loads of other models, and refuses a wait that would close a circle. One per daemon."""
+    """Knows which loads wait for loads of other models, and refuses a wait that would close a circle."""
 
     def __init__(self) -> None:
         #: (model that waits, model it waits for) -> on how many workers.
@@ -242,10 +237,10 @@ class LoadWaits:
 
     @contextlib.contextmanager
     def waiting(self, model: str, other: str) -> Iterator[None]:
-        """Notes, for the length of a ``with`` block, that the load of ``model`` waits for the load of ``other``.
+        """Notes, in a ``with`` block, that the load of ``model`` waits for the load of ``other``.
 
-        If ``model`` is "", nothing is noted. Raises InvalidArgument: the load of ``other`` waits for the load of ``model``,
-        directly or through other loads.
+        If ``model`` is "", nothing is noted.
+        Raises InvalidArgument if the load of ``other`` waits for the load of ``model``, directly or through other loads.
         """
         if not model:
             yield
@@ -265,7 +260,7 @@ class LoadWaits:
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """Returns models from ``start`` to ``end``, of which each one's load waits for the next one's; []: no such chain."""
+        """Returns a chain of models whose loads wait for each other, or []."""
         ways = [[start]]
         seen = {start}
         while ways:
@@ -283,7 +278,7 @@ class LoadWaits:
 
 
 class Coming:
-    """Shows an ensemble to the fronts as LOADING while its load waits for its members. Requests for it then wait as well."""
+    """Shows an ensemble to the fronts as LOADING while its load waits for its members."""
 
     def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
         self._publish = publish
@@ -292,11 +287,10 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Publishes to the fronts that the ensemble ``found`` is LOADING; the caller loads its members in the ``with`` block.
+        """Publishes that the ensemble ``found`` is LOADING, while the ``with`` block loads its members.
 
-        Nothing is published if a version of the ensemble is in use. If the block raises, the ensemble's former state is
-        published again. Otherwise the ensemble's own load, which follows, publishes its state. ``known``: the ensemble's former
-        entry in the lifecycle; None: it had none.
+        Nothing is published if a version of the ensemble is in use. If the block raises, the former state is published again.
+        ``known``: the former entry of the ensemble in the lifecycle, or None.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]
@@ -317,7 +311,7 @@ class Coming:
                     del self._waiting[each]
 
     def states(self) -> list[ModelState]:
-        """Returns a record with the state LOADING for each ensemble whose load waits for its members, for a new front process."""
+        """Returns a record with the state LOADING for each ensemble whose load waits for its members."""
         return [ModelState(name, number, "LOADING") for name, number in self._waiting]
 
     def __repr__(self) -> str:

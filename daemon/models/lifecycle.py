@@ -34,7 +34,7 @@ MAX_RETRY = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Instruction to send a record to one worker process. ``worker``: the process's number, which no other process ever has."""
+    """Instruction to send a record to one worker. ``worker``: the number of the worker process."""
 
     worker: int
     record: Load | CancelLoad | Unload
@@ -42,14 +42,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Instruction to send the state of a model's version to every front process."""
+    """Instruction to send the state of a model version to every front process."""
 
     state: ModelState | ModelGone
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Instruction to forget the parameters that clients sent to a version, because it is loaded anew or stops serving."""
+    """Instruction to forget the parameters that clients sent to a version."""
 
     name: str
     version: int
@@ -57,7 +57,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Instruction to call ``Lifecycle.retry`` in ``seconds``, for a version given up because worker processes died loading it."""
+    """Instruction to call ``Lifecycle.retry`` in ``seconds``, for a version whose loads were given up."""
 
     name: str
     version: int
@@ -68,7 +68,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Instruction to end the wait for the load or unload with this token; ``error``: why it failed; "": it succeeded."""
+    """Instruction to end the wait for the load or unload with this token. ``error``: why it failed, or ""."""
 
     token: int
     error: str = ""
@@ -78,10 +78,9 @@ Instruction = Send | Publish | Forget | Retry | Settled
 
 
 class Lifecycle:
-    """State machine of all models. Each event is a method that returns instructions, such as to send a record to a worker.
+    """State machine of all models. Each event is a method that returns instructions, which the caller must carry out in order.
 
-    The caller must carry the instructions out in order. ``known``: the names of the models that are in the repositories now.
-    Models that are loaded need not be among them.
+    ``known``: the names of the models that are in the repositories now.
     """
 
     def __init__(self) -> None:
@@ -95,8 +94,8 @@ class Lifecycle:
     def load(self, found: FoundModel, token: int, again: bool = False) -> list[Instruction]:
         """Queues a load of the versions ``found.chosen``, and begins it if no other load or unload of the model runs.
 
-        The returned instructions must be carried out. A Settled instruction with ``token`` follows once all workers have
-        answered. ``again``: if True, versions that already serve from the same files are loaded as well.
+        A Settled instruction with ``token`` follows once all workers have answered.
+        ``again``: whether versions that already serve from the same files are loaded as well.
         """
         model = self.models.setdefault(found.name, ModelEntry())
         return self._follow(found.name, model, Operation((token,), found, again))
@@ -104,19 +103,14 @@ class Lifecycle:
     def unload(self, name: str, token: int) -> list[Instruction]:
         """Queues an unload of a model, and begins it if no other load or unload of the model runs.
 
-        The returned instructions must be carried out. A Settled instruction with ``token`` follows once all workers have
-        answered. If the model is unknown, that instruction is returned at once.
+        A Settled instruction with ``token`` follows once all workers have answered, or at once if the model is unknown.
         """
         if name not in self.models:
             return [Settled(token)]
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
-        """Queues ``later``, a load or unload of a model, and drops earlier loads that ``later`` makes pointless.
-
-        Callers that wait for a dropped load get the outcome of ``later`` if that is a load. If it is an unload, they get the
-        error that the model was unloaded before it was ready.
-        """
+        # Callers that wait for a load that ``later`` makes pointless get its outcome or, if it is an unload, an error.
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
             overtaken.insert(0, model.waiting.pop())
@@ -137,16 +131,12 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: ModelEntry) -> bool:
-        """Returns whether a worker still has to answer a load of the model. Unloads of replaced versions do not count."""
+        """Returns whether a worker still has to answer a load of the model."""
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
     def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
-        """Ends a model's running load without an outcome. Versions that serve keep serving.
-
-        Returns instructions, which the caller must carry out, such as CancelLoad for the workers that load. ``heir``: the model
-        as the next operation will load it; None: the next operation is an unload.
-        """
+        # Without an outcome: versions that serve keep serving, and the next operation, which loads ``heir``, follows.
         out: list[Instruction] = []
         for number in model.bringing:
             version = model.versions[number]
@@ -162,9 +152,9 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """Drops the versions of a model that serve nothing and are not in ``present``, the version numbers in the repository.
+        """Drops the versions of a model that serve nothing and are not in ``present``, the versions in the repository.
 
-        Does nothing while a load or unload of the model runs. Returns instructions that tell the fronts.
+        Does nothing while a load or unload of the model runs.
         """
         model = self.models.get(name)
         if model is None or model.running is not None:
@@ -181,7 +171,7 @@ class Lifecycle:
         return [each for number in gone for each in (Publish(ModelGone(name, number)), Forget(name, number))]
 
     def _advance(self, name: str) -> list[Instruction]:
-        """Begins queued loads and unloads up to the first that waits for workers. Returns instructions for the caller."""
+        """Begins queued operations up to the first that waits for workers."""
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
@@ -232,7 +222,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload version ``number`` if it serves; else only the repository index keeps it. Returns instructions."""
+        """Begins to unload a version. A version that does not serve stays only in the repository index."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
@@ -252,10 +242,7 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the model's running load or unload if every worker has answered. Returns instructions for the caller.
-
-        If a load replaced versions, they are unloaded before the load ends.
-        """
+        """Ends the running operation if every worker has answered."""
         operation = model.running
         if operation is None:
             return []
@@ -303,7 +290,7 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """Adds the ready worker number ``worker``. Returns instructions to load models on ``device``, where it runs."""
+        """Adds a ready worker, and returns instructions to load models on its device. ``worker``: the number of the process."""
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
@@ -312,13 +299,13 @@ class Lifecycle:
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
     def _homes(self, version: VersionEntry) -> set[int]:
-        """Returns the numbers of the worker processes on whose devices a version should be loaded."""
+        """Returns the workers on whose devices a version should be loaded."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns instructions to load version ``number`` on workers that failed to load it for lack of clients' parameters.
+        """Returns instructions to load a version on workers that lacked its parameters, because a push has brought them.
 
-        Call it when a push has brought the parameters. The list is empty while the version is being loaded.
+        The list is empty while the version is being loaded.
         """
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:
@@ -334,11 +321,10 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Returns the instruction for an idle worker to load a version again, after worker processes had died loading it.
+        """Returns the instruction for an idle worker to load a version again, when the time of a ``Retry`` has come.
 
-        Call it when the time of a ``Retry`` has come. ``number``: the version's number. ``deaths``: how many worker
-        processes had died when the ``Retry`` was made. Returns an empty list if that number has changed. Returns an empty
-        list also if every worker is loading something else: then the next worker that starts loads the version.
+        The list is empty if no worker is idle, or if ``deaths`` is no longer the number of workers that died loading the version.
+        ``number``: the version.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -351,12 +337,13 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Notes that a worker process has ended or is stopped on purpose, so that it serves nothing.
+        """Notes that a worker has ended or is stopped on purpose, so that it serves nothing.
 
-        Returns instructions, which the caller must carry out. Loads that the process had not answered are sent to the process
-        that replaces it, or are given up if too many processes died while loading the version. ``worker``: the number of the
-        process. ``how``: how it ended, as the end of a sentence, such as "died". ``dismissed``: True if it is stopped on
-        purpose; its end is then not blamed on the versions that it was loading.
+        Loads that it had not answered are sent to the worker that replaces it, or are given up after too many deaths.
+        Args:
+          worker: the number of the worker process.
+          how: how the process ended, as the end of a sentence, such as "died".
+          dismissed: whether it is stopped on purpose. Then its end does not count against the versions that it was loading.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
@@ -391,7 +378,7 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Records by ``answer`` that worker number ``worker`` serves a version, or failed to load it. Returns instructions.
+        """Records that a worker serves a version, or failed to load it. ``worker``: the number of the worker process.
 
         If the version is not wanted on that worker any more, the worker unloads it again.
         """
@@ -437,7 +424,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Records that worker ``worker`` unloaded version ``number``; the last worker ends the unload. Returns instructions."""
+        """Records that a worker unloaded a version. ``worker``: the number of the worker process."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -472,7 +459,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Begins the loads on worker number ``worker`` that waited for other loads, such as of members. Returns instructions."""
+        """Begins the loads on a worker that waited for other loads."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -488,8 +475,8 @@ class Lifecycle:
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
         """Gives up the versions that have no device in ``usable``, the devices that workers can use now.
 
-        Such a version is loaded by the first worker that starts on one of its devices. Returns instructions, which the caller
-        must carry out. ``why``: the reason if no worker can start on any device; "": only some devices are broken.
+        Such a version is loaded by the first worker that starts on one of its devices.
+        ``why``: the reason if no worker can start on any device, or "" if only some devices are broken.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -511,10 +498,9 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the devices of the workers that each serve a single model, because the model is isolated from others.
+        """Returns the devices of the workers for isolated models, each with the part of a GPU's memory that its worker may take.
 
-        Each device has the fraction (0 to 1) of a GPU's memory that its worker may take. A model's devices are listed while
-        the model is wanted, and after that as long as their workers serve or unload it.
+        A part is 0 to 1. The devices of a model are listed while it is wanted, and as long as their workers serve or unload it.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():
@@ -531,13 +517,11 @@ class Lifecycle:
         """Returns Triton's repository index, sorted: an entry (name, version, state, reason) for each version of each model.
 
         A model without versions has an entry with its name alone, or with the reason why it was refused.
-
         Args:
           refused: why models were refused before a worker was asked to load them, by name.
           waits: the seconds until a version that was given up is loaded again, by name and version.
-          ready: if True, only versions that serve are listed.
-          detailed: if True, an entry also has the version's number of programs, and the number of bytes that its parameters,
-            its programs and its largest batch take.
+          ready: whether only versions that serve are listed.
+          detailed: whether an entry also has the number of programs, and the bytes of parameters, programs and the largest batch.
         """
         found: list[dict[str, str | int]] = []
         models = self.models
@@ -574,12 +558,15 @@ class Lifecycle:
         }
 
     def reason(self, name: str, number: int) -> str:
-        """Returns the reason why loads of version ``number`` were given up for the time being; "" if they were not."""
+        """Returns the reason why loads of a version were given up for the time being, or ""."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
 
     def loading_at(self, worker: int) -> bool:
-        """Returns whether the worker process with the number ``worker`` has a Load record that it has not answered yet."""
+        """Returns whether a worker has a Load record that it has not answered yet.
+
+        ``worker``: the number of the worker process.
+        """
         return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
 
     def states(self) -> list[ModelState]:
@@ -587,17 +574,17 @@ class Lifecycle:
         return [v.state_record(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
 
     def is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether version ``number`` of a model is READY. The number 0 asks whether any version is."""
+        """Returns whether a version of a model is READY. ``number`` 0 means any version."""
         versions = self.models[name].versions if name in self.models else {}
         return any(v.state is IndexState.READY for n, v in versions.items() if number in (0, n))
 
     def folders(self, name: str) -> set[str]:
-        """Returns the paths of the folders of a model's versions that serve, are wanted, or are being loaded or unloaded."""
+        """Returns the folders of the versions of a model that serve, are wanted, or are being loaded or unloaded."""
         versions = self.models[name].versions.values() if name in self.models else ()
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
 
     def unchanged(self, found: FoundModel) -> bool:
-        """Returns whether all versions that ``found`` chooses are READY and were loaded from the files that ``found`` has now."""
+        """Returns whether all versions that ``found`` chooses are READY and were loaded from the same files."""
         model = self.models.get(found.name)
         if model is None or model.fingerprint != found.fingerprint:
             return False
@@ -608,7 +595,7 @@ class Lifecycle:
         return {name: list(model.versions) for name, model in self.models.items()}
 
     def ready_models(self) -> dict[str, list[int]]:
-        """Returns the numbers of the READY versions of each model that has such versions, by the model's name."""
+        """Returns the numbers of the READY versions of each model that has any, by the name of the model."""
         found = {
             name: [n for n, v in sorted(model.versions.items()) if v.state is IndexState.READY]
             for name, model in sorted(self.models.items())
@@ -616,7 +603,7 @@ class Lifecycle:
         return {name: versions for name, versions in found.items() if versions}
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the state is inconsistent; for tests."""
+        """Raises AssertionError if the state is inconsistent. For tests."""
         for model in self.models.values():
             assert model.running is not None or not model.waiting
             for version in model.versions.values():
@@ -632,7 +619,7 @@ class Lifecycle:
                     assert version.wanted
 
     def version(self, name: str, number: int) -> VersionEntry | None:
-        """Returns the lifecycle's entry of a model's version ``number``; None if there is none."""
+        """Returns the entry of a model version, or None if there is none."""
         model = self.models.get(name)
         return None if model is None else model.versions.get(number)
 

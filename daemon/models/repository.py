@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Returns whether an entry is a folder or a link to one; a dangling link is not. Raises OSError: the entry is unreadable."""
+    """Returns whether an entry is a folder or a link to one. Raises OSError if the entry is unreadable."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -55,12 +55,11 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def fingerprints(path: Path, config: bytes) -> tuple[str, str, list[str]]:
-    """Computes two digests of the files that can be reached from a model's folder, ``path``, and lists dangling links.
+    """Computes two digests of the files in a model's folder, and lists dangling links.
 
-    The first digest changes with any file and with ``config``, the serialised configuration. The second one does not depend on
-    ``config`` or config.pbtxt. A file counts by its name, inode, size and time of modification; its content is not read.
-
-    Returns both digests and the names of the links that lead nowhere. Raises OSError: the folder cannot be read.
+    The first digest changes with any file and with ``config``, the serialised configuration. The second one does not depend
+    on ``config`` or config.pbtxt. A file counts by its name, inode, size and time of modification.
+    Raises OSError if the folder cannot be read.
     """
     all_of_it, rest, nowhere = hashlib.sha256(config), hashlib.sha256(), list[str]()
     for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
@@ -80,7 +79,7 @@ def fingerprints(path: Path, config: bytes) -> tuple[str, str, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A model as it was read from its folder, with its configuration and versions, or the error found there."""
+    """A model as it was read from its folder."""
 
     name: str
     path: Path
@@ -111,11 +110,11 @@ class FoundModel:
 
     @property
     def problem(self) -> str:
-        """Returns the reason why no version of the model can be loaded; "": the folder shows no such reason."""
+        """Returns the reason why no version of the model can be loaded, or ""."""
         return self.error or ("" if self.chosen else _NONE_CHOSEN if self.versions else _no_folder(self.others))
 
     def load(self, number: int) -> Load:
-        """Makes the Load record that tells a worker to load version ``number`` of this model."""
+        """Makes the record that tells a worker to load a version of this model."""
         path = str(self.path / str(number))
         return Load(self.name, number, str(self.path), path, self.config, max(1, len(self.devices)), self.content)
 
@@ -126,9 +125,9 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns a copy of the model ``found`` that names the devices on which the model is loaded.
+    """Returns a copy of a model with the devices on which it is loaded.
 
-    ``devices``: the devices of all workers. Raises InvalidArgument: no worker can load the model.
+    ``devices``: the devices of all workers. Raises InvalidArgument if no worker can load the model.
     """
     config, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(config, devices, limited, options.workers.devices_per_worker)
@@ -138,21 +137,21 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
 
 def isolated_fraction(config: bytes, options: Workers) -> float:
-    """Returns the fraction (0 to 1) of GPU memory for an isolated model's worker: from ``config``, else from ``options``."""
+    """Returns the fraction (0 to 1) of GPU memory for the worker of an isolated model: from ``config``, else from ``options``."""
     return model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
 
 
 def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices of workers that serve model ``found`` alone, each with its fraction (0 to 1) of a GPU's memory."""
+    """Returns the devices of workers that serve a model alone, each with its fraction (0 to 1) of a GPU's memory."""
     devices = [device for device in found.devices if model_of(device) == found.name]
     return dict.fromkeys(devices, isolated_fraction(found.config, options)) if devices else {}
 
 
 def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Checks that there is room for the workers that would serve model ``found`` alone; does nothing if it is not isolated.
+    """Checks that there is room for the workers that would serve an isolated model alone.
 
-    ``taken``: the devices of all isolated models' workers, each with its fraction (0 to 1) of a GPU's memory. Raises
-    InvalidArgument: there are too many isolated models, or a GPU has not enough memory.
+    ``taken``: the devices of the workers of all isolated models, each with its fraction (0 to 1) of a GPU's memory.
+    Raises InvalidArgument if there are too many isolated models, or if a GPU has not enough memory.
     """
     name, devices = found.name, isolated(found, options)
     others = {device: part for device, part in taken.items() if model_of(device) != name}
@@ -176,12 +175,10 @@ def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Worke
 
 
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
-    """Reads every model's folder in the repositories; returns the models by name, sorted.
+    """Reads the folder of every model in the repositories, and returns the models by name, sorted.
 
-    ``known``: the names of earlier models. If such a model's folder has no versions any more, the folder is returned as a
-    model with an error; other folders without versions and config.pbtxt are left out.
-
-    Raises InvalidArgument: a repository is not a readable folder.
+    ``known``: the names of earlier models. If the folder of such a model has no versions any more, the model is returned with
+    an error. Raises InvalidArgument if a repository is not a readable folder.
     """
     found: dict[str, FoundModel] = {}
     for path in folders(repositories, known):
@@ -204,20 +201,21 @@ def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
 
 
 def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
-    """Returns the folders of the repositories that hold a model. Raises InvalidArgument: a repository cannot be read.
+    """Returns the folders of the repositories that hold a model.
 
     ``known``: the names of earlier models, whose folders are returned even if they hold no model any more.
+    Raises InvalidArgument if a repository cannot be read.
     """
     return [path for path in _all_folders(repositories) if path.name in known or not no_model(path)]
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns the folders that hold no model, each with the reason. Raises InvalidArgument: a repository is unreadable."""
+    """Returns the folders that hold no model, each with the reason. Raises InvalidArgument if a repository is unreadable."""
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 
 def no_model(path: Path) -> str:
-    """Returns why ``path``, a folder in a repository, does not hold a model; "": it holds one, perhaps one with an error."""
+    """Returns why a folder in a repository does not hold a model, or "". A model with an error is a model."""
     try:
         versions, others = _versions(path)
         if versions or os.path.lexists(path / "config.pbtxt"):
@@ -241,7 +239,7 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
 
 
 def find(repositories: Sequence[Path], name: str) -> FoundModel:
-    """Reads the model ``name``. If none or two of ``repositories`` have it, the result has an empty path and an ``error``."""
+    """Reads the model ``name``. If no repository has it, or two have, the result has an empty path and an ``error``."""
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
         places = [path / name for path in repositories if (path / name).is_dir()]
@@ -253,7 +251,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
 
 
 def poll(path: Path) -> FoundModel:
-    """Reads the model in the folder ``path``. A mistake of the operator there becomes the result's ``error``, never raised."""
+    """Reads the model in the folder ``path``. A mistake there becomes the ``error`` of the result."""
     name = path.name
     try:
         if not NAME.fullmatch(name):
@@ -268,16 +266,16 @@ def poll(path: Path) -> FoundModel:
 
 
 def readable_folders(paths: Sequence[Path]) -> list[Path]:
-    """Returns the folders with models in the repositories ``paths``. A repository that cannot be read is left out."""
+    """Returns the folders with models in the repositories. A repository that cannot be read is left out."""
     gone = unreadable(paths)
     return folders([path for path in paths if path not in gone])
 
 
 def overridden(folder: Path, config: str) -> FoundModel:
-    """Reads a model's folder, with a configuration in JSON that a client sent in place of config.pbtxt.
+    """Reads the folder of a model, with a configuration in JSON that a client sent in place of config.pbtxt.
 
-    The messages of the errors are for the client. Raises InvalidArgument: the configuration or the folder is wrong, or the
-    configuration chooses no version; Unsupported: the configuration asks for a feature that tensord lacks.
+    Raises InvalidArgument if the configuration or the folder is wrong, or if the configuration chooses no version.
+    Raises Unsupported if the configuration asks for a feature that tensord lacks.
     """
     try:
         found = _found(folder, model_config.parse_json(config, folder.name))
@@ -321,14 +319,14 @@ def _found(path: Path, config: ModelConfig) -> FoundModel:
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the numbers of the version folders in ``path``, a model's folder, and the names of other folders; both sorted."""
+    """Returns the version numbers in a model's folder, and the names of other folders."""
     names = sorted(entry.name for entry in os.scandir(path) if is_folder(entry))
     others = [name for name in names if not _VERSION.fullmatch(name) and not model_folder.is_passed_over(name)]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
 def _choose(config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns those of ``versions`` (ascending) that the version policy of ``config`` chooses; without a policy the last."""
+    """Returns those of ``versions`` that the version policy chooses."""
     policy = config.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":
@@ -342,11 +340,7 @@ def _choose(config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, config: ModelConfig, version: int) -> str:
-    """Guesses a model's backend from the names that the model's Python file defines. The file is parsed, not imported.
-
-    ``path``: the model's folder. ``config``: the model's configuration. ``version``: the version in whose folder the
-    file is. Raises InvalidArgument: the backend cannot be guessed.
-    """
+    """Guesses a model's backend from the names that its Python file defines."""
     file = config.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:
@@ -386,7 +380,7 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """Returns the content of the file ``path``; None: there is none. Raises InvalidArgument: it exceeds ``limit`` bytes."""
+    """Returns the content of a file of at most ``limit`` bytes, or None if there is none."""
     try:
         with open(path, "rb", opener=model_folder.regular) as file:
             content = file.read(limit + 1)
@@ -398,10 +392,7 @@ def _read(path: Path, limit: int) -> bytes | None:
 
 
 class Repositories:
-    """The models of the repositories as they were read last. One per daemon.
-
-    If the option ``repository.exit_on_error`` is False, the models of a repository that cannot be read now are kept.
-    """
+    """The models of the repositories as they were read last."""
 
     def __init__(self) -> None:
         #: The models that the last scan found.
@@ -414,8 +405,8 @@ class Repositories:
     async def scan(self, options: Repository) -> dict[str, FoundModel]:
         """Reads the repositories that ``options`` names, and returns the models in them by name.
 
-        Raises InvalidArgument: a repository cannot be read. If ``options.exit_on_error`` is False, this is logged instead, and
-        the repository's models stay as they were.
+        Raises InvalidArgument if a repository cannot be read. If ``options.exit_on_error`` is False, the error is only logged,
+        and the models of the repository stay as they were.
         """
         paths, kept = [Path(path) for path in options.paths], dict[str, FoundModel]()
         if options.exit_on_error is False:
@@ -434,10 +425,7 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs each folder in ``others`` with its reason, unless the last call had the same folder with the same reason.
-
-        ``others``: folder -> why the folder holds no model. A folder is left out if a model in ``found`` has its name.
-        """
+        """Logs each folder that holds no model, with its reason, once."""
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:
@@ -458,7 +446,7 @@ def load_error(name: str, failed: dict[int, str]) -> str:
 
 
 def placement_error(name: str, reason: str) -> str:
-    """Returns Triton's message for the model ``name``, which no worker can load, with the ``reason``."""
+    """Returns Triton's message for a model that no worker can load."""
     return f"load failed for model '{name}': {reason}\n"
 
 
@@ -471,10 +459,10 @@ def no_version_error(name: str) -> str:
 
 
 def poll_error(names: Iterable[str]) -> str:
-    """Returns Triton's message for models, ``names``, that are missing from the repositories or cannot be read there."""
+    """Returns Triton's message for models that are missing from the repositories or cannot be read there."""
     return f"failed to load '{', '.join(names)}', failed to poll from model repository"
 
 
 def given_error(name: str, reason: str) -> str:
-    """Returns the message for a client's configuration or files that cannot be used, with the ``reason``."""
+    """Returns the message for a configuration or files of a client that cannot be used."""
     return f"failed to load '{name}': {reason}"

@@ -22,7 +22,7 @@ _MAX_NAMED = 8
 
 
 class ServedModels:
-    """Describes for the log which models are served: one short line for each change."""
+    """Describes for the log which models are served."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -31,7 +31,7 @@ class ServedModels:
         self._logged: dict[str, bool] = {}
 
     def change(self) -> str:
-        """Returns a line about what has changed since the last call; "" if nothing has changed.
+        """Returns a line about what has changed since the last call, or "".
 
         A model that is being loaded for the first time is mentioned only once it is served or has failed.
         """
@@ -57,7 +57,7 @@ class ServedModels:
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
-    """Describes the models on ``devices`` in a line, as ``/v2/health/ready`` does; it begins with "ready" or "not ready"."""
+    """Describes the models on ``devices`` in a line, which begins with "ready" or "not ready"."""
     # A version whose worker has died is READY as well, until another worker has it.
     books = models.lifecycle.models
     found = {
@@ -78,7 +78,7 @@ def _listed(names: list[str]) -> str:
 
 
 def of_models(models: Models) -> dict[str, Any]:
-    """Returns a description of the models: whether the daemon is ready, how many models are served, and which are not.
+    """Returns whether the daemon is ready, how many models are served, and which are not, as values for JSON.
 
     Each model that is not served, or of which a version is not served, is listed with the reason.
     """
@@ -102,14 +102,14 @@ def of_model(
     workers: Mapping[int, str],
     slow: Mapping[str, Mapping[int, Mapping[str, int]]],
 ) -> bytes:
-    """Returns one model's versions as JSON, each with its ``index`` entry, workers, folder, metadata and configuration.
+    """Returns the versions of one model as JSON, each with its index entry, workers, folder, metadata and configuration.
 
     Args:
       index: the repository index, which has an entry for each version of each model.
-      workers: the name of each worker by its incarnation, the id of the process.
-      slow: by worker name and by version: the reasons why the worker answered requests in Python code and not in the faster C
-        code, each with the number of requests.
-    Raises InvalidArgument: there is no such model.
+      workers: the name of each worker, by the number of the worker process.
+      slow: by worker name and by version, the reasons why requests were answered in Python code and not in the faster C code,
+      each with the number of requests.
+    Raises InvalidArgument if there is no such model.
     """
     entries = [entry for entry in index if entry["name"] == name]
     if not entries:
@@ -137,7 +137,7 @@ def of_model(
 def of_fronts(fronts: Fronts, slots: ProcessSlots, now_ns: int) -> list[dict[str, Any]]:
     """Returns a description of each front process, with the number of its client connections.
 
-    ``slots``: knows how often each front has died. ``now_ns``: CLOCK_MONOTONIC.
+    ``slots``: knows how often each front has died. ``now_ns``: the time of CLOCK_MONOTONIC.
     """
     return [_entry(front, slots, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
 
@@ -151,8 +151,11 @@ def of_workers(
 ) -> list[dict[str, Any]]:
     """Returns a description of each worker process, with its device, its state and what it runs now.
 
-    ``slots``: knows how often each worker has died. ``models``: the versions that workers may serve, by model. ``lanes``: how
-    many lanes clients have to a worker, by the worker's name. ``now_ns``: CLOCK_MONOTONIC.
+    Args:
+      slots: knows how often each worker has died.
+      models: the versions that workers may serve, by model.
+      lanes: how many lanes clients have to a worker, by the name of the worker.
+      now_ns: the time of CLOCK_MONOTONIC.
     """
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
     return [
@@ -172,14 +175,14 @@ def of_workers(
 
 
 def _state(worker: WorkerProcess) -> str:
-    """Describes what a worker is doing: ``idle``, ``compiling digits 3/16``, or ``executing, loading digits``."""
+    """Describes what a worker is doing, such as ``executing, loading digits``."""
     state = worker.page.state[0].name.lower() if worker.page else "starting"
     loading = worker.describe_load()
     return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Returns the model that has this worker to itself and the worker's part of the GPU's memory; {} if models share it."""
+    """Returns the model that has this worker to itself, or {}."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 
@@ -197,7 +200,7 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """Returns the CPU cores that process ``pid`` may use, its number of threads and resident memory in MiB; {}: it ended."""
+    """Returns the cores, threads and memory of a process, or {} if it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -60,7 +60,7 @@ _NOT_READY = "the model's is_ready() does not say that it is"
 
 @dataclass(slots=True)
 class Operations:
-    """Carries out control operations (``tensord.shm.operations``), each by a call of the part of the daemon that it concerns."""
+    """Carries out control operations (``tensord.shm.operations``)."""
 
     _models: Models
     _parameters: Parameters
@@ -74,7 +74,7 @@ class Operations:
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
         """Carries out the operation in ``call`` and returns the reply, which has the code and message of a failure.
 
-        ``end``: a file descriptor that came with the call; -1: none. ``by_model``: whether a model made the call.
+        ``end``: a file descriptor that came with the call, or -1. ``by_model``: whether a model made the call.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
@@ -87,7 +87,7 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out ``call``, a model's request to load, unload or check a model, and replies; refuses other calls."""
+        """Carries out a model's call to load, unload or check a model, and refuses other calls."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
@@ -95,15 +95,12 @@ class Operations:
     async def answer(self, operation: Operation, peer: Peer, end: int = -1, by_model: bool = False) -> bytes:
         """Carries out an operation and returns its result, JSON or empty, once every front uses the new state.
 
-        All fronts are waited for, because the client's next request may come to any of them. If settings of the log or of traces
-        change, all workers are waited for, too.
-
         Args:
-          peer: the client that asks; without meaning if a model asks.
-          end: a file descriptor that came with the operation and that the caller closes; -1: none. With a registration it becomes
-            readable when the region is to be unregistered; with a push it is the memory of the parameters.
+          peer: the client that asks. It has no meaning if a model asks.
+          end: a file descriptor that came with the operation and that the caller closes, or -1. For a registration, it becomes
+          readable when the region is to be unregistered. For a push, it is the memory of the parameters.
           by_model: whether a model asks, and not a client or an operator.
-        Raises ServingError: the operation was refused or failed.
+        Raises ServingError if the operation was refused or failed.
         """
         try:
             result = await self._carry_out(operation, peer, end)
@@ -158,9 +155,9 @@ class Operations:
         return b""
 
     async def describe_model(self, name: str) -> bytes:
-        """Returns a model's versions as JSON, each with its state, workers, folder, metadata and configuration.
+        """Returns the versions of a model as JSON, each with its state, workers, folder, metadata and configuration.
 
-        Raises InvalidArgument: there is no such model.
+        Raises InvalidArgument if there is no such model.
         """
         index = await self._models.index(ready=False, detailed=True)
         workers = {worker.incarnation: worker.name for worker in self._workers}
@@ -170,10 +167,7 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns why a worker answered requests for the model ``name`` in Python code and not in the faster C code.
-
-        The result maps each version to a dict from reason to number of requests; {}: the worker did not reply.
-        """
+        """Returns, by version, why a worker answered requests in Python and how many."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
         except ServingError:
@@ -218,10 +212,7 @@ class Operations:
         return bool(answers) and all(answers)
 
     async def _listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """Returns the repository index, in which versions whose ``is_ready()`` is not true are marked as UNAVAILABLE.
-
-        ``ready``: True: only versions that are READY are returned. False: all are.
-        """
+        """Returns the index, in which versions that are not ready are UNAVAILABLE."""
         served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
         answers = await asyncio.gather(*(self._is_ready(str(e["name"]), int(e["version"])) for e in served))
         for entry, answer in zip(served, answers, strict=True):
@@ -237,7 +228,7 @@ class Operations:
 
 
 def merge_statistics(answers: Iterable[bytes]) -> bytes:
-    """Adds up the statistics of several workers. Returns the sums as JSON, sorted by model name and version.
+    """Adds up the statistics of several workers, and returns the sums as JSON, sorted by model name and version.
 
     ``answers``: the statistics of each worker, {"model_stats": [...]} in JSON.
     Source: Triton docs/protocol/extension_statistics.md.

@@ -69,11 +69,11 @@ _NAMED = 3
 
 
 class _NoWorker(Exception):
-    """Raised if no worker is left that serves the model's version whose parameters should change."""
+    """Raised if no worker is left that serves the version."""
 
 
 class Parameters:
-    """Carries out clients' operations on parameter sets: push, revert, drop and list. Used on the supervisor's event loop."""
+    """Carries out clients' operations on parameter sets: push, revert, drop and list."""
 
     def __init__(self, options: Options, supervisor: Supervisor, models: Models) -> None:
         self._supervisor = supervisor
@@ -106,13 +106,11 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------ clients' operations
 
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
-        """Sends the ``wanted`` values of a parameter set to every worker that serves a version. All use them, or none does.
+        """Sends the values of a push to every worker that serves the version. All workers use them, or none does.
 
-        ``peer``: the client. ``memory``: the descriptor of the memory that the client sent, which the caller must close; -1: it
-        sent none. Returns JSON: model, version, set, number of the push and size in bytes.
-
-        Raises Replaced: another push with the same number or a higher one is there; another ServingError: the push was refused.
-        After an error nothing has changed.
+        ``peer``: the client. ``memory``: the descriptor that came with the push and that the caller must close, or -1.
+        Returns JSON: model, version, set, number of the push and size in bytes. After an error nothing has changed.
+        Raises Replaced if another push has the same number or a higher one. Raises another ServingError if the push was refused.
         """
         push_checks.check_owner(self._owners, peer)
         push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
@@ -141,10 +139,10 @@ class Parameters:
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
-        """Has every worker that serves the version use the former values of the ``wanted`` parameter set again.
+        """Has every worker that serves the version use the former values of a parameter set again.
 
-        ``peer``: the client. Returns JSON: model, version, set, number of the push and size in bytes. Raises NotFound: the set
-        has no former values; another ServingError: the change was refused. After an error nothing has changed.
+        Returns JSON: model, version, set, number of the push and size in bytes. After an error nothing has changed.
+        Raises NotFound if the set has no former values. Raises another ServingError if the change was refused.
         """
         push_checks.check_owner(self._owners, peer)
         key, name = (wanted.model, self._resolved(wanted.model, wanted.version)), wanted.set
@@ -170,10 +168,10 @@ class Parameters:
         return _answer(key, name, content)
 
     async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
-        """Removes the ``wanted`` parameter set of a version, also on the workers. Later requests that name the set fail.
+        """Removes a parameter set of a version, also on the workers. Later requests that name the set fail. Returns b"".
 
-        ``peer``: the client. Returns b"". Raises NotFound: the version or the set does not exist; InvalidArgument: the set is
-        ``main``; Unsupported: the client may not change parameters.
+        Raises NotFound if the version or the set does not exist. Raises InvalidArgument if the set is ``main``. Raises
+        Unsupported if the client may not change parameters.
         """
         push_checks.check_owner(self._owners, peer)
         if wanted.set == MAIN_SET:
@@ -190,7 +188,8 @@ class Parameters:
     def listed(self, wanted: ListParameters) -> bytes:
         """Returns a JSON array of parameter sets. In ``wanted`` the model "", the version 0 or the set "" stands for all.
 
-        Raises NotFound: a model, version or set that is named does not exist; Unavailable: the model's version is being loaded.
+        Raises NotFound if a model, version or set that is named does not exist. Raises Unavailable if the version is being
+        loaded.
         """
         found = [
             {"model": name, "version": number, "set": each, **_described(self.sets.find((name, number), each))}
@@ -229,28 +228,24 @@ class Parameters:
         raise NotFound(f"{UNKNOWN_MODEL}{of} is not ready")
 
     def _serving(self, key: VersionKey) -> list[WorkerProcess]:
-        """Returns the workers that serve the version ``key``, without those that are stopping."""
+        """Returns the workers that serve a version and are not stopping."""
         version = self._models.lifecycle.version(*key)
         by_incarnation = self._supervisor.workers.by_incarnation
         found = (by_incarnation.get(incarnation) for incarnation in (() if version is None else version.ready))
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping]
 
     def _is_loaded_anew(self, key: VersionKey) -> bool:
-        """Returns whether a worker that serves a version is loading the version from its files again. ``key``: the version."""
+        """Returns whether a worker that serves a version is loading it again."""
         version = self._models.lifecycle.version(*key)
         return version is not None and not version.loading.keys().isdisjoint(version.ready)
 
     def _is_loading(self, key: VersionKey) -> bool:
-        """Returns whether the version ``key`` is being loaded and no worker serves the version."""
+        """Returns whether a version is being loaded and no worker serves it."""
         version = self._models.lifecycle.version(*key)
         return version is not None and version.state is IndexState.LOADING
 
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
-        """Reserves and returns the number of the ``wanted`` push, which no later push into the same set can get.
-
-        ``key``: the model's version. If the client gave no number, it is the set's highest plus one. Raises Replaced: another
-        push has the same number or a higher one; InvalidArgument: no number is left; Unavailable: the version has too many sets.
-        """
+        """Reserves and returns the number of a push, which no later push can get."""
         found = self.sets.find(key, wanted.set)
         highest = max(0 if found is None else found.highest, self._claimed.get((key, wanted.set), 0))
         number = wanted.number or highest + 1
@@ -269,12 +264,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Gives the ``wanted`` values to every worker that serves the version ``key``, and has the workers use the values.
-
-        Returns the record of the new values. ``number``: the number that the new values get. ``peer``: the client.
-        ``memory``: a descriptor of the memory that the client sent; -1: none. Raises ServingError: the push was refused;
-        nothing has changed.
-        """
+        """Has every worker use the values of a push, and returns their record."""
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
             # Before it is read: a file that changes meanwhile is another one.
@@ -307,13 +297,7 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Carries out a push into the version ``key``, which is not served because pushed values of the version were lost.
-
-        Has the version loaded again with the new values, and returns ``content`` once the version serves. ``wanted``: the
-        push. ``content``: the record of the new values, in which this method sets the memory. ``memory``: a descriptor of
-        the memory that the client sent. Raises Unavailable: the push has a checksum, or does not bring all values as sealed
-        memory; InvalidArgument: the load failed.
-        """
+        """Loads a version again with the values of a push, because earlier ones were lost."""
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
             raise Unavailable(
@@ -337,11 +321,7 @@ class Parameters:
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
-        """Returns a descriptor of sealed memory with all values of the push ``wanted`` into the version ``key``.
-
-        The caller must close it. ``memory``: a descriptor of the memory that the client sent; -1: it sent none. The result is a
-        duplicate of ``memory`` if that is sealed, has all values and comes without checksum; else a worker creates new memory.
-        """
+        """Returns a descriptor of sealed memory with all values of a push. The caller closes it."""
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
                 return os.dup(memory)
@@ -349,11 +329,7 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Has a worker create sealed memory with the values of a set. Returns a descriptor of it, which the caller must close.
-
-        ``memory``: a descriptor that the operation needs; -1: it needs none. Raises _NoWorker: ``worker`` is None, or it died;
-        ServingError: the worker refused.
-        """
+        """Has a worker create sealed memory with the values of a set. The caller closes it."""
         if worker is None:
             raise _NoWorker
         what = f"parameters of model '{operation.model}'"
@@ -373,11 +349,7 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor, to be closed, of memory with ``content``, the values of set ``name``; -1: the values are lost.
-
-        If the values came from a file that has not changed, a worker reads the file again. ``worker``: the worker that does so;
-        None: any that serves the version ``key``. Raises _NoWorker: there is no worker, or it died; ServingError: it refused.
-        """
+        """Returns a descriptor, which the caller closes, of memory with the values of a set. Returns -1 if they are lost."""
         if content.memory >= 0:
             return os.dup(content.memory)
         if content.file is None or await self._fingerprint(key, content.file) != content.fingerprint:
@@ -401,15 +373,7 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Replaces the values of a parameter set on every worker that serves the version ``key``.
-
-        First every worker gets the values by the operation ``stage``, without using them. Then ``put`` is called, which
-        stores the values in this process: a worker that starts from then on gets the new values. Then every worker begins
-        to use the values. ``memory``: a descriptor of memory with the values; -1: the workers still have them, as the set's
-        former values. ``move_sequences``: whether sequences that have begun go on with the new values. ``check``: raises an
-        exception if the values are not wanted any more. Raises _NoWorker: all workers died before they used the values;
-        ServingError: a worker refused the values. After an error nothing has changed.
-        """
+        """Replaces the values of a parameter set on every worker, or on none."""
         staged: set[int] = set()
         try:
             while missing := [worker for worker in self._serving(key) if worker.incarnation not in staged]:
@@ -434,7 +398,8 @@ class Parameters:
             for worker in self._serving(key):
                 self._supervisor.spawn(self._obeyed(worker, abort))
             raise
-        # From here on it holds, whoever dies.
+        # Every worker has the values now, without using them. A worker that starts after ``put`` gets them as well, so that
+        # the exchange holds from here on, whoever dies.
         put()
         commit = CommitParameters(stage.push, move_sequences)
         await asyncio.gather(*(self._obeyed(worker, commit) for worker in workers))
@@ -445,7 +410,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker do ``operation``, a step such as a commit. If that fails, kills the worker and returns False."""
+        """Has a worker do a step, or kills it and returns False."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -458,7 +423,7 @@ class Parameters:
 
     @contextlib.asynccontextmanager
     async def _turn(self, model: str) -> AsyncIterator[None]:
-        """Runs the ``async with`` block once no other change of the model's parameters runs."""
+        """Runs the block once no other change of the model's parameters runs."""
         self._waiting[model] += 1
         try:
             async with self._turns.setdefault(model, asyncio.Lock()):
@@ -469,11 +434,7 @@ class Parameters:
                 del self._waiting[model], self._turns[model]
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
-        """Runs ``change`` once a worker serves the version ``key`` and no other change of the model's parameters runs.
-
-        If all workers die during ``change``, runs ``change`` again later. Returns what ``change`` returns. Raises Unavailable:
-        too many changes wait, or no worker serves the version within the option ``requests.worker_wait``.
-        """
+        """Runs ``change`` once a worker serves the version and no other change runs."""
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(
                 f"{self._waiting.total()} changes of parameters are under way, at most {_MAX_WAITING} are allowed"
@@ -504,8 +465,8 @@ class Parameters:
     def sent(self, worker: int, load: Load) -> Load:
         """Returns the Load record that should be sent to a worker. ``worker``: the number of the worker process.
 
-        If clients have pushed values into the version, the record is a copy that is marked ``held``. The worker then lets
-        requests find the version only after it has got these values and the operation ServeLoaded.
+        If clients have pushed values into the version, the record is marked ``held``: the worker does not serve the version
+        before it has these values.
         """
         key = load.name, load.version
         if not (self.sets.of(key) or key in self._changing):
@@ -514,7 +475,7 @@ class Parameters:
         return msgspec.structs.replace(load, held=True)
 
     def forget(self, name: str, version: int) -> None:
-        """Drops all values that clients have pushed into a version, because the version is loaded from its files or unloaded."""
+        """Drops all values that clients have pushed into a version, because it is loaded from its files or unloaded."""
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)
         if names := self.sets.forget((name, version)):
@@ -528,11 +489,14 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets the versions that a worker, which is dead now, could not serve before it had the values that clients pushed."""
+        """Forgets that a dead worker still lacked pushed values of some versions.
+
+        ``worker``: the number of the worker process.
+        """
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Passes a worker's answer to a Load record to ``Models``. Before that the worker gets the values that clients pushed."""
+        """Passes a worker's answer to a load on to ``Models``, once the worker has the values that clients pushed."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
@@ -545,10 +509,7 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker that has loaded the version ``key`` the values that clients have pushed into the version.
-
-        Then passes the worker's Loaded record on to ``Models``, as a failed load if the worker cannot have the values.
-        """
+        """Gives a worker the pushed values of a version, and passes its answers on."""
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:
@@ -566,10 +527,7 @@ class Parameters:
             del self._restoring[worker.incarnation, key]
 
     async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
-        """Gives a worker the values of all sets that clients have pushed into the version ``key``, and lets it serve the version.
-
-        Returns why the worker cannot have the values; "": it has them. Raises _NoWorker: the worker is dying.
-        """
+        """Gives a worker all pushed values of a version. Returns why that is impossible, or ""."""
         push = self._next()
         free = asyncio.Semaphore(_AT_ONCE)
 
@@ -616,21 +574,20 @@ class Parameters:
         return ""
 
     def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Passes a worker's answer to a Load record on to ``Models``. Call it when the worker has all pushed values."""
         self._held.discard((worker.incarnation, (answer.name, answer.version)))
         if worker.alive:
             self._models.loaded(worker.incarnation, answer)
         self.tell()
 
     def tell(self) -> None:
-        """Wakes the operations that wait for a version to serve. Call it when a state has changed or a load was answered."""
+        """Wakes the operations that wait for a version to serve."""
         self._news.set()
         self._news = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------------------- others
 
     def describe(self) -> dict[str, Any]:
-        """Returns, for ``tensorctl status``, the bytes of all pushed sets, their limit, and each version's number of sets."""
+        """Returns the bytes of all pushed sets, their limit, and the number of sets of each version, as values for JSON."""
         versions = [
             {"model": name, "version": version, "sets": count, "number": number}
             for (name, version), (count, number) in sorted(self.sets.by_version().items())
@@ -638,7 +595,7 @@ class Parameters:
         return {"byte_size": self.sets.byte_size, "max_byte_size": self.sets.limit, "versions": versions}
 
     def close(self) -> None:
-        """Drops all values that clients have pushed. A second call does nothing."""
+        """Drops all values that clients have pushed. May be called again."""
         if count := sum(1 for _ in self.sets):
             _log.warning(
                 "pushed parameter sets end with this daemon (%d): the next one serves the repositories'", count
@@ -650,7 +607,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal, whose text begins with ``what``, if the worker died because of its own work."""
+    """Raises Internal if the worker died because of its own work."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

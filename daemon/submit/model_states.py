@@ -13,20 +13,23 @@ _LIMIT = (1 << 63) - 1
 
 
 class SequenceBatching(msgspec.Struct):
-    """Holds what a model's configuration says about sequences: after how many idle microseconds a sequence is forgotten."""
+    """Holds after how many idle microseconds a model forgets a sequence."""
 
     max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
 
 
 class BatchSettings(msgspec.Struct):
-    """The settings of a model's configuration that fronts need. ``max_batch_size`` 0: tensors have no batch dimension."""
+    """The settings of a model's configuration that fronts need.
+
+    If ``max_batch_size`` is 0, tensors have no batch dimension.
+    """
 
     max_batch_size: int = 0
     sequence_batching: SequenceBatching = msgspec.field(default_factory=SequenceBatching)
 
 
 def configured(state: ModelState) -> BatchSettings:
-    """Returns the settings of the model of ``state`` that fronts and clients need."""
+    """Returns the settings in the configuration of the model of ``state``."""
     return msgspec.json.decode(state.config or b"{}", type=BatchSettings, strict=False)
 
 
@@ -56,7 +59,7 @@ class ModelStates:
         self._changed(gone.name)
 
     def judge(self, readiness: Readiness) -> None:
-        """Stores the daemon's readiness, which the supervisor has sent and which answers to health requests show."""
+        """Stores the readiness of the daemon, as the supervisor sent it."""
         self.readiness = readiness
         self.edition += 1
 
@@ -69,13 +72,11 @@ class ModelStates:
             self._newest.pop(name, None)
 
     def find(self, name: str, version: int = 0) -> ModelState:
-        """Returns the state of a model's version that serves requests. ``version`` 0 means the newest version that serves.
+        """Returns the state of a model version that serves requests. ``version`` 0 means the newest version that serves.
 
         A version whose workers are being replaced still serves: requests for it wait.
-
-        Raises:
-          NotFound: the model or version is unknown, failed to load, or is not to be served.
-          Unavailable: the version is being loaded, or should be served and cannot be now.
+        Raises NotFound if the model or the version is unknown, failed to load, or is not to be served.
+        Raises Unavailable if the version is being loaded, or should be served and cannot be now.
         """
         if not version and name in self._newest:
             return self._newest[name]
@@ -94,12 +95,11 @@ class ModelStates:
         raise NotFound(f"{UNKNOWN_MODEL}{of} {missing}{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
-        """Returns the state of a model's version that serves or is being loaded. Requests for it may have to wait.
+        """Returns the state of a model version that serves or is being loaded.
 
         ``version`` 0 means the newest version that serves or, if none serves, the newest that is being loaded.
-
-        Raises NotFound: the model or version is unknown, failed to load, or is not to be served; Unavailable: the version cannot
-        be served now.
+        Raises NotFound if the model or the version is unknown, failed to load, or is not to be served.
+        Raises Unavailable if the version cannot be served now.
         """
         versions = self._models.get(name, {})
         if version:
@@ -110,20 +110,20 @@ class ModelStates:
         return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:
-        """Returns whether a worker can answer requests for a model's version now. ``version`` 0: the newest that serves."""
+        """Returns whether a worker can answer requests for a model version now. ``version`` 0 means the newest that serves."""
         try:
             return bool(self.find(name, version).workers)
         except (NotFound, Unavailable):
             return False
 
     def ready_versions(self, name: str) -> list[int]:
-        """Returns the numbers of the model's versions that serve requests, ascending."""
+        """Returns the numbers of the versions of a model that serve requests, ascending."""
         versions = self._models.get(name, {})
         return sorted(number for number, state in versions.items() if state.state == "READY")
 
 
 def _why(state: ModelState) -> str:
-    """Returns the repository index's reason why the version of ``state`` failed; "": the version has not failed."""
+    """Returns why the version of ``state`` failed, or ""."""
     if state.state != "UNAVAILABLE" or state.reason == "unloaded":
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason
@@ -138,9 +138,10 @@ def malformed_version(text: str) -> InvalidArgument:
 
 
 def parse_version(model: str, text: str) -> int:
-    """Returns the version number that ``text`` holds, which must consist of digits. ``model``: the name for the errors' messages.
+    """Returns the version number in ``text``, which must consist of digits.
 
-    Raises: InvalidArgument: the number is too large for an int64.  NotFound: the number is 0, which is no version.
+    ``model``: the name for error messages.
+    Raises InvalidArgument if the number is too large for an int64. Raises NotFound if it is 0, which is no version.
     """
     number = int(text) if len(text) <= 40 else _LIMIT + 1
     if number > _LIMIT:

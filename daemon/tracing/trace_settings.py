@@ -39,7 +39,7 @@ def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
     """Parses the trace settings that a client sent for ``model``, such as ``trace_rate``, each with a list of values.
 
     An empty list of values clears a setting, so that the inherited value applies. Unknown settings and levels are ignored.
-    Raises: Unsupported: the client sets the trace file.  InvalidArgument: a value is invalid.
+    Raises Unsupported if the client sets the trace file. Raises InvalidArgument if a value is invalid.
     """
     if "trace_file" in settings:
         raise Unsupported(FILE_REFUSED)
@@ -87,7 +87,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if tracing is on but the rate is 0, or ``target`` (a file or a collector's address) is empty."""
+        """Raises InvalidArgument if tracing is on without a rate or without a ``target``, a file or a collector's address."""
         if not self.level:
             return
         if not self.rate:
@@ -97,7 +97,7 @@ class Values:
 
 
 class _Scope:
-    """Holds the trace settings of one model, or of all models that have no own settings, and the shared counters for sampling."""
+    """Holds the trace settings of one model or of all models, and shared counters."""
 
     def __init__(self, values: Values, own: frozenset[str]) -> None:
         self._values = values
@@ -110,14 +110,14 @@ class _Scope:
 
     @property
     def values(self) -> Values:
-        """Returns the values that apply now. Their ``count`` is how many traces may still be made."""
+        """Returns the present values, in which ``count`` is how many traces are left."""
         if self.budget is None:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Returns the descriptors of the shared counters, which are sent to fronts with a ``TraceChanged`` record."""
+        """Returns the descriptors of the shared counters."""
         if self.turn is None:
             return ()
         return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)
@@ -145,13 +145,13 @@ class TraceSettings:
 
     @property
     def on(self) -> bool:
-        """Returns whether there is a file or a collector for traces. Without one, nothing can be traced."""
+        """Returns whether there is a file or a collector for traces."""
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
         """Changes the ``wanted`` trace settings of a model, or of all models (""). Returns, as JSON, those that apply now.
 
-        Raises InvalidArgument: the model is unknown, or the settings do not fit together. Then nothing is changed.
+        Raises InvalidArgument if the model is unknown, or if the settings do not fit together. Then nothing is changed.
         """
         if wanted.model and not self._known(wanted.model):
             raise InvalidArgument(f"Request for unknown model : {wanted.model}")
@@ -191,20 +191,17 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """Returns the record that tells fronts the settings of model ``name``, or of all models (""), and then descriptors.
-
-        The descriptors are those of the counters that all fronts share.
-        """
+        """Returns the record for fronts, and the descriptors of its counters."""
         scope = self._scopes[name]
         values = scope.values
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """Returns the records that tell a new front all settings, each in a tuple with the file descriptors that belong to it."""
+        """Returns the records that tell a new front all settings, each in a tuple with its file descriptors."""
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
-        """Returns trace settings, ``values``, for a JSON answer: with the names, the order and the types of Triton's protocol."""
+        """Returns trace settings with the names and types of Triton's protocol."""
         return {
             "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
             "trace_rate": str(values.rate),
