@@ -117,7 +117,7 @@ def choices(key: str) -> tuple[str, ...]:
 
 
 def _words(wanted: Any) -> Iterator[str]:
-    """Yields the words that are allowed as values of a type. The type may be a union or a list."""
+    """Yields the words that are allowed as values of a type, which may be a union or a list."""
     if wanted is bool:
         yield from ("true", "false")
     elif typing.get_origin(wanted) is typing.Literal:
@@ -298,7 +298,7 @@ _PATHS = """
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Returns ``value``, one path or several, with the home directory in place of a leading ``~``."""
+    """Replaces a leading ``~`` in one path or several by the home directory."""
     if not isinstance(value, str):
         return tuple(_at_home(setting, each) for each in value)
     scheme = "unix:" if value.startswith("unix:") else ""
@@ -314,7 +314,6 @@ def _at_home(setting: Setting, value: Any) -> Any:
 
 
 def _absolute(options: Options) -> Options:
-    """Returns the options with absolute paths of repositories and cache."""
     # A model's code may change the working directory.
     repository, executables = options.repository, options.executables
     cache = executables.cache_directory
@@ -436,7 +435,7 @@ def _address(address: str) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Calls ``reader(value)``, and raises its ValueError as a ConfigurationError about ``key``."""
+    """Calls ``reader(value)``, and lets its error name ``key``."""
     try:
         reader(value)
     except ValueError as error:

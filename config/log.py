@@ -208,5 +208,5 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str, *, keep_lines: bool) -> str:
-    r"""Replaces control characters by escapes such as ``\x1b``. ``keep_lines`` keeps line ends."""
+    r"""Replaces control characters by escapes such as ``\x1b``, but keeps line ends if asked."""
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

@@ -233,7 +233,6 @@ def _check_dynamic_batching(config: ModelConfig) -> None:
 
 
 def _check_cache(config: ModelConfig) -> None:
-    """Raises InvalidArgument if a decoupled or sequence model asks for a response cache."""
     if not config.response_cache.enable:
         return
     if config.HasField("sequence_batching"):
@@ -248,7 +247,6 @@ def _check_cache(config: ModelConfig) -> None:
 
 
 def _check_order(config: ModelConfig) -> None:
-    """Raises InvalidArgument if ``preserve_ordering`` is combined with priorities or the DELAY action."""
     batching = config.dynamic_batching
     if batching.priority_levels > 1:
         raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {config.name}")
@@ -298,7 +296,7 @@ _RAGGED_DATATYPES = ("TYPE_INT32", "TYPE_FP32")
 
 
 def _check_ragged(config: ModelConfig, whole: bool) -> None:
-    """Checks ``batch_input`` and ``batch_output``. ``whole`` means that all tensors are known."""
+    """Checks the fields for ragged batches. If ``whole``, all tensors of the model are known."""
     name = config.name
     inputs = {tensor.name for tensor in config.input} if config.input or whole else None
     outputs = {tensor.name for tensor in config.output} if config.output or whole else None
@@ -411,7 +409,7 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(config: ModelConfig, whole: bool) -> None:
-    """Checks ``sequence_batching.state``. If ``whole`` is true, each state needs a datatype."""
+    """Checks the states of sequences. If ``whole``, each state needs a datatype."""
     states = config.sequence_batching.state
     if states and config.backend == "python":
         raise Unsupported(f"model '{config.name}': sequence_batching.state: a Triton Python model keeps its own state")
@@ -492,7 +490,6 @@ def isolated_fraction(config: ModelConfig, default: float) -> float:
 
 
 def _check_isolation(config: ModelConfig) -> None:
-    """Raises InvalidArgument if the parameters about isolation are malformed or contradictory."""
     isolated_fraction(config, 1.0)
     if not is_isolated(config):
         return

@@ -135,7 +135,6 @@ def _shaped_single(what: str, value: Any, field: FieldDescriptor) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Returns the kind of a JSON value in words, such as "an object"."""
     return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
         type(value), "a number"
     )

@@ -96,5 +96,4 @@ class AccessLog:
 
 
 def _size(contents: Iterable[Content]) -> int:
-    """Returns the number of bytes of a request's inputs outside regions."""
     return sum(len(content) if isinstance(content, bytes) else content.byte_size for content in contents)

@@ -299,7 +299,6 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Adds ``content`` to the parts of a large record."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(

@@ -139,7 +139,6 @@ def driver_version() -> int:
 
 
 def _name(driver: Any, code: Any) -> str:
-    """Returns the driver's name for a result code, such as CUDA_ERROR_ILLEGAL_ADDRESS."""
     return getattr(code, "name", f"CUDA error {code}")
 
 
@@ -288,7 +287,7 @@ class Context:
 
 
 class _Stream:
-    """One thread's CUDA stream. It is destroyed when the thread ends or the context is closed."""
+    """One thread's CUDA stream. It ends with the thread or the context."""
 
     def __init__(self, context: Context) -> None:
         self._call, self.driver = context.call, context.driver

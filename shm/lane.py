@@ -116,7 +116,7 @@ class LaneEnd:
         self.view = theirs.view
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the first datagram without its WireVersion, or the next datagram if nothing is left."""
+        """Checks the WireVersion in the first datagram, and receives what follows."""
         received = self.channel.receive()
         if received is None:
             return None
@@ -303,7 +303,7 @@ class SubmitterLane(LaneEnd):
         return answers
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Returns an error for an answer whose segment could not be mapped, and gives its lease back."""
+        """Returns the error for an answer whose segment could not be mapped."""
         self.channel.put(Release((lease,)))
         self.unsaid = True
         try:
@@ -442,7 +442,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of ``lease``. If that fails, it frees the lease and returns an error."""
+        """Announces the segment of ``lease``, or frees the lease and returns an error."""
         try:
             self.announce(lease[0])
         except Unavailable as error:

@@ -99,7 +99,7 @@ def open_object(name: str, key: str) -> int:
 
 
 def _shm_open(bare: str) -> int:
-    """Opens the shared-memory object ``bare``, a name without slash, and returns its descriptor."""
+    """Opens the shared-memory object of this name, which has no slash."""
     # With O_RDWR, opening a FIFO does not block, and a directory is refused.
     if posix_ipc is None:
         # This is what shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is refused.
@@ -147,7 +147,7 @@ class Leased:
 
 
 class _ObjectRegion(Leased):
-    """Base class of regions in a shared-memory object. Offsets count from the region's start."""
+    """Base class of regions in a shared-memory object."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
         """Takes ownership of ``fd``, also if it raises."""

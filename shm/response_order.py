@@ -26,7 +26,6 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests wait for their answers to be sent."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:

@@ -131,7 +131,7 @@ def _load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Returns the models to load for the folder ``path``, with their versions, members before ensembles."""
+    """Returns the models to load, with their versions, members before ensembles."""
     found: dict[tuple[str, int], FoundModel] = {}
     under_way: list[str] = []
 
@@ -155,7 +155,7 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
-    """Returns an ensemble with its configuration completed from its members' configurations."""
+    """Completes an ensemble's configuration from its members' configurations."""
     if not model.members:
         return model
 

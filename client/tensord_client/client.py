@@ -214,7 +214,7 @@ def _holds_a_model(repository: Path) -> bool:
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:
-    """Makes the error for a path that cannot be connected to. The text says who has the permission."""
+    """Makes the error for a path that cannot be connected to."""
     text = f"{path}: {error.strerror}"
     if not isinstance(error, PermissionError):
         return Unavailable(text)

@@ -64,7 +64,7 @@ def from_status(status: int, message: str) -> ServingError:
 
 
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
-    """Makes an exception of class ``kind``, or InvalidArgument if an output does not fit into the caller's memory."""
+    """Makes the error. It is InvalidArgument if an output is too large for the caller's memory."""
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))
     return kind(in_plain_words(message))

@@ -130,7 +130,7 @@ class HttpConnection:
         deadline: float | None = None,
         patience: float | None = None,
     ) -> tuple[Any, dict[bytes, bytes]]:
-        """Sends a request other than for inference. Returns the answer's JSON or None, and its header fields."""
+        """Sends a request without inference. Returns the answer's JSON, or None, and header fields."""
         head = f"{method} {path}".encode() + self._fields + fields
         if method != "GET":
             head += b"Content-Length: %d\r\n" % sum(map(len, body))
@@ -309,7 +309,6 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns the GPU region that output ``name`` is written to, or None."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -346,7 +345,7 @@ class HttpConnection:
 
 
 class _Get(HttpExchange):
-    """A request without inference. Its result is the answer's JSON or None, and the header fields."""
+    """A request without inference. Its result is JSON, or None, and header fields."""
 
     def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:
@@ -355,7 +354,7 @@ class _Get(HttpExchange):
 
 
 class _Infer(HttpExchange):
-    """An inference request. Its answer is JSON, followed by the bytes of the output tensors."""
+    """An inference request. Its answer is JSON and the bytes of tensors."""
 
     def __init__(self, pieces: list[Buffer], call: Call) -> None:
         super().__init__(pieces, call.deadline, call.pure, call.model)
@@ -432,7 +431,6 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
 
 
 def _timing(field: bytes | None) -> Timing | None:
-    """Parses a Tensord-Timing field. Returns None if it is malformed."""
     if field is None:
         return None
     try:

@@ -183,14 +183,13 @@ class HttpResponse:
             raise MalformedResponse("bytes follow an answer that nobody asked for")
 
     def _collect(self, data: memoryview) -> None:
-        """Stores bytes of a body whose length is not known, or that is read while it arrives."""
         if self._streams:
             self.stream += data
         else:
             self.text += data
 
     def _complete(self) -> None:
-        """Marks the answer as complete, and separates the binary part of its body from the JSON."""
+        """Completes the answer, and separates the binary part of its body from the JSON."""
         self.whole = True
         json_size = self.fields.get(b"inference-header-content-length")
         if json_size is None or self._streams:

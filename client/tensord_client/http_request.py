@@ -70,7 +70,7 @@ class Pool:
             self._serve()
 
     def _serve(self) -> None:
-        """Gives connections to queued requests, until ``limit`` are in use. The caller has the lock."""
+        """Gives connections to queued requests. The caller has the lock."""
         while self._line and self._in_use < self._limit:
             self._in_use += 1
             # First: a garbage collection below may end another request and call this method again.
@@ -221,7 +221,6 @@ class HttpRequest(Pending[Any]):
         self._wake()
 
     def _wake(self) -> None:
-        """Wakes the thread or event loop that waits for this request."""
         if self._driver is not None:
             self._driver.wake()
         self.notify()
@@ -234,7 +233,7 @@ class HttpRequest(Pending[Any]):
         self._wake()
 
     def _step(self) -> int:
-        """Sends and receives without waiting. Returns the poll events to wait for, or 0 for none."""
+        """Sends and receives without waiting. Returns poll events to wait for, or 0."""
         if self._arrived or self.done():
             return 0
         if self._pool.is_closed:
@@ -266,7 +265,7 @@ class HttpRequest(Pending[Any]):
         return 0
 
     def _look(self, response: HttpResponse) -> None:
-        """Stores what has arrived of the answer, and ends this request if the answer is complete."""
+        """Stores what has arrived of the answer, and ends this request at the answer's end."""
         if self._exchange.streams and response.status == 200:
             found = self._exchange.read_next(response)
             if found is not None:
@@ -297,7 +296,6 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _end_early(self, error: ServingError) -> None:
-        """Ends this request with ``error`` before its answer is complete."""
         self.add(error)
         self._release()
         self.notify()
@@ -313,7 +311,7 @@ class HttpRequest(Pending[Any]):
         self._pool.give(self, None)
 
     def _broke(self, error: OSError) -> None:
-        """Sends this request again after a failure of its connection, or ends it with Unavailable."""
+        """Sends this request again, or ends it, after its connection has failed."""
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:

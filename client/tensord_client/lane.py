@@ -130,7 +130,7 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects to the clients' socket and sends ``hello``. The caller has the lock ``_asking``."""
+        """Connects to the clients' socket. The caller has the lock ``_asking``."""
         connected = ClientsSocket(self.path, self._timeout)
         try:
             self.hello, _ = connected.ask({"hello": {}})
@@ -178,7 +178,7 @@ class LaneConnection(Sender):
         return self.http().open(model, version)
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
-        """Returns a model's description and lanes. Asks the daemon if they are not known, or if ``anew``."""
+        """Returns a model's description and lanes. If ``anew``, asks the daemon again."""
         begun = time.monotonic()
         while True:
             left = max(0.0, until - time.monotonic())
@@ -203,7 +203,7 @@ class LaneConnection(Sender):
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks the daemon once for a model's description and lanes. The caller has the lock ``_asking``."""
+        """Asks the daemon once for a model. The caller has the lock ``_asking``."""
         if self._socket is None or self._socket.is_closed:
             self._socket = None
             self._socket = self._connect()
@@ -518,7 +518,7 @@ class LaneConnection(Sender):
             raise
 
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
-        """Returns whether the model of a refused request has other workers or another version by now."""
+        """Returns whether a refused request may be sent to another worker or version."""
         before = self.known(call)
         if before is None or before.choose() is None:
             self.find_lanes(call, until)

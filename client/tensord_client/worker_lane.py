@@ -200,7 +200,7 @@ class ClientLane:
                 self._announced.add(number)
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns what to send for a request's constant part: the part itself at first, later its number."""
+        """Returns what to send for a request's constant part: all of it, or its number."""
         # Many are used only once: the number comes at the second use.
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:
@@ -425,7 +425,7 @@ class ClientLane:
         return self.exchange
 
     def _follow(self, request: Any, until: float | None) -> bool:
-        """Sleeps while another thread reads the socket. Returns False, with the lock ``reading``, if this thread must read."""
+        """Sleeps while another thread reads the socket. Returns False, with ``reading`` locked, if this thread must read."""
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
         self.followers[waiter] = None
@@ -525,7 +525,7 @@ class ClientLane:
                     self.socket.attach(loop, self._readable)
 
     def _readable(self, loop: Any) -> None:
-        """Hands received answers to their requests, when the event loop says that the socket is readable."""
+        """Hands received answers to their requests. An event loop calls it."""
         if not self.reading.acquire(False):
             return
         self.loop = loop

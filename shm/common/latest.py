@@ -72,7 +72,7 @@ class Newest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Stores the answer or error for the ``number``-th ``put``, and sends stored inputs."""
+        """Stores what the ``number``-th ``put`` was answered, and sends stored inputs."""
         asked: Any = None
         with self._changed:
             del self._under_way[number]
@@ -92,7 +92,7 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, outcome: Any) -> None:
-        """Stores the answer or error for the ``number``-th ``put``, unless a newer one is stored."""
+        """Stores what the ``number``-th ``put`` was answered, unless it is out of date."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, outcome
@@ -101,13 +101,11 @@ class Newest(Generic[A]):
         raise NotImplementedError
 
     def _has_newer(self) -> bool:
-        """Returns whether ``get`` has an answer to return."""
         if self._came == self._taken and self._closed:
             raise Cancelled("it was closed")
         return self._came != self._taken
 
     def _take(self) -> A:
-        """Returns the newest answer, which then counts as returned, or raises it if it is an error."""
         self._taken = self._came
         newest, self._newest = self._newest, None
         if isinstance(newest, ServingError):
@@ -124,7 +122,6 @@ class Newest(Generic[A]):
             )
 
     def _end(self) -> None:
-        """Cancels the requests in flight, and drops stored inputs."""
         with self._changed:
             self._closed = True
             self._waiting = None

@@ -285,7 +285,7 @@ class Pending(Generic[T]):
         return until if self.deadline is None else min(until, self.deadline)
 
     def _next(self, until: float | None) -> T | ServingError | None:
-        """Waits for the next response or the error that ended the request, and returns it, or None."""
+        """Waits for the next response, the error that ended the request, or its end (None)."""
         while not self._arrived:
             # In this order: what has come is there before its end is seen.
             if self.done():
@@ -348,7 +348,7 @@ class Pending(Generic[T]):
 
     @types.coroutine
     def _next_async(self, timeout: float | None) -> Generator[Any, None, T | ServingError | None]:
-        """Awaits the next response or the error that ended the request, and returns it, or None."""
+        """Awaits the next response, the error that ended the request, or its end (None)."""
         arrived = self._arrived
         until: float | None = None
         loop: asyncio.AbstractEventLoop | None = None
