@@ -102,7 +102,7 @@ class _Names(NamedTuple):
 
 
 def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
-    """Completes and checks the configuration of a version that is being loaded. Returns what it and model.py declare.
+    """Completes and checks the configuration of a version that is being loaded. Returns what it and model.py declare together.
 
     Raises InvalidArgument, Unsupported: the model cannot be served here. Errors of the model's ``auto_complete_config`` are
     raised unchanged.

@@ -170,7 +170,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error with which a load fails after ``error``, which it logs."""
+        """Logs ``error``, and returns the error with which the load fails."""
         # Whatever else went wrong: Cancelled, or DeviceLost below, is raised instead.
         cancellation.check()
         if isinstance(error, (Internal, InvalidArgument, Unsupported)):

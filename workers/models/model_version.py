@@ -350,7 +350,7 @@ class ModelVersion:
 
 
 def _why_slow(loaded: LoadedModel) -> SlowReason | None:
-    """Returns why C answers no request to a loaded version; None: it may."""
+    """Returns why C answers no request to a loaded version; None: C may answer some."""
     found = {
         SlowReason.NOT_COMPILED: not available,
         SlowReason.INSTANCES: bool(loaded.instances),

@@ -289,7 +289,7 @@ class Executables:
         return found
 
     def planned(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for these shapes that was made at load; None: none was. It is never evicted."""
+        """Returns the executable for these shapes that was made at load (never evicted), or None."""
         return self.made.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:

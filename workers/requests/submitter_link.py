@@ -229,7 +229,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses with these outputs that are not last ones; None: none was made. Thread-safe."""
+        """Returns the encoder of small responses with these outputs that are not last ones, or None. Thread-safe."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
