@@ -112,7 +112,7 @@ class SharedCounters:
 
 
 class FrontCounters:
-    """Counters of one front, which changes only these and reads those of the other fronts."""
+    """Counters of one front. The front changes only these, and reads the counters of the other fronts."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words

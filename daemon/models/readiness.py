@@ -111,7 +111,7 @@ class ReadinessCheck:
     """Publishes the daemon's ``Readiness`` to the fronts whenever it has changed."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Stores two functions. ``standings`` returns the readiness of each model, and ``publish`` sends that of the daemon."""
+        """Stores two functions. ``standings`` returns the readiness of each model. ``publish`` sends the daemon's readiness."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
