@@ -228,12 +228,10 @@ def read_environment(environment: Mapping[str, str]) -> list[Setting]:
 def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
     """Returns the names of the ``TENSORD_`` variables that a container platform has set because of a service's name.
 
-    For a service named ``tensord``, Kubernetes sets ``TENSORD_SERVICE_HOST``, ``TENSORD_PORT=tcp://...`` and more. For a
-    service named ``tensord-http``, it sets ``TENSORD_HTTP_PORT=tcp://...``, which is also the variable of a key. The two are
-    told apart by the value, because no key that ends in PORT takes a URL.
-
     Sources: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
     """
+    # For a service named tensord-http, Kubernetes sets TENSORD_HTTP_PORT=tcp://..., which is also the variable of a key.
+    # The value tells them apart: no key that ends in PORT takes a URL.
     ours, keys = {name: value for name, value in environment.items() if name.startswith(PREFIX)}, _variables()
     # What is linked by Docker has a ..._NAME, which no key is mistaken for.
     aliases = {
@@ -252,7 +250,6 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 def _variables() -> dict[str, str]:
-    """Returns the keys of the configuration by the environment variables that set them."""
     return {variable(key): key for key in known_keys()}
 
 

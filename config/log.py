@@ -75,7 +75,7 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 def check_writable(options: Log) -> None:
     """Creates the log file if it does not exist, and checks that it can be written.
 
-    Raises OSError if it cannot be written. Its ``strerror`` is a sentence with the option, the path and the reason.
+    Raises OSError if the file cannot be written. The error's ``strerror`` is a sentence with the option, the path and the reason.
     """
     try:
         if options.file:

@@ -465,7 +465,7 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(config: ModelConfig) -> bool:
-    """Returns whether a model asks for workers of its own. Raises InvalidArgument if its parameter is not a boolean."""
+    """Returns whether a model asks for workers of its own. Raises InvalidArgument if the parameter ``isolated`` is no boolean."""
     return wants(config, ISOLATED)
 
 

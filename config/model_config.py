@@ -302,7 +302,7 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(config: ModelConfig, parameter: str) -> bool:
-    """Returns a model's boolean parameter, or False if it is not given. Raises InvalidArgument if its value is not a boolean."""
+    """Returns a model's boolean parameter, or False if it is not given. Raises InvalidArgument if the value is no boolean."""
     if parameter not in config.parameters:
         return False
     said = config.parameters[parameter].string_value

@@ -42,7 +42,7 @@ def datatype_of(dtype: np.dtype[Any]) -> str | None:
 def array(
     content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor", whose: str = ""
 ) -> Array:
-    """Makes an array of a tensor's bytes. The array is a view of them, but for BYTES it has new bytes objects.
+    """Makes an array of a tensor's bytes. The array is a view of the bytes, or has new bytes objects if the datatype is BYTES.
 
     Args:
       content: exactly the tensor's bytes. Nobody else may be able to change them if the datatype is BYTES.
@@ -73,7 +73,7 @@ def byte_content(values: Array) -> bytes:
 class Strings:
     """A BYTES tensor of many elements, kept as its encoded content.
 
-    It has an array's shape, dtype and size. ``numpy.asarray`` decodes it.
+    It has an array's shape, dtype and size. ``numpy.asarray`` decodes the content.
     """
 
     __slots__ = ("content", "shape")

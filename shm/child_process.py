@@ -44,7 +44,7 @@ def end_if_other_version() -> None:
 def group_signals_held() -> Iterator[None]:
     """Blocks ``GROUP_SIGNALS`` in this thread within the ``with`` block.
 
-    A child that starts in the block inherits the blocked signals. It unblocks them by ``ignore_group_signals``.
+    A child that starts in the block inherits the blocked signals. The child unblocks them by ``ignore_group_signals``.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -93,7 +93,7 @@ _LARGEST_HEAP_BLOCK = 32 << 20
 def keep_freed_memory(byte_size: int) -> None:
     """Lets glibc keep ``byte_size`` free bytes of its heap instead of returning them to the kernel.
 
-    Large blocks then need no new pages. With any other C library it does nothing.
+    Large blocks then need no new pages. With any other C library this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -185,8 +185,8 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 class LaneClosed(Record, frozen=True, tag="unlane"):
     """Says that a client's lane ends. ``peer`` is the lane's number.
 
-    The supervisor sends it to a worker when the client does not need the lane any more. A worker sends it to the supervisor
-    when a client's lane has ended.
+    The supervisor sends this record to a worker when the client does not need the lane any more. A worker sends this record
+    to the supervisor when a client's lane has ended.
     """
 
     peer: int
@@ -339,7 +339,7 @@ class CancelLoad(Record, frozen=True, tag="cancel-load"):
 
 
 class Loaded(VersionTraits, frozen=True, tag="loaded"):
-    """Tells the supervisor how loading a version ended. ``reason`` says why it failed, or is "" if it did not fail."""
+    """Tells the supervisor how loading a version ended. ``reason`` says why the load failed, or is "" after success."""
 
     name: str
     version: int

@@ -174,7 +174,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function. Returns its result, or a tuple if it has several results or none."""
+        """Calls a driver function. Returns the result, or a tuple if there are several results or none."""
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)

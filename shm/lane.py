@@ -192,10 +192,10 @@ class SubmitterLane(LaneEnd):
         self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
-        """Queues a request for the worker. Its inputs must be written and their segments announced.
+        """Queues a request for the worker. The request's inputs must be written and their segments announced.
 
-        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains it. It is sent
-        first if the worker does not know it.
+        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains it. If the
+        worker does not know ``numbered``, it is sent first.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)

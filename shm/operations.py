@@ -269,7 +269,7 @@ class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
     """Drops a parameter set, so that no later request finds it. The set main cannot be dropped.
 
-    A worker drops its own copy and replies with JSON {}. The supervisor has all workers drop the set, and its reply is empty.
+    A worker drops its own copy and replies with JSON {}. The supervisor has all workers drop the set, and gives an empty reply.
     """
 
     model: str

@@ -170,10 +170,10 @@ class Region(_ObjectRegion):
     """A client's registered range of a shared-memory object. This process maps the range."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
-        """Maps ``byte_size`` bytes from ``offset`` of a shared-memory object. Takes ownership of its descriptor ``fd``.
+        """Maps ``byte_size`` bytes from ``offset`` of a shared-memory object, and takes ownership of the object's ``fd``.
 
-        If the region has at most ``populate`` bytes, its existing pages are mapped at once. Otherwise they are mapped at
-        their first use. If it raises, ``fd`` is closed.
+        If the region has at most ``populate`` bytes, its existing pages are mapped at once. Otherwise each page is mapped at
+        its first use. If this raises, ``fd`` is closed.
 
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
           Unavailable: this process has as many guarded mappings as it can have (``tensord.shm.guard``).

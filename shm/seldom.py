@@ -57,6 +57,9 @@ class LineRate:
         return left_out
 
     def say_left_out(self) -> str:
-        """Returns text to append to a log line, which says how many lines before it were not logged. It is "" if none."""
+        """Returns text to append to a log line, which says how many lines before it were not logged.
+
+        The text is "" if there are none.
+        """
         left_out = self.take_left_out()
         return f" ({left_out} such lines before it were left out)" if left_out else ""

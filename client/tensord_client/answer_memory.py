@@ -99,7 +99,7 @@ class HeldResults:
 class AnswerLease:
     """The lease of the worker's memory that the outputs of one answer lie in.
 
-    It ends when the last array of the answer is garbage-collected. ``release`` ends it if no array was made.
+    The lease ends when the last array of the answer is garbage-collected. ``release`` ends it if no array was made.
     """
 
     __slots__ = ("__array_interface__", "_key", "_memory", "_segment")

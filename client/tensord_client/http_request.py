@@ -140,7 +140,7 @@ class HttpExchange:
 
     Attributes:
       deadline: the time of ``time.monotonic()`` in seconds at which to stop waiting, or None for no limit.
-      pure: True if running the request twice does no harm. It may then be sent again even if it may have run.
+      pure: True if running the request twice does no harm. A request that may have run can then be sent again.
       model: the name of the model that the request is for, or "".
     """
 
@@ -343,7 +343,7 @@ class HttpRequest(Pending[Any]):
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the descriptor to poll for the events that ``_step`` returned. Call it only if they are not 0."""
+        """Returns the descriptor to poll for events. Call it only if ``_step`` returned events."""
         assert self._channel is not None
         return self._channel.fileno()
 

@@ -132,7 +132,7 @@ class LaneRequest(Submission, Pending[Answer]):
     def lane_ended(self, left: bool, error: ServingError) -> None:
         """Sends this request again, or ends it with an error, because its lane ended before its last answer.
 
-        It is sent again if the worker cannot have run it, or if running it twice does no harm.
+        The request is sent again if the worker cannot have run it, or if running it twice does no harm.
 
         Args:
           left: whether the request had been sent, so that the worker may have run it.
@@ -181,8 +181,8 @@ class LaneRequest(Submission, Pending[Answer]):
     def watch_again(self) -> None:
         """Lets somebody read the new lane on which this request was sent again.
 
-        A thread reads it if callbacks wait for the answer, and the event loop if a task waits. If the request was cancelled
-        meanwhile, its new worker is told.
+        If callbacks wait for the answer, a thread reads the lane. If a task waits, the event loop reads the lane. If the
+        request was cancelled meanwhile, its new worker is told.
         """
         lane = self.lane
         if lane is None:

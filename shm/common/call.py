@@ -93,7 +93,10 @@ def traced(name: str, value: Any) -> str:
 
 
 def natural(name: str, value: Any) -> int:
-    """Returns ``value`` if it is an unsigned integer of 64 bits, else raises InvalidArgument. ``name`` is its name in errors."""
+    """Returns ``value`` if it is an unsigned integer of 64 bits, else raises InvalidArgument.
+
+    ``name`` is the argument's name in errors.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -106,7 +109,7 @@ def natural(name: str, value: Any) -> int:
 
 
 def text(name: str, value: Any) -> str:
-    """Returns ``value`` if it is a str, else raises InvalidArgument. ``name`` is its name in errors."""
+    """Returns ``value`` if it is a str, else raises InvalidArgument. ``name`` is the argument's name in errors."""
     if not isinstance(value, str):
         raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a text is expected")
     return str.__str__(value)

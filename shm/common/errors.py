@@ -67,7 +67,7 @@ class Replaced(ServingError):
 
 
 class Cancelled(ServingError):
-    """The request's caller cancelled it, or its client was closed or went away before the answer was sent."""
+    """The request was cancelled, or the client was closed or went away before the answer was sent."""
 
     code = "CANCELLED"
 

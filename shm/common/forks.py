@@ -18,7 +18,7 @@ _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
 def forgotten_by_children(owned: Owned) -> None:
-    """Calls ``owned.forget`` in each process that is forked off this one. It does not keep ``owned`` alive."""
+    """Calls ``owned.forget`` in each process that is forked off this one. ``owned`` may still be garbage-collected."""
     _owned.add(owned)
 
 

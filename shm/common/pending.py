@@ -39,8 +39,8 @@ class WaitEnded(TimeoutError):
 class Pending(Generic[T]):
     """A request that was sent. ``result``, or ``await`` on an event loop, waits for its answer.
 
-    It ends once: with its last response, with an error, or because its caller cancels it. A child process cannot use it
-    after a fork.
+    The request ends once: with its last response, with an error, or because the caller cancels it. A child process cannot
+    use it after a fork.
     """
 
     def __init__(self, model: str, deadline: float | None, deadlines: Deadlines) -> None:
