@@ -24,6 +24,7 @@ from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.carry import rows_argument
 from tensord.workers.programs.executable import Argument, Executable, Wanted, arguments_of, specs_of
 from tensord.workers.programs.row_reading import MOST_ITERATIONS, combining, ending, read
+from tensord.workers.programs.run_errors import is_out_of_memory
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.ragged import batch_input, unit
 from tensord.workers.tensors.signature import Signature
@@ -67,8 +68,10 @@ def rows_apart(
         raise
     except Exception as error:  # inputs that nobody would send say nothing about a model
         check()
-        _log.debug("model '%s': it cannot be run on generated inputs: %r", model, error)
-        return not isinstance(error, (jax.errors.JaxRuntimeError, MemoryError))
+        _log.info(
+            "model '%s' fails with generated inputs (%s), which says nothing of its rows", model, type(error).__name__
+        )
+        return not (is_out_of_memory(error) or isinstance(error, MemoryError))
     if found is not None and why and _BESIDE not in found:
         raise Internal(f"model '{model}': {found}; {why}")
     if found is not None:
@@ -96,7 +99,8 @@ def probe(
     Errors of ``check`` and of programs are raised unchanged.
     """
     (rows, _), program, states, stack = asked[0].wanted, traced.jaxpr, signature.states, asked[0].sets.stack
-    may_be_tried, looping, rounding = read(program.jaxpr)
+    may_be_tried, loops, checks, rounding = read(program.jaxpr)
+    looping = loops or checks
     most = TRIED_WORK / (MOST_ITERATIONS if looping else 1)
     # Only the first program is traced, to end, and only its rows are divided.
     alike = asked[:1] if looping or signature.ragged else asked

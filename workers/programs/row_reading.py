@@ -14,15 +14,18 @@ from tensord.workers.programs.purity import line_of, steps
 
 #: The most iterations of a loop whose end depends on values, which might never come with inputs that no client would send.
 MOST_ITERATIONS = 100
-#: Operations that call Python or foreign code, which may do harm with such inputs.
-_UNTRIED = re.compile("callback|ffi_call|custom_call|pallas")
+#: Operations that call foreign code, or Python that is not declared pure, which may do harm with such inputs.
+_UNTRIED = re.compile("(?<!pure_)callback|ffi_call|custom_call|pallas")
 
 
 class Reading(NamedTuple):
-    """Whether a program may be run on generated inputs, whether it has ``while`` loops, and how exactly it computes."""
+    """What was read in a program. ``may_be_tried``: whether it may be run on generated inputs."""
 
     may_be_tried: bool
+    #: Whether it has ``while`` loops.
     loops: bool
+    #: Whether it has error checks, such as those of ``equinox.error_if``.
+    checks: bool
     #: The relative rounding error of the coarsest floating-point numbers that it computes.
     rounding: float
 
@@ -35,7 +38,15 @@ def read(program: Any) -> Reading:
     dtypes = {getattr(each.aval, "dtype", jnp.dtype(bool)) for equation in equations for each in equation.outvars}
     rounding = [float(finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     untried = program.effects or any(map(_UNTRIED.search, names)) or any(b"while" in each for each in exported)
-    return Reading(not untried, "while" in names, max(rounding, default=0.0))
+    checks = any(_passed(each) is not None for each in equations)
+    return Reading(not untried, "while" in names, checks, max(rounding, default=0.0))
+
+
+def _passed(equation: Any) -> Any:
+    """Returns the branch of an error check that passes, which computes nothing; None: ``equation`` is no error check."""
+    branches = equation.params.get("branches", ())
+    calls = any(chain and "callback" in chain[-1].primitive.name for each in branches for chain, _ in steps(each))
+    return next((each for each in branches if calls and not each.eqns), None)
 
 
 def combining(program: Any, rows: int) -> str:
@@ -52,9 +63,7 @@ def combining(program: Any, rows: int) -> str:
 
 def _combines(equation: Any, rows: int) -> bool:
     name, params = equation.primitive.name, equation.params
-    before, (after, *_) = (
-        [getattr(each.aval, "shape", ()) for each in them] for them in (equation.invars, equation.outvars)
-    )
+    before, after = ([getattr(each.aval, "shape", ()) for each in them] for them in (equation.invars, equation.outvars))
     if not any(shape[:1] == (rows,) for shape in before):
         return False
     if name == "dot_general":
@@ -63,15 +72,15 @@ def _combines(equation: Any, rows: int) -> bool:
         both = all(any(shape[at] == rows for at in axes) for shape, axes in zip(before, free, strict=True))
         return both or any(shape[:1] == (rows,) and 0 in axes for shape, axes in zip(before, gone, strict=True))
     if name in ("slice", "dynamic_slice", "gather"):
-        return before[0][:1] == (rows,) and after[:1] != (rows,)
+        return before[0][:1] == (rows,) and after[0][:1] != (rows,)
     along = [params.get(each) for each in ("axes", "axis", "dimension", "dimensions")]
     return any(0 in each if isinstance(each, tuple) else each == 0 for each in along) or params.get("length") == rows
 
 
 def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
-    """Computes a program's outputs with at most ``MOST_ITERATIONS`` iterations of each ``while`` loop. JAX traces it.
+    """Computes a program's outputs with at most ``MOST_ITERATIONS`` iterations of each ``while`` loop, without error checks.
 
-    ``consts``, ``given``: the program's constants and arguments.
+    ``consts``, ``given``: the program's constants and arguments. JAX traces this.
     Raises NotImplementedError: an operation such as ``scan`` or ``cond`` has a ``while`` loop inside.
     """
     known = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))
@@ -82,17 +91,19 @@ def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
     for equation in program.eqns:
         own = [*{each: None for each in equation.invars if not isinstance(each, core.Literal)}]
         alone = program.replace(constvars=[], invars=own, outvars=equation.outvars, eqns=[equation])
-        inner = [each for each in equation.params.values() if hasattr(each, "eqns")]
-        if equation.primitive.name == "while":
+        name, found = equation.primitive.name, read(alone)
+        inner = [each for each in equation.params.values() if hasattr(each, "eqns") and name != "scan"]
+        if name == "while":
             made = _ended(equation.params, values(equation.invars))
-        elif not read(alone).loops:
-            made = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*values(own))
-        elif equation.primitive.name in ("scan", "cond") or len(inner) != 1:
-            raise NotImplementedError(equation.primitive.name)
+        elif (passed := _passed(equation)) is not None:
+            made = core.jaxpr_as_fun(passed)(*values(equation.invars[1:]))
+        elif len(inner) == 1 and (found.loops or found.checks):
+            plain: Any = getattr(inner[0], "jaxpr", inner[0])
+            made = ending(plain, getattr(inner[0], "consts", ()), *values(equation.invars))
+        elif found.loops:
+            raise NotImplementedError(name)
         else:
-            made = ending(
-                getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), *values(equation.invars)
-            )
+            made = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*values(own))
         known.update(zip(equation.outvars, made, strict=True))
     return values(program.outvars)
 

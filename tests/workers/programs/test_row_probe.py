@@ -49,12 +49,17 @@ def asked(case: Case, rows: int) -> tuple[str | None, str]:
         )
     outputs = {name: spec(name, np.dtype(made.dtype), made.shape[1:]) for name, made in traced[rows].out_info.items()}
     both: Any = [executables[rows], executables[1]]
-    found = probe(Signature("m", inputs, outputs, 8), both, traced[rows], False, lambda: None)
+    found: list[str | None] = []
+
+    def ask() -> str | None:
+        found.append(probe(Signature("m", inputs, outputs, 8), both, traced[rows], False, lambda: None))
+        return found[0]
+
     try:
-        assert rows_apart("m", lambda: found, lambda: None, traced[rows], rows, "batch", "")
+        assert rows_apart("m", ask, lambda: None, traced[rows], rows, "batch", "")
     except Internal as error:
-        return found, error.message
-    return found, ""
+        return next(iter(found)), error.message
+    return next(iter(found), "it fails"), ""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -79,6 +84,39 @@ def test_functions_that_mix_rows_are_found_out(case: Case) -> None:
     assert _ELSEWHERE.get(case.name, "") in found
     assert message.startswith(f"model 'm': {found}")
     assert "rows_may_mix = True" in message
+
+
+def test_programs_that_call_pure_python_are_asked() -> None:
+    def called(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        # XLA does not know the work of a program that does nothing else, so that is not asked.
+        return lambda x: 2 * jax.pure_callback(function, jax.typeof(x), x, vmap_method="expand_dims")
+
+    def refuses(x: Any) -> Any:
+        if (x > 0).any():
+            raise ValueError("too large")
+        return x
+
+    def checked(x: Any) -> Any:
+        """Checks as equinox.error_if does, and always fails."""
+        return jax.lax.cond((x > 0).any(), called(refuses), lambda x: x, x) * 2
+
+    def decays(x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c[0] < 1000, lambda c: (c[0] + 1, c[1] * 0.999), (0, x))
+
+    correct: list[Callable[[Any], Any]] = [
+        called(np.sin), checked, lambda x: checked(decays(x)[1]),
+    ]  # fmt: skip
+    mixing: list[Callable[[Any], Any]] = [
+        called(lambda x: x - np.mean(x, 0)), called(lambda x: np.sin(x) / len(x)), lambda x: called(np.sin)(x - x.mean(0)),
+        lambda x: checked(x - x.mean(0)), lambda x: checked(decays(x)[1] - x.mean(0)),
+    ]  # fmt: skip
+    for at, function in enumerate(correct):
+        assert asked(Case(f"correct {at}", function, (((3,), np.float32),)), 5) == (None, "")
+    for at, function in enumerate(mixing):
+        assert asked(Case(f"mixing {at}", function, (((3,), np.float32),)), 5)[1], at
+    for refusing in (called(refuses), jax.vmap(checked)):  # which computes both branches
+        # A run that fails says nothing.
+        assert asked(Case("refuses", refusing, (((3,), np.float32),)), 5) == ("it fails", "")
 
 
 def of(function: Callable[[Any], Any], dtype: Any = np.float32, epsilon: float = _SINGLE) -> str | None:

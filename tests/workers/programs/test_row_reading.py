@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental import io_callback
 
 from tensord.workers.programs.row_reading import MOST_ITERATIONS, combining, ending, read
 
@@ -20,19 +21,41 @@ def traced(function: Any, *arguments: Any) -> Any:
     return jax.make_jaxpr(function)(*(arguments or (X,)))
 
 
-def test_programs_that_call_python_are_not_tried() -> None:
-    def calls(x: Any) -> Any:
-        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+def calls(x: Any) -> Any:
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def checked(x: Any) -> Any:
+    """Checks as equinox.error_if does."""
+    return jax.jit(lambda x: jax.lax.cond(x.sum() > 0, calls, lambda x: x, x))(x)
+
+
+def test_programs_that_call_python_that_is_not_pure_are_not_tried() -> None:
+    def calls_impure(x: Any) -> Any:
+        return io_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     def prints(x: Any) -> Any:
         jax.debug.print("{}", x[0])
         return x
 
     exported = export.export(jax.jit(lambda x: jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: x - 1, x)))(X)
-    for function in (calls, jax.jit(calls), prints, exported.call):
+    for function in (calls_impure, jax.jit(calls_impure), prints, exported.call):
         assert not read(traced(function).jaxpr).may_be_tried
-    assert read(traced(jax.jit(jnp.sin)).jaxpr).may_be_tried
-    assert read(traced(export.export(jax.jit(jnp.sin))(X).call).jaxpr).may_be_tried
+    for function in (jax.jit(jnp.sin), calls, jax.jit(calls), export.export(jax.jit(jnp.sin))(X).call):
+        assert read(traced(function).jaxpr).may_be_tried
+
+
+def test_error_checks_pass() -> None:
+    def function(x: Any) -> Any:
+        return checked(x) * 2, jax.lax.map(checked, -x)
+
+    program = traced(function)
+    assert read(program.jaxpr).checks
+    for other in (calls, jax.jit(calls), lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, lambda x: x, x)):
+        assert not read(traced(other).jaxpr).checks
+    twice, mapped = ending(program.jaxpr, program.consts, X)
+    np.testing.assert_array_equal(twice, 2 * X)
+    np.testing.assert_array_equal(mapped, -X)
 
 
 def test_a_program_is_as_exact_as_its_coarsest_numbers() -> None:
@@ -60,7 +83,8 @@ def test_the_operation_that_combines_rows_is_told_with_its_line() -> None:
     for function, operation in functions.items():
         where = f"test_row_reading.py, line {function.__code__.co_firstlineno}"
         assert combining(traced(function).jaxpr, 4).startswith(f"{operation} ({where}"), operation
-    for harmless in (jnp.sin, lambda x: x @ x.T[:, :2].T.T, lambda x: jax.nn.softmax(x) @ jnp.ones((3, 4))):
+    silent = jax.jit(lambda x: (jax.lax.cond(x.sum() > 0, lambda x: (), lambda x: (), x), jnp.sin(x))[1])
+    for harmless in (silent, jnp.sin, lambda x: x @ x.T[:, :2].T.T, lambda x: jax.nn.softmax(x) @ jnp.ones((3, 4))):
         assert combining(traced(harmless, jnp.ones((5, 3))).jaxpr, 7) == ""
 
 
