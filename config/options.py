@@ -204,7 +204,7 @@ class RateLimit(Section, frozen=True):
 
 
 class ExecutablesOptions(Section, frozen=True):
-    """The compilation of models: the cache directory, and the limits of program sizes."""
+    """The cache of compiled programs, and the limits of shapes, batches and states."""
 
     cache_directory: str = ""
     max_unexpected_shapes: Count = 32

@@ -48,7 +48,7 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether ``MARK`` had the value ``mark`` in the first environment of a process.
+    """Returns whether a process belongs to ``mark``, by the variable ``MARK`` in the process's environment.
 
     The result is False if the environment cannot be read.
     """

@@ -35,8 +35,8 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 class UnloadModel(Record, frozen=True, tag="c.unload"):
     """Asks the supervisor to begin to unload a model. The reply is empty.
 
-    If ``unload_dependents`` is true and the model is an ensemble, the models of its steps are unloaded too, unless another
-    ensemble uses them.
+    If ``unload_dependents`` is true and the model is an ensemble, the models of its steps that nothing else uses are
+    unloaded, too.
     """
 
     name: str
