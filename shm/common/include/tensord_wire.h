@@ -452,10 +452,33 @@ TENSORD__LOCAL uint64_t tensord__take_array(tensord__reader *from) {
     return from->bad ? 0 : count;
 }
 
+/* Returns whether bytes are UTF-8 as RFC 3629 has it: without surrogates, and each character in its shortest form. */
+TENSORD__LOCAL int tensord__is_utf8(const unsigned char *at, size_t size) {
+    const unsigned char *end = at + size;
+    while (at < end) {
+        unsigned first = *at++;
+        if (first < 0x80)
+            continue;
+        int more = first < 0xc2 || first > 0xf4 ? 0 : first < 0xe0 ? 1 : first < 0xf0 ? 2 : 3;
+        if (more == 0 || end - at < more || (first == 0xe0 && *at < 0xa0) || (first == 0xed && *at > 0x9f) || (first == 0xf0 && *at < 0x90) ||
+            (first == 0xf4 && *at > 0x8f))
+            return 0;
+        for (; more > 0; more--)
+            if ((*at++ & 0xc0) != 0x80)
+                return 0;
+    }
+    return 1;
+}
+
+/* Reads a text. Other bytes than UTF-8 are malformed, also where nobody reads the text. */
 TENSORD__LOCAL tensord__text tensord__take_text(tensord__reader *from) {
     tensord__text text;
     text.size = (size_t)tensord__take_kind(from, TENSORD__TEXT);
     text.at = (const char *)tensord__take(from, text.size);
+    if (text.at != NULL && !tensord__is_utf8((const unsigned char *)text.at, text.size)) {
+        from->bad = 1;
+        text.at = NULL;
+    }
     if (text.at == NULL)
         text.size = 0;
     return text;
