@@ -23,13 +23,16 @@ class Marker:
     """A CUDA event in the calling thread's stream."""
 
     def __init__(self, context: Context) -> None:
-        """Creates the event in ``context``. Raises CudaError: the driver refused the call; DeviceLost: the device failed."""
+        """Creates the event in ``context``. Raises CudaError: the driver refused. Raises DeviceLost: the GPU failed."""
         self._context, self._driver = context, context.driver
         context.enter()
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def set(self) -> None:
-        """Records the event behind all work queued by the calling thread. Raises CudaError, or DeviceLost: the GPU failed."""
+        """Records the event behind all work queued by the calling thread.
+
+        Raises CudaError: the driver refused. Raises DeviceLost: the GPU failed.
+        """
         self._context.enter()
         self._context.call(self._driver.cuEventRecord, self._event, self._context.stream())
 

@@ -504,7 +504,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Adds executions whose answers have left since the last call to the statistics. Returns these executions."""
+        """Adds to the statistics the executions whose answers have left since the last call. Returns these executions."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)

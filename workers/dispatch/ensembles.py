@@ -411,7 +411,7 @@ def told_by(
 
     Each key ends with the name of the step's model. If a model ran with several versions of its parameters, the answer reports
     the lowest one. ``before``: the report on the previous steps. ``name``: the added step's model. ``ensemble``: whether that
-    model is an ensemble, whose keys end with the names of its own models. ``added``: the report of the added step.
+    model is an ensemble. If so, the keys in ``added`` are complete already. ``added``: the report of the added step.
     """
     said = dict(before)
     for key, value in added.items():

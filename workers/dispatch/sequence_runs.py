@@ -42,7 +42,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """Chooses nothing yet. ``submitters``: by the file descriptors of their lanes. ``register``: writes the sequence page."""
+        """Chooses nothing yet. ``submitters``: file descriptor of a lane -> submitter. ``register``: writes the sequence page."""
         self._version = version
         self._model = model
         self._sequences = sequences

@@ -411,7 +411,7 @@ class ParameterSets:
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set is in use, or was the last that was replaced under its name. Then a loaded model keeps it."""
+        """Returns whether a set is in use, or was the last that was replaced under its name."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 

@@ -153,7 +153,8 @@ class Making:
         """Copies the leaves of a set. Returns the descriptor of the sealed memory.
 
         ``places``: each leaf, and the function that copies its bytes.
-        Raises InvalidArgument: the leaves are too large, are not the model's, or are gone, or their checksum is wrong.
+        Raises InvalidArgument: the leaves are too large, the model does not have them, they are gone, or their checksum is
+        wrong.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:

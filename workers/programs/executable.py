@@ -309,7 +309,7 @@ class Executable(ABC):
 
     @property
     def output_sizes(self) -> dict[str, int]:
-        """The bytes of each output of the program, by output name. Rows that no request fills count."""
+        """The bytes of each output of the program, by output name. Rows that no request fills are included."""
         info: Any = self.program.out_info
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}

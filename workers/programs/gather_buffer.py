@@ -47,7 +47,10 @@ class HostInputs:
 
 
 class GatherBuffer:
-    """The memory of one argument of a program, with room for the rows of a batch. Only the execution thread may use it."""
+    """The memory of one argument of a program, with room for the rows of a batch.
+
+    Only the thread that runs the program may use it.
+    """
 
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
@@ -85,7 +88,10 @@ class GatherBuffer:
 
 
 class RaggedBuffer:
-    """The memory of one ragged argument: the elements of all requests one after another. Only the execution thread may use it."""
+    """The memory of one ragged argument: the elements of all requests one after another.
+
+    Only the thread that runs the program may use it.
+    """
 
     __slots__ = ("_name", "array")
 

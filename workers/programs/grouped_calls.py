@@ -128,7 +128,10 @@ class _Place(NamedTuple):
 
 
 class GroupedMemory:
-    """The memory in which the inputs of requests are laid side by side for one program. Only the execution thread may use it."""
+    """The memory in which the inputs of requests are laid side by side for one program.
+
+    Only the thread that runs the program may use it.
+    """
 
     def __init__(self, packing: Packing, inputs: Inputs) -> None:
         self._packing = packing

@@ -33,9 +33,10 @@ _Reached = frozenset[int]
 def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
     """Examines a traced program, whose first arguments are parameters and a dict of inputs. Returns four sentences.
 
-    They say why a request that is run again may do or answer something else, which random numbers are the same for all requests,
-    how large the constants of every program are, and which inputs no output depends on. "": nothing was found. ``again``:
-    another trace of the function, or ``traced`` itself. ``programs``: how many programs the model has.
+    Sentence 1: why a request that is run again may have another effect or answer. Sentence 2: which random numbers are the same
+    for all requests. Sentence 3: how large the constants of the programs are. Sentence 4: on which inputs no output depends. A
+    sentence is "" if nothing was found. ``again``: another trace of the function, or ``traced`` itself. ``programs``: how many
+    programs the model has.
     Raises Internal: the program uses a value of an earlier trace.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
@@ -102,12 +103,13 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
-    """Yields a pair for each operation of a program and of the programs inside it, and then for the program's results.
+    """Yields a pair for each operation of a program and of the programs inside it, and at the end one for the results.
 
-    The first item is the chain of operations, outermost first, down to this operation. For results it ends with the operation
-    around the program. The second item has a pair for each operand or result: the numbers of the outermost program's arguments
-    on which it depends, and its value if it is a constant, else None. ``arguments``: such numbers for each argument. ``outer``:
-    the operations around ``program``. Returns such numbers for each result.
+    The first item of the pair is a tuple of nested operations, outermost first, of which the last is the operation itself. The
+    second item lists the operands (at the end: the results). For each it has the numbers of the arguments of the outermost
+    program on which the operand depends, and the operand's value if it is a constant, else None. ``arguments``: for each
+    argument, the numbers of the arguments of the outermost program on which it depends. ``outer``: the operations around
+    ``program``. Returns such numbers for each result.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)

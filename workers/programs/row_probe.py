@@ -92,11 +92,11 @@ def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
 def probe(
     signature: Signature, asked: Sequence[Executable], traced: Traced, remote: bool, check: Callable[[], None]
 ) -> str | None:
-    """Runs programs on generated inputs. Returns a sentence that shows that they mix the rows of a batch.
+    """Runs programs on generated inputs. Returns a sentence if rows of a batch affect each other, else None.
 
-    None: nothing shows it, or the programs may not be run. ``asked``: programs for inputs of the same shapes; the first has at
-    least two rows, and was compiled from ``traced``. ``remote``: whether they run on a GPU. ``check``: called before each run.
-    Errors of ``check`` and of programs are raised unchanged.
+    Also returns None if the programs may not be run. ``asked``: programs for inputs of the same shapes. The first has at least
+    two rows, and was compiled from ``traced``. ``remote``: whether they run on a GPU. ``check``: called before each run. Errors
+    of ``check`` and of programs are raised unchanged.
     """
     (rows, _), program, states, stack = asked[0].wanted, traced.jaxpr, signature.states, asked[0].sets.stack
     may_be_tried, loops, checks, rounding = read(program.jaxpr)
@@ -216,10 +216,10 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
 
 
 def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilon: float) -> tuple[Array, float]:
-    """Returns where two arrays differ by more than noise and rounding, and the largest number of ``made``.
+    """Returns where two arrays differ by more than noise and rounding, and the largest absolute value in ``made``.
 
-    ``made``, ``noisy``: an output, and the same output computed again. ``epsilon``: as for ``find_fault``. For integers, which
-    are not rounded, the number is 0.0.
+    ``made``: an output. ``noisy``: the same output, computed again once or more. ``epsilon``: the relative rounding error. For
+    integers, which are not rounded, the second result is 0.0.
     """
     noise = max(np.max(distances(made, each), initial=0.0) for each in noisy)
     scale = 0.0 if made.dtype.kind in "biu" else np.max(distances(made, 0), initial=0.0)

@@ -267,12 +267,12 @@ class LaneOwner(Budget):
     def share(self) -> int:
         """How many bytes of answers one lane may take although the user's lanes have reached their common limit.
 
-        The number is (2 * limit - bytes of all lanes' answers) number of lanes.
+        The number is (2 * limit - bytes of all lanes' answers) / number of lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers exceed their limit, and this submitter's exceed its ``share``."""
+        """Raises Unavailable if the user's answers exceed their limit, and this submitter's answers exceed ``share``."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(

@@ -40,8 +40,8 @@ class EnsembleGraph:
     ) -> None:
         """Stores the graph.
 
-        ``inputs``, ``outputs``: names of the ensemble's tensors. ``most``: how many responses of a streaming step later steps
-        may work on at a time; 0: any number.
+        ``inputs``, ``outputs``: names of the ensemble's tensors. ``most``: for each streaming step, the most responses that
+        later steps may work on at a time; 0: any number.
         """
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)

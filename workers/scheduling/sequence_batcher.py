@@ -40,7 +40,8 @@ class DirectRules:
 class DirectBatcher(Generic[S]):
     """Makes one instance's batches for Triton's strategy "direct": a sequence's requests are always in the row of its slot.
 
-    A batch has one batching key, that of the sequence that has been ready longest. An instance runs one batch at a time.
+    All requests of a batch have the batching key of the sequence that has been ready longest. An instance runs one batch at a
+    time.
     """
 
     def __init__(self, rules: DirectRules) -> None:
