@@ -229,7 +229,6 @@ class ParameterPushes:
                 self._unstage(version.sets, parameters)
 
     def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
-        """Drops staged parameters, and frees their memory unless they are in use."""
         sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])
@@ -251,7 +250,6 @@ class ParameterPushes:
         self._thread.do(leave, done)
 
     def _let_go(self, unused: list[object]) -> None:
-        """Has the thread drop objects."""
         # Freeing objects takes long. The list has the only references to them.
         self._thread.do(unused.clear, lambda _: None)
 

@@ -72,5 +72,4 @@ def _told(value: object) -> Parameter:
 
 
 def _is_large(value: float) -> bool:
-    """Returns whether the value is an integer that needs more than 64 bits with a sign."""
     return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63

@@ -359,7 +359,6 @@ def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 
 def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
-    """Returns the device's type and number in DLPack."""
     kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
     return int(kind), int(number)
 

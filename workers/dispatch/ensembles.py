@@ -367,7 +367,6 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the response of a streaming ensemble that was held back."""
         # It was held back until it was known that another one follows.
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
@@ -429,14 +428,12 @@ def _has_set(member: ModelVersion, name: str) -> bool:
 
 
 def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
-    """Raises NotFound if no model of the ensemble has the request's parameter set."""
     name = request.own.parameter_set
     if name and not any(_has_set(member, name) for member in members):
         raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Adds or removes the batch dimension of arrays to fit ``specs``."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }

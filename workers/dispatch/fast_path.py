@@ -91,7 +91,6 @@ class _Batch:
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
-        """Returns the description of these requests for the C extension."""
         made: list[AnyProgram] = []
         by_rows: list[int] = []
         for program in self.programs:
@@ -130,7 +129,6 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns the description of these requests for the C extension."""
         sizes = self._version.batcher.at_once(self.executable.wanted.shapes)
         most = min(max((some[-1] for some in sizes), default=0), _native.MAX_ROWS)
         # Without programs, because no two requests share a run.
@@ -153,7 +151,6 @@ def _native_batch(
     grouped: bool = False,
     sequences: _native.Sequences | None = None,
 ) -> _native.Batch:
-    """Returns the description of a kind of requests for the C extension."""
     # ``by_rows``: for each number of waiting rows the index in ``programs``; -1: none. ``waits``: for how many ns a request
     # waits for others, and how many rows do not wait.
     most_waiting, sets = version.loaded.queue_rules.max_size, version.sets
@@ -405,7 +402,6 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Adds answers of the C extension to the statistics."""
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -459,7 +455,6 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded end of a version's timelines."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 

@@ -207,7 +207,6 @@ class LaneAnswers:
 
 
 def _client(submitter: SubmitterLink[Request]) -> str:
-    """Returns the name of the user whose process has the lane."""
     return "" if submitter.owner is None else submitter.owner.name
 
 

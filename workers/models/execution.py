@@ -248,6 +248,5 @@ def own_failure(
 
 
 def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[Request]) -> None:
-    """Logs a failure with its stack trace, at a limited rate."""
     if _FAILURES.admits():
         _log.error("%s%s", sentence, _FAILURES.say_left_out(), exc_info=error, extra=traced(requests))

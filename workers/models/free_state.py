@@ -114,7 +114,6 @@ class FreeState:
         return state
 
     def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Returns axis name -> size in a client's inputs."""
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:

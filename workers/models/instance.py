@@ -219,7 +219,6 @@ class Instance:
         return True
 
     def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Ends an execution on the worker's loop."""
         self.given.popleft()
         done(execution)
 

@@ -176,7 +176,6 @@ class HostExecutable(Executable):
 
     @functools.cached_property
     def _plain(self) -> bool:
-        """True if the program writes nothing but outputs to the memory of its outputs."""
         return is_plain(self.program)
 
     def single_run(

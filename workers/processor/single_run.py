@@ -179,5 +179,4 @@ class SingleRun:
 
 
 def _waited_for(outputs: Mapping[str, Any]) -> dict[str, Array]:
-    """Waits until all outputs are computed, and returns them."""
     return {name: np.asarray(array) for name, array in outputs.items()}

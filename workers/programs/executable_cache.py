@@ -292,7 +292,6 @@ class JaxCache:
         return getattr(self._thread, "passed_over", False)
 
     def _name(self, key: str) -> str:
-        """Returns the file name for a key."""
         # Hashed, because JAX begins a key with a function's name of any length.
         return hashlib.sha256(f"{self._variant}\n{key}".encode()).hexdigest() + ".program"
 

@@ -119,7 +119,6 @@ class Lowering:
 
 
 def _kind(value: Any) -> str:
-    """Describes the type of a returned value for errors."""
     return "an array" if hasattr(value, "shape") and hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 

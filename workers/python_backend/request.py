@@ -448,7 +448,6 @@ class InferenceRequest:
 
 
 def _failed(model: str, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> InferenceResponse:
-    """Returns a response with an error, in Triton's words."""
     return InferenceResponse(error=TritonError(f"Model {model} - Error when running inference: {why}", code))
 
 

@@ -399,7 +399,6 @@ def _check_tensor(record: RequestRecord, signature: Signature, tensor: PreparedT
 
 
 def _model_shape(signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the model's shape of a tensor that a client sent in ``shape``."""
     lead = shape[:1] if signature.batches else ()
     return lead + spec.to_model(shape[len(lead) :])
 

@@ -160,7 +160,6 @@ class Buckets:
                 yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
 
     def _source(self, spec: TensorSpec) -> TensorSpec:
-        """Returns the ragged input that ``spec`` is made from, else ``spec``."""
         return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
 
     def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:
