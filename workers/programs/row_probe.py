@@ -22,11 +22,11 @@ from tensord.shm.arrays import Array, drawn
 from tensord.shm.errors import Cancelled, Internal
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.carry import rows_argument
-from tensord.workers.programs.executable import Argument, Executable, Wanted, arguments_of, specs_of
+from tensord.workers.programs.executable import Argument, Executable, specs_of
 from tensord.workers.programs.row_reading import MOST_ITERATIONS, combining, ending, read
 from tensord.workers.programs.run_errors import is_out_of_memory
 from tensord.workers.programs.weight import work_of
-from tensord.workers.tensors.ragged import batch_input, unit
+from tensord.workers.tensors.ragged import cut, unit
 from tensord.workers.tensors.signature import Signature
 
 #: The programs that are asked, by their numbers of rows: each takes the inputs of a batch by name, and returns its outputs.
@@ -72,9 +72,9 @@ def rows_apart(
             "model '%s' fails with generated inputs (%s), which says nothing of its rows", model, type(error).__name__
         )
         return not (is_out_of_memory(error) or isinstance(error, MemoryError))
-    if found is not None and why and _BESIDE not in found:
-        raise Internal(f"model '{model}': {found}; {why}")
     if found is not None:
+        if why and _BESIDE not in found:
+            raise Internal(f"model '{model}': {found}; {why}")
         by, meant = combining(traced.jaxpr.jaxpr, rows), "rows_may_mix = True" if axis == "batch" else "slots = 1"
         raise Internal(
             f"model '{model}': {found}{by and '; probably by '}{by}. Rows of other clients and zeros are in a batch, so each row "
@@ -114,57 +114,36 @@ def probe(
         leaves = ending(program.jaxpr, program.consts, *jax.tree.leaves(given))
         return jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
 
-    sizes, described = _divided(signature, asked[0].wanted)
+    cuts = {name: signature.inputs[spec.cut_like] for name, spec in signature.outputs.items() if spec.cut_like}
     inputs = [(spec.name, spec.dtype, (rows, *spec.dims)) for spec in states]
     inputs += [(_SETS, np.dtype(np.int32), (rows,))] if stack is not None else []
-    whole = {name: math.prod(shape) for name, _, shape in arguments_of(signature, asked[0].wanted)}
-    for name, dtype, shape in arguments_of(signature, asked[0].wanted):
-        inputs += [(name, dtype, (rows, sizes[name]) if name in sizes else shape)] if name not in described else []
+    for spec, shape in specs_of(signature, asked[0].wanted):
+        # What is ragged is divided evenly among the rows; what describes it is made when it is gathered.
+        each = shape[0] // unit(spec) // rows if spec.ragged else 0
+        dims = [each if dim == -1 else dim for dim in spec.model_dims] if spec.ragged else shape
+        inputs += [(spec.name, spec.dtype, (rows, *dims))] if spec.of_batch is None else []
 
     def run(executable: Executable, inputs: Mapping[str, Array]) -> dict[str, Array]:
         check()
-        given: dict[str, Any] = {**inputs, **described}
-        for name in sizes.keys() & inputs.keys():
-            given[name] = np.pad(inputs[name].ravel(), (0, whole[name] - inputs[name].size))
+        each_row = [{name: array[row : row + 1] for name, array in inputs.items()} for row in range(executable.rows)]
+        requests: Any = [SimpleNamespace(arrays=own, rows=1, contents=None, small=True) for own in each_row]
+        given, _ = executable.gather(requests)
         parameters, more = executable.parameters(), tuple[Any, ...]()
         if stack is not None:
-            parameters = parameters[0], given.pop(_SETS) % stack.slots  # in free slots all parameters are 0
+            parameters = parameters[0], inputs[_SETS] % stack.slots  # in free slots all parameters are 0
         if states:
             empty = signature.slots + 1 - executable.rows
-            carry = {s.name: np.pad(given.pop(s.name), [(0, empty), *((0, 0) for _ in s.dims)]) for s in states}
+            carry = {s.name: np.pad(inputs[s.name], [(0, empty), *((0, 0) for _ in s.dims)]) for s in states}
             more = rows_argument(signature, executable.rows, [(row, False) for row in range(executable.rows)]), carry
         with precision(signature.wide):
             made: Any = (ended if looping else executable.call)(parameters, given, *more)
             if states:
                 made = made[0] | {spec.output: made[1][spec.name][: executable.rows] for spec in states}
             arrays = {name: np.array(made[name]) for name in (*signature.outputs, *(spec.output for spec in states))}
-        return arrays | {
-            name: arrays[name][: rows * sizes[name]].reshape(rows, -1) for name in sizes.keys() & arrays.keys()
-        }
+        return arrays | {name: np.concatenate(cut(arrays[name], source, requests)) for name, source in cuts.items()}
 
     runs = {each.rows: functools.partial(run, each) for each in light}
     return find_fault(runs, inputs, rows, max(rounding, DEVICE_ROUNDING if remote else 0.0))
-
-
-def _divided(signature: Signature, wanted: Wanted) -> tuple[dict[str, int], dict[str, Array]]:
-    """Divides a batch's ragged inputs evenly among its rows."""
-    # First the elements that a row has of each ragged input, and of each output that is divided like it; then the inputs that
-    # the worker makes.
-    specs, request = specs_of(signature, wanted), SimpleNamespace(arrays={}, rows=1)
-    for spec, shape in specs:
-        if spec.ragged:
-            each = shape[0] // unit(spec) // wanted.rows
-            request.arrays[spec.name] = np.zeros(
-                (1, *(each if dim == -1 else dim for dim in spec.model_dims)), spec.dtype
-            )
-    requests: Any = [request] * wanted.rows
-    described = {
-        spec.name: batch_input(spec, signature.inputs[spec.of_batch.source], shape, wanted.rows, requests)
-        for spec, shape in specs
-        if spec.of_batch is not None
-    }
-    sizes = {name: array.size for name, array in request.arrays.items()}
-    return sizes | {s.name: sizes[s.cut_like] for s in signature.outputs.values() if s.cut_like}, described
 
 
 def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float) -> str | None:
