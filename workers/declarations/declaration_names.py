@@ -46,17 +46,13 @@ def check_names(config: ModelConfig, module: ModuleType) -> None:
         if name in _EXAMPLES or name.startswith("_") or not isinstance(value, (int, str, tuple, list, Mapping)):
             continue
         near = difflib.get_close_matches(name, missing, cutoff=_NEAR)
-        meant = next((each for each in near if _is_like(value, _EXAMPLES[each])), None)
+        kind = tuple if isinstance(value, (tuple, list)) else type(value)
+        meant = next((each for each in near if type(_EXAMPLES[each]) is kind), None)
         if meant is not None and not _is_used(module, name):
             raise InvalidArgument(
                 f"model '{config.name}': '{name}' of model.py means nothing; did you mean '{meant}', as in {meant} = "
                 f"{_EXAMPLES[meant]!r}? A name of the model's own is read somewhere in model.py, or begins with '_'"
             )
-
-
-def _is_like(value: Any, example: Any) -> bool:
-    """Returns whether a value could be a declaration's. A list is as good as a tuple."""
-    return type(value) is type(example) or (isinstance(value, (tuple, list)) and isinstance(example, tuple))
 
 
 def _is_used(module: ModuleType, name: str) -> bool:

@@ -60,7 +60,7 @@ from tensord.workers.models.python_model import PythonModel, PythonVersion
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.carry import check_state_size
-from tensord.workers.programs.load_progress import LoadProgress, Tell, nobody
+from tensord.workers.programs.load_progress import LoadProgress, Tell
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature
@@ -122,7 +122,7 @@ class Loader:
         limits = rate_limits.limits(options.rate_limit, target.gpu)
         self._starting = Starting(target.gpu, limits, len(target.devices), inbox, page, self._check, aside)
 
-    def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
+    def load(self, record: Load, tell: Tell = lambda *_: None, cancellation: Cancellation | None = None) -> LoadedModel:
         """Loads a model version. Raises ServingError, with one sentence, if that fails. Details are in the log.
 
         ``tell``: called before each program is made, with its number, how many there are, and how many were compiled so far.

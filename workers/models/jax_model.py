@@ -172,7 +172,7 @@ class JaxModel:
             return [self.grouped.find(key, waiting) or single for waiting in range(1, MOST + 1)]
         if not self._plain or self.ragged:
             return []
-        planned = [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
+        planned = [self.executables.made.get(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
@@ -181,8 +181,7 @@ class JaxModel:
         Raises Cancelled: the load was cancelled. Errors of tracing are raised unchanged.
         """
         if self.grouped is not None:
-            planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
-            singles = [single for single in planned if single is not None]
+            singles = [*self.executables.made.values()]
             self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
@@ -199,7 +198,7 @@ class JaxModel:
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None
-        return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
+        return self.executables.made.get(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
         """Returns how many bytes to reserve for each output before the run, by name; None: nothing is to be reserved."""
@@ -285,7 +284,7 @@ class JaxModel:
             wanted = Wanted(self._buckets.rows(size), key)
             rows += (wanted.rows - size) * count
             byte_size += wanted.rows * count * row
-            if (executable := self.executables.planned(wanted)) is not None:
+            if (executable := self.executables.made.get(wanted)) is not None:
                 elements += count * executable.elements
         answer = sum([spec.dtype.itemsize * math.prod(spec.model_dims) for spec in outputs])
         given = done.copied_byte_size - done.rows * answer if self._buckets.axes else byte_size - rows * row

@@ -27,7 +27,7 @@ from tensord.workers.jax_internals.interfaces import CPU_CLIENT, Missing
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.programs.weight import Most, is_within
+from tensord.workers.programs.weight import is_within
 from tensord.workers.tensors.signature import Signature
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SingleThreadDevice:
 
         ``compiled``: the compiled program, if the sizes in ``lowered`` are open.
         """
-        return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
+        return is_within(compiled or lowered, (self.max_flops, _MAX_BYTE_SIZE), lowered)
 
     def __repr__(self) -> str:
         return f"<SingleThreadDevice up to {self.max_flops} flops>"

@@ -70,11 +70,9 @@ class CacheDirectory:
                     self.path,
                     mode,
                 )
+            if mode & 0o077:
                 os.fchmod(directory_fd, 0o700)
-                _remove_all(directory_fd)
-            elif mode & 0o077:
-                os.fchmod(directory_fd, 0o700)
-            _remove_old(directory_fd)
+            _tidy(directory_fd, empty=bool(mode & _WRITABLE))
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of the file ``name``; None: it does not exist, or cannot be read.
@@ -301,18 +299,12 @@ def _locks(fd: int) -> bool:
     return True
 
 
-def _remove_all(directory_fd: int) -> None:
-    """Removes the cache's files from a directory."""
+def _tidy(directory_fd: int, *, empty: bool) -> None:
+    """Removes old temporary files and locks of killed processes, or with ``empty`` all of the cache's files."""
     for name in os.listdir(directory_fd):
-        if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=directory_fd)
-
-
-def _remove_old(directory_fd: int) -> None:
-    """Removes old temporary files and locks of killed processes."""
-    for name in os.listdir(directory_fd):
-        if name.startswith(_NEW) or name.endswith(_LOCK):
-            with contextlib.suppress(OSError):
-                if os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime < time.time() - _NEW_SECONDS:
+        kept = empty and (name == _SECRET or name.endswith(SUFFIXES))
+        with contextlib.suppress(OSError):
+            if kept or name.startswith(_NEW) or name.endswith(_LOCK):
+                written = os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime
+                if empty or written < time.time() - _NEW_SECONDS:
                     os.unlink(name, dir_fd=directory_fd)

@@ -93,7 +93,7 @@ class Executables:
         self.examined = [""]
         #: Parts of the cache's keys that all programs of the version share.
         self._identity: tuple[str | bytes, ...] = (source, repr(signature))
-        #: The executables of all buckets.
+        #: The executables of all buckets, which are never evicted.
         self.made: dict[Wanted, Executable] = {}
         #: Of these, what the cache had no program for.
         self.compiled: set[Wanted] = set()
@@ -183,7 +183,6 @@ class Executables:
                     placed = several.place(self.signature.model, self._usual.parameters, compiled.call)
                 self.sets.main.moved(placed)
                 progress.parameters(self._usual.parameters)
-            progress.made(wanted, compiled, is_new)
             self.compiled |= {wanted} if is_new else set()
             self.made[wanted] = self.device.executable(wanted, self.signature, compiled)
 
@@ -287,10 +286,6 @@ class Executables:
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)
         return found
-
-    def planned(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for these shapes that was made at load (never evicted), or None."""
-        return self.made.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:
         """Adds an executable for a shape without a bucket. Returns the shapes of executables that were evicted for it."""

@@ -12,6 +12,7 @@ import jax
 
 from tensord.shm.control_records import Footprint
 from tensord.workers.programs.placement import CompiledProgram
+from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.threads.cancellation import Cancellation
 
 _log = logging.getLogger(__name__)
@@ -20,17 +21,15 @@ T = TypeVar("T")
 Tell = Callable[[int, int, int], None]
 
 
-def nobody(number: int, total: int, compiled: int) -> None:
-    """Does nothing. For loads whose progress is not reported."""
-
-
 class LoadProgress:
     """Makes the programs of one load, reports progress, and sums up numbers, bytes and time.
 
     Only the loading thread may use it.
     """
 
-    def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
+    def __init__(
+        self, name: str, version: int, tell: Tell = lambda *_: None, cancellation: Cancellation | None = None
+    ) -> None:
         """Begins with no program. ``tell``: called before each program is made.
 
         ``cancellation``: by which others cancel the load.
@@ -41,9 +40,7 @@ class LoadProgress:
         self._what = f"model '{name}' version {version}"
         self._tell = tell
         self._started_ns = time.monotonic_ns()
-        self._number = 0
         self._total = 0
-        self._began_ns = 0
         self._compiled = 0
         self._parameter_byte_size = 0
         #: Bytes of the parameters on each device.
@@ -61,12 +58,21 @@ class LoadProgress:
         Raises Cancelled: the load was cancelled. Errors of ``make`` are raised unchanged.
         """
         self._total, started_ns = len(wanted), time.monotonic_ns()
-        for self._number, one in enumerate(wanted, 1):
+        for number, one in enumerate(wanted, 1):
             self.cancellation.check()
             self.renew()
-            self._began_ns = time.monotonic_ns()
-            self._tell(self._number, self._total, self._compiled)
-            yield one, *make(one)
+            began_ns = time.monotonic_ns()
+            self._tell(number, self._total, self._compiled)
+            program, compiled = make(one)
+            seconds = (time.monotonic_ns() - began_ns) / 1e9
+            yield one, program, compiled
+            if compiled:
+                self._compiled += 1
+                _log.info("%s: %d of %d compiled in %.1f s: %s", self._what, number, self._total, seconds, one)
+            self._program_byte_size += program.byte_size
+            # By now the caller has placed the parameters.
+            takes = memory_needed(program.call, self._part_byte_size) or 0
+            self._largest = max(self._largest, (takes, str(one)))
         seconds = (time.monotonic_ns() - started_ns) / 1e9
         cached = self._total - self._compiled
         _log.info(
@@ -78,15 +84,6 @@ class LoadProgress:
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
-
-    def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """Counts the program that ``through`` yielded last, and its bytes. A compiled program is logged as ``what``."""
-        if compiled:
-            self._compiled += 1
-            seconds = (time.monotonic_ns() - self._began_ns) / 1e9
-            _log.info("%s: %d of %d compiled in %.1f s: %s", self._what, self._number, self._total, seconds, what)
-        self._program_byte_size += program.byte_size
-        self._largest = max(self._largest, (_takes(program.call, self._part_byte_size), str(what)))
 
     def footprint(self) -> Footprint:
         """Returns the duration of the load, the number of programs, and the bytes of programs and parameters."""
@@ -107,13 +104,3 @@ def _part(leaf: Any) -> int:
     if not isinstance(leaf, jax.Array):
         return int(leaf.nbytes)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _takes(program: Any, parameter_byte_size: int) -> int:
-    """Returns how many bytes a run takes on a device besides parameters; 0: unknown."""
-    try:
-        found: Any = program.memory_analysis()
-        arguments = max(0, found.argument_size_in_bytes - parameter_byte_size)
-        return int(arguments + found.output_size_in_bytes + found.temp_size_in_bytes)
-    except Exception:  # not every back end has the figures, and another jaxlib may have others
-        return 0

@@ -54,7 +54,8 @@ def _with_packed(made: Any, signature: Signature) -> Any:
         return made
     # The barrier keeps XLA from fusing the packing with the outputs' computation, which would round them differently.
     arrays = jax.lax.optimization_barrier(arrays)
-    return made | {PACKED: jnp.concatenate([_bytes(array) for array in arrays])}
+    padded = [jnp.pad(flat := as_bytes(array), (0, _room(array) - flat.size)) for array in arrays]
+    return made | {PACKED: jnp.concatenate(padded)}
 
 
 def _room(array: Any) -> int:
@@ -62,9 +63,7 @@ def _room(array: Any) -> int:
     return -(-byte_size // _LINE) * _LINE
 
 
-def _bytes(array: Any) -> Any:
-    flat = jnp.ravel(array)
-    if flat.dtype == jnp.bool_:
-        flat = flat.astype(jnp.uint8)
-    flat = jnp.ravel(jax.lax.bitcast_convert_type(flat, jnp.uint8))
-    return jnp.pad(flat, (0, _room(array) - flat.size))
+def as_bytes(array: Any) -> Any:
+    """Returns an array's bytes as UINT8[n], while JAX traces a function."""
+    plain = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
+    return jnp.ravel(jax.lax.bitcast_convert_type(plain, jnp.uint8))

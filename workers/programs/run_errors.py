@@ -32,11 +32,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED in str(error)
 
 
-def memory_needed(program: Any) -> int | None:
-    """Returns how many bytes the outputs and temporary memory of a compiled program take; None: unknown."""
+def memory_needed(program: Any, held: int | None = None) -> int | None:
+    """Returns how many bytes the outputs and temporary memory of a compiled program take; None: unknown.
+
+    ``held``: if given, its arguments count as well, except for this number of bytes.
+    """
     try:
         found: Any = program.memory_analysis()
-        return int(found.temp_size_in_bytes + found.output_size_in_bytes)
+        arguments = 0 if held is None else max(0, found.argument_size_in_bytes - held)
+        return int(arguments + found.temp_size_in_bytes + found.output_size_in_bytes)
     except Exception:  # not every back end has the figures, and another jaxlib may have others
         return None
 

@@ -162,8 +162,7 @@ class StepExecutables:
                 progress.cancellation,
             )
 
-        for what, compiled, is_new in progress.through(wanted, make):
-            progress.made(what, compiled, is_new)
+        for what, compiled, _ in progress.through(wanted, make):
             if what.name == "init":
                 self.init = compiled.call
             elif what.name == "step":

@@ -22,6 +22,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import Internal
+from tensord.workers.programs.packed_outputs import as_bytes
 from tensord.workers.scheduling.step_batcher import EMITS, FINISHED
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
@@ -67,17 +68,12 @@ class Rows:
         ``emits``, ``finished``: BOOL[rows], whether a row's outputs are sent to the client, and whether its request ends.
         """
         says = (emits * jnp.uint8(EMITS) | finished * jnp.uint8(FINISHED)).astype(jnp.uint8)
-        return jnp.concatenate([*(_bytes(outputs[part.spec.name]) for part in self._parts), says[:, None]], axis=1)
+        arrays = [outputs[part.spec.name] for part in self._parts]
+        return jnp.concatenate([*(as_bytes(each).reshape(len(each), -1) for each in arrays), says[:, None]], axis=1)
 
     def cut(self, row: Array) -> dict[str, Array]:
         """Returns the outputs in one row, in the client's shapes, as views of the row."""
         return {spec.name: row[start:stop].view(spec.dtype).reshape(spec.dims) for spec, start, stop in self._parts}
-
-
-def _bytes(array: Any) -> Any:
-    if array.dtype == jnp.bool_:
-        array = array.astype(jnp.uint8)
-    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(array.shape[0], -1)
 
 
 class StepPrograms:

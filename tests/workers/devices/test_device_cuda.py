@@ -256,7 +256,7 @@ def test_a_batch_of_small_requests_crosses_the_bus_together(
 def test_gathered_by_others(device: CudaDevice, cuda_stub: CudaStub) -> None:
     """Bytes laid into an executable's memory are sent when it runs, and read in one wait."""
     model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"}, 8, batch=(2, 8))
-    two, eight = (model.executables.planned(Wanted(rows, ((4,),))) for rows in (2, 8))
+    two, eight = (model.executables.made.get(Wanted(rows, ((4,),))) for rows in (2, 8))
     assert two is not None
     assert eight is not None
     for program in (two, eight, two):
@@ -276,7 +276,7 @@ def test_gathered_by_others(device: CudaDevice, cuda_stub: CudaStub) -> None:
         8,
         batch=(2,),
     )
-    program = both.executables.planned(Wanted(2, ((4,),)))
+    program = both.executables.made.get(Wanted(2, ((4,),)))
     assert program is not None
     values = np.arange(-4, 4, dtype=np.float32).reshape(2, 4)
     program.gathered["x"][...] = values
@@ -292,7 +292,7 @@ def test_gathered_by_others(device: CudaDevice, cuda_stub: CudaStub) -> None:
 def test_requests_that_share_a_call_cross_the_bus_together(device: CudaDevice, cuda_stub: CudaStub) -> None:
     """With their number among the inputs, and each gets what it gets alone."""
     model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"})
-    single = model.executables.planned(Wanted(1, ((4,),)))
+    single = model.executables.made.get(Wanted(1, ((4,),)))
     assert model.grouped is not None
     assert single is not None
     assert model.grouped.wants(single)

@@ -16,12 +16,12 @@ def test_what_a_load_comes_to() -> None:
     parameters = {"w": jnp.ones((64, 64))}
     progress.parameters(parameters)
 
-    def make(rows: int) -> tuple[CompiledProgram, bool]:
+    def make(what: str) -> tuple[CompiledProgram, bool]:
+        rows = int(what.split()[0])
         lowered = jax.jit(lambda params, x: x @ params["w"]).lower(parameters, jnp.ones((rows, 64)))
         return CompiledProgram(lowered.compile(), Placement(loaded(parameters)), 1000 + rows), rows == 1
 
-    for rows, program, is_new in progress.through([1, 4], make):
-        progress.made(f"{rows} rows", program, is_new)
+    assert [what for what, _, _ in progress.through(["1 rows", "4 rows"], make)] == ["1 rows", "4 rows"]
     assert told == [(1, 2, 0), (2, 2, 1)]
     footprint = progress.footprint()
     assert (footprint.programs, footprint.compiled, footprint.largest) == (2, 1, "4 rows")
