@@ -198,10 +198,8 @@ def _wait(running: Sequence[_Attempt]) -> None:
     left = min(attempt.deadline for attempt in running) - time.monotonic()
     ready = {fd for fd, _ in poll.poll(min(_LOOK_SECONDS, max(0.0, left)) * 1000)}
     for attempt in running:
-        if attempt.pidfd in ready:
-            attempt.end()
-        elif attempt.deadline <= time.monotonic():
-            attempt.late = True
+        attempt.late = attempt.pidfd not in ready and attempt.deadline <= time.monotonic()
+        if attempt.late or attempt.pidfd in ready:
             attempt.end()
 
 

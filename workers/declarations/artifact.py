@@ -169,17 +169,12 @@ class ProgramFile:
 
 
 def _leaves(tree: Any, avals: Sequence[Any], name: Callable[[Any], str]) -> tuple[ProgramArray, ...]:
-    found = []
-    for (keys, _), aval in zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True):
-        found.append(ProgramArray(name(keys), aval.dtype, tuple(map(_dim, aval.shape))))
-    return tuple(found)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True)
+    return tuple(ProgramArray(name(keys), aval.dtype, tuple(map(_dim, aval.shape))) for (keys, _), aval in pairs)
 
 
 def _dim(dim: Any) -> int | str:
-    if isinstance(dim, int):
-        return dim
-    text = str(dim)
-    return text if text.isidentifier() else -1
+    return dim if isinstance(dim, int) else str(dim) if str(dim).isidentifier() else -1
 
 
 def _exported(name: str, content: bytes) -> export.Exported:

@@ -131,14 +131,10 @@ def _check_axes(config: ModelConfig, module: ModuleType, buckets: Mapping[str, o
     named = {axis for tensor in declared for axis in tensor.axes if axis is not None}
     unknown = sorted(buckets.keys() - named)
     if unknown:
-        known = f"they name {_quoted(sorted(named))}" if named else "they name none"
+        known = f"they name {', '.join(map(repr, sorted(named))) or 'none'}"
         raise InvalidArgument(
-            f"model '{config.name}': there are buckets for axis {_quoted(unknown)}, which no input has: {known}"
+            f"model '{config.name}': there are buckets for axis {', '.join(map(repr, unknown))}, which no input has: {known}"
         )
-
-
-def _quoted(names: list[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
 
 
 def read_labels(config: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:

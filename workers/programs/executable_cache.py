@@ -135,14 +135,9 @@ class ExecutableCache:
     ) -> tuple[CompiledProgram, bool]:
         """Returns an executable from the cache, or made by ``make``, and whether it was made.
 
-        Of several workers that share the directory only one makes a program. The others wait for it.
-        Args:
-          key: the key of the executable.
-          usual: where the program runs, unless it was stored for the single-thread device.
-          small: opens the single-thread device; None: no program runs there.
-          what: names the program in the log.
-          make: compiles the program.
-          cancellation: tells whether the load of the model was cancelled.
+        Of several workers that share the directory only one makes a program. The others wait for it. ``usual``: where the program
+        runs, unless it was stored for the single-thread device. ``small``: opens that device; None: no program runs there.
+        ``what``: names the program in the log.
         Raises Cancelled: the load was cancelled. Errors of ``make`` are raised unchanged.
         """
         cancellation.check()
@@ -186,8 +181,7 @@ class ExecutableCache:
         program runs there.
         """
         name = _name(key)
-        content = None if self._directory is None else self._directory.read(name)
-        if self._directory is None or content is None:
+        if self._directory is None or (content := self._directory.read(name)) is None:
             return None
         try:
             where, *program = pickle.loads(content)

@@ -63,17 +63,10 @@ class Executables:
     ) -> None:
         """Compiles nothing yet.
 
-        Args:
-          signature: the model's tensors.
-          buckets: which batch sizes and shapes to compile at load.
-          apply, sets: the model's function and its parameter sets.
-          cache: stores programs.
-          source: the model's source code, part of the cache's keys.
-          max_unexpected: how many executables for shapes without a bucket are kept.
-          device: the worker's device, for the thread that runs the executables.
-          initial: the initial state of a model with state; None: the model has no state.
-          several: the devices of a model that runs on several; None: the worker's device.
-          rows_apart: whether ``warm`` refuses a function that does not treat each row of a batch by itself.
+        ``buckets``: what to compile at load. ``source``: the model's source code, part of the cache's keys. ``max_unexpected``:
+        how many executables for shapes without a bucket are kept. ``initial``: the initial state; None: the model has no state.
+        ``several``: the devices of a model that runs on several; None: the worker's device. ``rows_apart``: whether ``warm``
+        refuses a function that does not treat each row of a batch by itself.
         """
         self._initial = initial
         self.device = device

@@ -134,14 +134,14 @@ class GroupedMemory:
     """
 
     def __init__(self, packing: Packing, inputs: Inputs) -> None:
-        self._packing = packing
+        self.packing = packing
         self._inputs = inputs
 
     @functools.cached_property
     def stacks(self) -> list[Array]:
         """One array for each dtype of inputs, with one row for each request."""
         arrays = self._inputs.arrays
-        return [arrays[str(number)] for number in range(len(self._packing.rows))]
+        return [arrays[str(number)] for number in range(len(self.packing.rows))]
 
     @functools.cached_property
     def places(self) -> list[list[_Place]]:
@@ -149,7 +149,7 @@ class GroupedMemory:
         return [
             [
                 _Place(name, array, array.reshape(-1).view(np.uint8).data)
-                for name, array in self._packing.unpack([stack[i] for stack in self.stacks]).items()
+                for name, array in self.packing.unpack([stack[i] for stack in self.stacks]).items()
             ]
             for i in range(MOST)
         ]
@@ -187,13 +187,8 @@ class GroupedProgram:
     ) -> None:
         """Makes a program for ``rows`` requests.
 
-        Args:
-          signature: the model's tensors.
-          program: the compiled program.
-          memory: the memory in which inputs are gathered.
-          outputs: the layout of a request's outputs in the results.
-          read: copies results to host memory.
-          room: for how many requests the results have room. It may be more than ``rows``.
+        ``outputs``: the layout of a request's outputs in the results. ``read``: copies results to host memory. ``room``: for how
+        many requests the results have room. It may be more than ``rows``.
         """
         self.rows = rows
         self._signature = signature
@@ -221,15 +216,8 @@ class GroupedProgram:
     @property
     def memory(self) -> list[tuple[str, int, int]]:
         """The name of each input, its address for the first request, and the bytes from request to request."""
-        stacks = self._memory.stacks
-        steps = [stack.strides[0] for stack in stacks]
-        starts = [address_of(stack) for stack in stacks]
-        found: list[tuple[str, int, int]] = []
-        for name, array, _ in self._memory.places[0]:
-            at = address_of(array)
-            (step,) = [step for start, step in zip(starts, steps, strict=True) if start <= at < start + step]
-            found.append((name, at, step))
-        return found
+        stacks, pairs = self._memory.stacks, zip(self._memory.places[0], self._memory.packing.parts, strict=True)
+        return [(place.name, address_of(place.array), stacks[part.row].strides[0]) for place, part in pairs]
 
     def gather(self, requests: Sequence[RequestTensors]) -> int:
         """Copies requests' inputs to the memory. Returns the number of bytes.
@@ -456,12 +444,8 @@ class GroupedCalls:
         """Compiles the programs that run several requests of an executable's shape in one call. Thread-safe.
 
         Returns an empty list if such a call might compute other results than single runs, or if there is no memory.
-        Args:
-          single: the executable for one request.
-          make: gets the input shapes, the number of requests in a call (None: any), and a function that compiles the program for
-            that number; returns the program, from a cache or compiled.
-          lengths: the numbers of requests in a call for which to compile a program.
-        Errors of tracing the model are raised unchanged.
+        ``make``: gets the input shapes, the number of requests in a call (None: any), and a function that compiles the program
+        for that number; returns the program, from a cache or compiled. Errors of tracing the model are raised unchanged.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
         numbers, shapes = maker.numbers(lengths), single.wanted.shapes

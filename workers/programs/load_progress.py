@@ -87,16 +87,9 @@ class LoadProgress:
 
     def footprint(self) -> Footprint:
         """Returns the duration of the load, the number of programs, and the bytes of programs and parameters."""
-        byte_size, what = self._largest
-        return Footprint(
-            (time.monotonic_ns() - self._started_ns) / 1e9,
-            self._total,
-            self._compiled,
-            self._parameter_byte_size,
-            self._program_byte_size,
-            byte_size,
-            what,
-        )
+        seconds = (time.monotonic_ns() - self._started_ns) / 1e9
+        sizes = self._parameter_byte_size, self._program_byte_size
+        return Footprint(seconds, self._total, self._compiled, *sizes, *self._largest)
 
 
 def _part(leaf: Any) -> int:

@@ -64,15 +64,11 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """Stores what the programs are compiled from. Compiles nothing yet.
+        """Compiles nothing yet.
 
-        Args:
-          buckets: the input shapes that ``insert`` is compiled for.
-          programs: the functions to compile.
-          slots: for how many requests the state has room.
-          step_slots: the numbers of slots that ``step`` is compiled for, ascending; the last one is ``slots``.
-          insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
-          source: the model's source code, part of the cache's keys.
+        ``slots``: for how many requests the state has room. ``step_slots``: the numbers of slots that ``step`` is compiled for,
+        ascending; the last one is ``slots``. ``insert_rows``: how many requests ``insert`` takes; 0: one, without an axis for
+        requests. ``source``: the model's source code, part of the cache's keys.
         """
         self._step_slots = step_slots
         self._signature = signature
@@ -147,28 +143,22 @@ class StepExecutables:
         text += [os.urandom(16)] if self.examined[0] else []
         progress.parameters(self._place.parameters)
 
+        def compiled(what: _Wanted) -> CompiledProgram:
+            lowered = known.get(what) or self._lower(what, self._place)
+            with precision(self._signature.wide):
+                return CompiledProgram(self._place.compile(lowered), self._place)
+
         def make(what: _Wanted) -> tuple[CompiledProgram, bool]:
-            def compile_it() -> CompiledProgram:
-                lowered = known.get(what) or self._lower(what, self._place)
-                with precision(self._signature.wide):
-                    return CompiledProgram(self._place.compile(lowered), self._place)
+            said, once = f"model '{model}', program for {what}", functools.partial(compiled, what)
+            return self._cache.found_or_made(key_of(what), self._place, None, said, once, progress.cancellation)
 
-            return self._cache.found_or_made(
-                key_of(what),
-                self._place,
-                None,
-                f"model '{self._signature.model}', program for {what}",
-                compile_it,
-                progress.cancellation,
-            )
-
-        for what, compiled, _ in progress.through(wanted, make):
+        for what, program, _ in progress.through(wanted, make):
             if what.name == "init":
-                self.init = compiled.call
+                self.init = program.call
             elif what.name == "step":
-                self.steps[what.slots] = compiled.call
+                self.steps[what.slots] = program.call
             else:
-                self.inserts[what.shapes] = compiled.call
+                self.inserts[what.shapes] = program.call
         self.traced |= traced
         self._run_once()
 
