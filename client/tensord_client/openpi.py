@@ -85,7 +85,7 @@ FILE = re.compile(r"(?<![\w.\]/])(?:unix:)?/[^\s;,:'\")]+")
 
 
 class Robot(ServerConnection):
-    """The connection of one robot, which counts the bytes of its messages that nobody has read."""
+    """The connection of one robot. It counts the bytes of the robot's messages that nobody has read."""
 
     gateway: Gateway
     policy: Policy
@@ -128,7 +128,7 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Counts what nobody has read. ``read``: the bytes of a message that was read now."""
+        """Counts the bytes that nobody has read. ``read`` is the size of a message that was just read."""
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
         if self.asking or not self.unread:
@@ -137,7 +137,7 @@ class Robot(ServerConnection):
         self.unread = unread
 
     def check(self) -> None:
-        """Closes the connection if a message has begun to come and has not ended in time, and no observation is under way."""
+        """Closes the connection if a message has begun but is not complete in time."""
         came, seconds = self.unread, self.gateway.options.message_timeout
         if came and not self.asking and time.monotonic() - self._since > seconds:
             self.drop(CloseCode.POLICY_VIOLATION, f"{came} bytes of a message came in {seconds} s, and no end")
@@ -153,10 +153,10 @@ class Robot(ServerConnection):
 
 
 class Gateway:
-    """Serves robots: finds their models, and turns their observations into requests and answers into actions."""
+    """Serves robots. It turns their observations into requests, and answers into actions."""
 
     def __init__(self, client: AsyncClient, options: argparse.Namespace, keys: Sequence[bytes]) -> None:
-        """Serves nobody yet. ``keys``: a robot has to tell one of them; empty: it has to tell none."""
+        """Serves nobody yet. A robot must send one of ``keys``, unless there are none."""
         self.options = options
         self.robots: set[Robot] = set()
         #: Bytes that have come from all robots and were not read yet.
@@ -194,7 +194,7 @@ class Gateway:
             return Policy(model, version, await asyncio.to_thread(lambda: model.config), self.options.ignore)
 
     async def serve(self, robot: Robot) -> None:
-        """Talks with a robot until it leaves, or until the gateway stops and the robot has its answer."""
+        """Answers a robot's observations until the robot leaves or the gateway stops."""
         timing: dict[str, float] = {}
         try:
             await robot.send(msgpack.packb(robot.policy.metadata))
@@ -218,7 +218,7 @@ class Gateway:
             await self._end_episode(robot)
 
     async def _reply(self, robot: Robot, message: bytes, timing: dict[str, float]) -> bytes | str:
-        """Returns a robot's actions for a message, or a text with an error. ``timing``: what they say besides ``infer_ms``."""
+        """Returns a robot's actions for a message, or a text with an error."""
         try:
             observation = read(message)
             begun = time.monotonic()
@@ -267,7 +267,7 @@ class Gateway:
                 await robot.policy.model.end_sequence(sequence_id)
 
     async def stop(self) -> None:
-        """Ends all connections: with the answer where an observation is under way or comes, and after a time in any case."""
+        """Ends all connections. Observations that have come are still answered, within a time limit."""
         self._stopping = True
         ends = [robot.wait_closed() if robot.asking or robot.unread else robot.close(*_STOPS) for robot in self.robots]
         if ends:
@@ -277,13 +277,14 @@ class Gateway:
 
 
 class NotThisWire(Exception):
-    """The message is no map in msgpack: whoever sent it speaks another protocol."""
+    """The message is no map in msgpack, so its sender speaks another protocol."""
 
 
 def read(message: bytes) -> dict[str, Any]:
-    """Reads an observation: a map of arrays, which are views of what was read, texts, numbers, lists and further maps.
+    """Reads an observation from a message. It is a map of arrays, texts, numbers, lists and maps.
 
-    Raises: NotThisWire: the message is no map in msgpack.  InvalidArgument: it exceeds a bound, or an array is none.
+    The arrays are views of the message. Raises: NotThisWire: the message is no map in msgpack.  InvalidArgument: the
+    observation exceeds a bound, or an array is malformed.
     """
     own = _Message()
     hooks = {"object_hook": own.map, "list_hook": own.list}
@@ -344,13 +345,14 @@ class _Message:
 
 
 class Policy:
-    """A model as robots see it: observations in, actions out, and metadata. They have no batch axis."""
+    """A model as robots see it. Observations, actions and metadata have no batch axis."""
 
     def __init__(self, model: AsyncModel, version: int, config: Mapping[str, Any], ignored: Sequence[str]) -> None:
-        """Makes the policy of a model that was just looked up, and whose version was asked for (0: the newest).
+        """Makes the policy of a model. ``version`` is the version that was asked for, or 0 for the newest.
 
-        ``config``: the model's configuration; empty: the server gives none. ``ignored``: patterns of names that an observation
-        may have and the model does not get. Raises InvalidArgument: the metadata in ``config`` are no JSON object.
+        ``config`` is the model's configuration, or {} if the server gives none. ``ignored`` are patterns of names. Values of
+        an observation with such names are not sent to the model. Raises InvalidArgument if the metadata in ``config`` is no
+        JSON object.
         """
         self.model, self.asked, self.made, self._ignored = model, (model.name, version), time.monotonic(), ignored
         self._batched = model.max_batch_size > 0
@@ -374,9 +376,9 @@ class Policy:
         self.metadata = {**own, "tensord": told}
 
     def inputs(self, observation: Mapping[str, Any]) -> dict[str, Array]:
-        """Makes the model's tensors of an observation, by name; names of nested maps are joined by "/".
+        """Makes the model's inputs of an observation, by name. The names of nested maps are joined by "/".
 
-        Raises InvalidArgument: a value is not what the model takes, the model has no such input, or one is lacking.
+        Raises InvalidArgument if a value does not fit its input, if the model has no such input, or if an input is missing.
         """
         made: dict[str, Array] = {}
         for key, value in flat(observation, self._datatypes).items():
@@ -413,7 +415,7 @@ class Policy:
         return made[np.newaxis] if self._batched else made
 
     def actions(self, answer: Mapping[str, Array]) -> dict[str, Any]:
-        """Makes what a robot is sent of a model's answer: arrays, and texts."""
+        """Makes a robot's actions of a model's answer: arrays and texts by name."""
         told: dict[str, Any] = {}
         for name, value in answer.items():
             value = value[0] if self._batched else value
@@ -487,7 +489,6 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs the gateway as a program."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("websockets").setLevel(logging.CRITICAL)  # whoever connects could fill the log
     try:
