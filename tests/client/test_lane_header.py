@@ -5,6 +5,10 @@ What they read of records is held to msgspec's structs, and what is malformed is
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import json
+import os
 import re
 import struct
 import subprocess
@@ -27,6 +31,7 @@ from tensord.shm.messages import (
     Release,
     RequestRecord,
     Slice,
+    ToSubmitter,
     ToWorker,
     TraceContext,
 )
@@ -35,6 +40,7 @@ from tests.client.conftest import clients_socket
 from tests.daemon_process import ROOT, DaemonProcess
 
 _CLIENT = ROOT / "client"
+_RECORDS = Path(__file__).parent / "records.c"
 _STRICT = ("-O2", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
 
 
@@ -133,10 +139,37 @@ _PREPARED = st.builds(
 )
 
 
+@functools.cache
+def in_process() -> Read:
+    """Returns what reads as ``read`` does, in this process: where it was built to be fuzzed it is beside its source."""
+    if not (library := _RECORDS.with_suffix(".so")).exists():
+        library = Path(os.environ["PYTEST_TENSORD_RUN"], f"records-{os.getpid()}.so")
+        built_library(library, "cc")
+    read_records = ctypes.CDLL(str(library)).read_records
+    read_records.argtypes, read_records.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_void_p
+    free = ctypes.CDLL(None).free
+    free.argtypes = (ctypes.c_void_p,)
+
+    def ask(kind: str, content: bytes) -> str:
+        said = read_records(ord(kind), content, len(content))
+        try:
+            return ctypes.string_at(said).decode()
+        finally:
+            free(said)
+
+    return ask
+
+
+def built_library(target: Path, compiler: str, *flags: str) -> None:
+    """Compiles what reads records as a library for ``in_process``."""
+    command = [compiler, *flags, "-std=c11", "-shared", "-fPIC", f"-I{_CLIENT / 'include'}", str(_RECORDS)]
+    subprocess.run([*command, "-o", str(target)], check=True, timeout=300)
+
+
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
     """Has a program in C read a datagram to a worker ("w") or a client ("a"); returns what it says, "-" where it refuses it."""
-    program = compiled(tmp_path_factory.mktemp("records"), Path(__file__).parent / "records.c", "cc", "-std=c11")
+    program = compiled(tmp_path_factory.mktemp("records"), _RECORDS, "cc", "-std=c11")
     with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -167,6 +200,19 @@ def _request(record: RequestRecord) -> str:
     return " ".join(["q", *map(str, said)]) + ";"
 
 
+def requests_read_alike(read: Read, content: bytes) -> None:
+    """Asserts that records to a worker which the header reads are read as msgspec reads them. What it refuses is msgspec's."""
+    said = read("w", content)
+    if said == "-":
+        return
+    try:
+        meant = decoder(ToWorker).decode(content)
+    except msgspec.ValidationError as error:
+        assert "of length <=" in str(error)  # lengths are looked at where the text is used
+        return
+    assert said == "".join([_request(each) for each in meant if isinstance(each, RequestRecord)])
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(records=_TO_WORKER, data=st.data())
 def test_records_to_a_worker_are_read_as_msgspec_reads_them(
@@ -178,20 +224,104 @@ def test_records_to_a_worker_are_read_as_msgspec_reads_them(
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     mutated = bytes(changed[: data.draw(st.sampled_from([len(changed), len(changed) // 2]))])
-    said = read("w", mutated)
-    if said == "-":
-        return  # what the part in C refuses is read by msgspec
+    requests_read_alike(read, mutated)
+
+
+def _cut(text: str, most: int) -> str:
+    """Returns what a C program sees of a text for which it has room for ``most`` bytes."""
+    return text.encode()[:most].partition(b"\0")[0].hex() + "."
+
+
+def _answer(record: AnswerRecord, prepared: PreparedAnswer) -> str:
+    said: list[Any] = [
+        "c",
+        record.request_id,
+        int(prepared.final),
+        prepared.version,
+        "-" if record.lease is None else "l",
+    ]
+    said += [*(record.timing or (0, 0, 0)), _cut(record.code, 31), _cut(record.message, 511)]
+    contents = iter(record.contents)
+    for each in prepared.outputs:
+        said += [_hex(each.name), _hex(each.datatype), *each.shape]
+        content = next(contents) if each.region is None else b""
+        said.append("placed" if each.region is not None else _hex(content) if isinstance(content, bytes) else content)
+    return " ".join(map(str, said))
+
+
+def answers_read_alike(read: Read, content: bytes) -> None:
+    """Asserts that answers in a datagram's records, up to the first that the header refuses, are read as msgspec reads them."""
+    *answers, end = read("a", b"\x01" + content).split(";")
     try:
-        meant = decoder(ToWorker).decode(mutated)
-    except UnicodeDecodeError:
-        return  # text is looked at where it is used
-    except msgspec.ValidationError as error:
-        assert "of length <=" in str(error)  # as are lengths
+        records = decoder(ToSubmitter).decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return  # what came before the malformed record was read
+    known: dict[int, PreparedAnswer] = {}
+    meant = []
+    for record in records:
+        if isinstance(record, PrepareAnswer):
+            known[record.number] = record.prepared
+        elif isinstance(record, AnswerRecord):
+            number = record.prepared
+            prepared = number if isinstance(number, PreparedAnswer) else known.get(number)
+            if prepared is None or len([each for each in prepared.outputs if each.region is None]) != len(
+                record.contents
+            ):
+                break
+            meant.append(_answer(record, prepared))
+    assert answers == meant[: len(answers)]
+    assert end in ("", "-")
+    assert end == "-" or len(answers) == len(meant)
+
+
+def test_parts_of_a_record_in_any_order(read: Read) -> None:
+    """Parts may have no bytes, and a datagram between parts is refused; what was received is freed once."""
+    answer = AnswerRecord(7, PreparedAnswer(), (), None, "", "")
+    content = encoder.encode([answer])
+
+    def received(*datagrams: bytes) -> str:
+        return read("p", b"".join(len(each).to_bytes(2, "big") + each for each in datagrams))
+
+    said = _answer(answer, PreparedAnswer()) + ";"
+    assert received(b"\2" + content[:3], b"\3" + content[3:]) == said
+    assert received(b"\2", b"\2", b"\2" + content, b"\3", b"\1" + content) == said * 2
+    for between in (b"\1" + content, b"\1", b"\4" + content):
+        assert received(b"\2" + content[:3], between, b"\3" + content[3:]) == "-"
+
+
+def json_read_alike(read: Read, content: bytes) -> None:
+    """Asserts that the header finds in a JSON object of the daemon's what Python's json finds there."""
+    lane, new, end = map(int, read("j", content).split())
+    try:
+        # Of two members with one name the header takes the first one, and names are as the daemon writes them.
+        pairs = json.loads(content.decode(), object_pairs_hook=lambda pairs: dict(reversed(pairs)))
+    except (ValueError, RecursionError):
         return
-    except msgspec.DecodeError as error:  # as newer versions of msgspec say it
-        assert "UTF-8" in str(error)
+    if not isinstance(pairs, dict) or b"\\" in content or content.count(b"{") + content.count(b"[") > 60:
         return
-    assert said == "".join([_request(each) for each in meant if isinstance(each, RequestRecord)])
+    assert not content[end:].strip(b" \n\t\r")
+    assert (new == 1) == (pairs.get("new") is True)
+    found = pairs.get("lane", -1)
+    if type(found) is int and abs(found) < 1 << 63:
+        assert lane == found
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.sampled_from(["lane", "new", "lanes", ""]),
+        st.recursive(
+            st.none() | st.booleans() | _NUMBERS | st.floats(allow_nan=False) | _NAMES,
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=3),
+            max_leaves=6,
+        ),
+    )
+)
+def test_json_of_the_daemon_is_read_as_python_reads_it(read: Read, value: Any) -> None:
+    for indent in (None, 1):
+        content = json.dumps(value, indent=indent, ensure_ascii=False).encode()
+        json_read_alike(read, content)
+        json_read_alike(read, content[: len(content) // 2])
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -212,28 +342,14 @@ def test_answers_are_read_as_msgspec_means_them(
     is_numbered: bool,
     data: st.DataObject,
 ) -> None:
-    own = iter(contents[: len([each for each in prepared_answer.outputs if each.region is None])])
-    said = [
-        "c",
-        7,
-        int(prepared_answer.final),
-        prepared_answer.version,
-        "-" if lease is None else "l",
-        *(timing or (0, 0, 0)),
-    ]
-    said += [_hex("NOT_FOUND"), _hex("a sentence")]
-    inside = []
-    for each in prepared_answer.outputs:
-        said += [_hex(each.name), _hex(each.datatype), *each.shape]
-        inside += [next(own)] if each.region is None else []
-        said.append("placed" if each.region is not None else _hex(inside[-1]))
+    inside = tuple(contents[: len([each for each in prepared_answer.outputs if each.region is None])])
     meaning = 5 if is_numbered else prepared_answer
-    answer = AnswerRecord(7, meaning, tuple(inside), lease, "NOT_FOUND", "a sentence", None, timing)
+    answer = AnswerRecord(7, meaning, inside, lease, "NOT_FOUND", "a sentence", None, timing)
     records = [PrepareAnswer(5, prepared_answer), answer] if is_numbered else [answer]
     datagram = b"\x01" + encoder.encode(records)
-    assert read("a", datagram) == " ".join(map(str, said)) + ";"
-    changed = bytearray(datagram)
+    assert read("a", datagram) == _answer(answer, prepared_answer) + ";"
+    changed = bytearray(datagram[1:])
     changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    read("a", bytes(changed))
-    read("a", datagram[: data.draw(st.integers(1, len(datagram)))])
+    answers_read_alike(read, bytes(changed))
+    answers_read_alike(read, datagram[1 : data.draw(st.integers(1, len(datagram)))])
     read("a", b"\x01\x91\x92\xa2S")

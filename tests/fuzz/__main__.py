@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import run_folder
+from tests.client.test_lane_header import built_library
 from tests.daemon_process import ROOT
 from tests.sanitized import OPTIONS, built, copied
 
@@ -48,6 +49,7 @@ def prepare() -> dict[str, str]:
     compiler, engine = tools()
     copied(copy := _BUILD / "fuzz")
     built(copy, {"CC": compiler, "LDSHARED": f"{compiler} -shared", "CFLAGS": f"{_FLAGS} -g -O1"})
+    built_library(copy / "tests/client/records.so", compiler, *_FLAGS.split(), "-g", "-O1")
     return {
         **os.environ,
         "PYTHONPATH": f"{copy}:{copy / 'client'}:{engine}",

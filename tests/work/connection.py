@@ -107,7 +107,7 @@ class LaneBench(ABC):
         self.page = StatusPage.create()
         self.sequences = SequencePage.create(SEQUENCES)
         ours, theirs = pair()
-        arenas = OPTIONS.arenas
+        arenas = options.arenas
         self.worker = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self._whole = WholeRequests()
         pages = [os.dup(self.page.fd), os.dup(self.sequences.fd)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from tensord.config.options import Options
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
@@ -50,17 +51,17 @@ _BLOCK = {path: head_of(path) for path in (INFER, STREAM)}
 class GrpcBench(LaneBench):
     """The gRPC front's bench."""
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
-        super().__init__()
+    def __init__(self, tracer: Tracer | None = None, options: Options = OPTIONS) -> None:
+        super().__init__(options)
         tracer = tracer or Tracer(1, TraceFiles())
-        infer = Infer(self.submitter, self.table, OPTIONS, tracer)
+        infer = Infer(self.submitter, self.table, options, tracer)
         methods: dict[str, Callable[[Stream], Call]] = {
             INFER: functools.partial(UnaryInfer, infer),
             STREAM: functools.partial(StreamInfer, infer),
         }
         counters = self.counters.front(0)
         answered = Answered(counters, self.submitter.refusals, "grpc")
-        self._serving = GrpcServing(OPTIONS.grpc, methods, counters, self.submitter.accounts, answered)
+        self._serving = GrpcServing(options.grpc, methods, counters, self.submitter.accounts, answered)
 
     def connect(self) -> KeptTransport:
         connection = Http2Connection(self._serving, "tcp 127.0.0.1")

@@ -714,8 +714,9 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
         tensord__reader from = tensord__read_from(lane->received + 1, (size_t)size - 1);
         from.bad = kind < TENSORD_WHOLE || kind > TENSORD_LAST_PART || (message.msg_flags & MSG_TRUNC);
         if (!from.bad && (kind != TENSORD_WHOLE || lane->parts != NULL)) {
-            unsigned char *grown = (unsigned char *)realloc(lane->parts, lane->parts_size + (size_t)size - 1);
-            if (grown == NULL || kind == TENSORD_WHOLE)
+            /* One byte more than they have: of 0 bytes the parts before would be freed. */
+            unsigned char *grown = kind == TENSORD_WHOLE ? NULL : (unsigned char *)realloc(lane->parts, lane->parts_size + (size_t)size);
+            if (grown == NULL)
                 return tensord__fail(lane, TENSORD_FAILED, "a record came in parts that do not belong together");
             memcpy(grown + lane->parts_size, lane->received + 1, (size_t)size - 1);
             lane->parts = grown;
