@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from tensord.config.options import Options
-from tensord.shm import descriptors
+from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost, new_buffer
 from tensord.shm.control_records import ChildReady, LaneClosed, LaneOpened
 from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
@@ -242,7 +242,7 @@ class Worker:
         self._gone = False
         self._poller.forget_gone()
         self._dispatcher.ensembles.pipelines.forget_gone()
-        self._collector.do(gc.collect, lambda _: None)
+        self._collector.do(child_process.free_garbage, lambda _: None)
 
     def _rests(self) -> bool:
         at_once = self._next_ns is not None and self._next_ns <= time.monotonic_ns()

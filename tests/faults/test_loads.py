@@ -56,6 +56,30 @@ def test_two_hundred_loads(tmp_path: Path) -> None:
     assert whole - half < 2 * _SLACK
 
 
+def test_large_parameters_are_given_back(tmp_path: Path) -> None:
+    """Also those that the allocator would keep for the next blocks, as it does while models serve: 240 MiB of 40 MiB each."""
+    write_model(
+        tmp_path / "models",
+        "large",
+        of_x(
+            'x + sum(array[:4] for array in params["w"])',
+            more="import jax.numpy as jnp\nmax_batch_size = 2",
+            params='{"w": [jnp.full(10 << 20, 1.0 + number, jnp.float32) for number in range(6)]}',
+        ),
+    )
+    options = {"repository": {"paths": [str(tmp_path / "models")], "control_mode": "explicit", "load": []}}
+    with DaemonProcess(tmp_path, (tmp_path / "models",), options) as daemon:
+        (worker,) = daemon.workers
+        for _ in range(2):  # the first load brings in what stays, such as compilers
+            before = worker.memory_info().rss
+            status, answer = daemon.request("POST", "/v2/repository/models/large/load", b"{}")
+            assert status == 200, answer
+            assert worker.memory_info().rss > before + (200 << 20)
+            daemon.request("POST", "/v2/repository/models/large/unload", b"{}")
+            most = before + (100 << 20)
+            wait_until(lambda most=most: worker.memory_info().rss < most, "memory of the unloaded model")
+
+
 def test_loads_beside_requests(tmp_path: Path) -> None:
     """
     1. A model is asked again and again, over connections that stay.
