@@ -256,6 +256,17 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
     worker: int
 
 
+class Derivative(Record, frozen=True):
+    """Describes a derivative of a model version (``tensord.shm.common.derivatives``), which comes and goes with that version.
+
+    ``metadata`` and ``config`` are as in ``VersionTraits``, whose other fields are those of the version itself.
+    """
+
+    name: str
+    metadata: bytes
+    config: bytes
+
+
 class VersionTraits(Record, frozen=True, kw_only=True):
     """What fronts need to know of a loaded version. Base class of records about versions."""
 
@@ -274,6 +285,7 @@ class VersionTraits(Record, frozen=True, kw_only=True):
     judges: bool = False
     #: True if a request that is run twice harms nobody: jitted code that gives one answer and keeps nothing.
     pure: bool = False
+    derivatives: tuple[Derivative, ...] = ()
 
 
 class ModelState(VersionTraits, frozen=True, tag="model"):

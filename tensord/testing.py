@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from tensord.daemon.models.repository import FoundModel, find
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.common.arrays import decode_strings, encode_strings
 from tensord.shm.common.connection import Prepared
+from tensord.shm.common.derivatives import lacks, of_model
 from tensord.shm.common.latest import Latest
 from tensord.shm.common.local import LocalConnection
 from tensord.shm.common.model import Model, ModelSequence
@@ -171,7 +172,8 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
 class _Served:
     """A model that this process serves, for clients in this process."""
 
-    def __init__(self, worker: LocalWorker, version: ModelVersion) -> None:
+    def __init__(self, worker: LocalWorker, version: ModelVersion, of: _Served | None = None) -> None:
+        """``of``: the model that ``version`` is a derivative of; None: it is none."""
         self._worker = worker
         self._version = version
         config = self.config = msgspec.json.decode(version.loaded.config)
@@ -188,9 +190,16 @@ class _Served:
         )
         self._datatypes = {each["name"]: each["datatype"] for each in self.description.metadata["inputs"]}
         # The worker is closed also where nobody does so, and at the end of the process.
-        self.close = weakref.finalize(self, worker.close)
+        self.close: Any = weakref.finalize(self, worker.close) if of is None else of.close
+        self._derivatives = {each.name: _Served(worker, each, self) for each in version.derivatives}
         self.took = lambda request: worker.post(functools.partial(worker.took, request))
         self.withdraw = lambda request: worker.post(functools.partial(worker.withdraw, request))
+
+    def derivative(self, name: str) -> _Served:
+        """Returns the derivative of this name, which is loaded and unloaded with the model. Raises NotFound: it has none such."""
+        if name not in self._derivatives:
+            raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {lacks(*of_model(name))}")
+        return self._derivatives[name]
 
     def begin(self, request: LocalRequest, call: Call) -> int:
         """Copies a call's inputs and sends the request to the worker, whose loop gives the responses to ``request``.

@@ -33,6 +33,7 @@ from tensord.shm.channel import Channel, DescriptorsLost
 from tensord.shm.control_records import (
     CancelLoad,
     ControlCall,
+    Derivative,
     LaneClosed,
     LaneOpened,
     Load,
@@ -223,6 +224,7 @@ class Control:
                 judges=outcome.is_ready_calls is not None,
                 footprint=outcome.footprint,
                 pure=outcome.pure,
+                derivatives=tuple(Derivative(each.name, each.metadata, each.config) for each in outcome.derivatives),
             )
         )
 

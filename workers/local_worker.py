@@ -102,7 +102,9 @@ class LocalWorker:
         for instance in (*loaded.instances, *loaded.passive):
             # None is of use where nobody looks for who killed this process.
             instance.status_slot = SLOTS
-        return self._engine.adopt(loaded)
+        version = self._engine.adopt(loaded)
+        version.derivatives = [self._adopt(derivative) for derivative in loaded.derivatives]
+        return version
 
     def call(self, function: Callable[[], T]) -> T:
         """Has the worker's loop call a function. Waits and returns the result. Errors of the function are raised unchanged."""

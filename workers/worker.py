@@ -564,12 +564,16 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes a loaded version's ``ModelVersion``. Each instance gets an entry on the status page until the instance ends."""
+        """Makes the ``ModelVersion`` of a loaded version, and those of its derivatives.
+
+        Each instance gets an entry on the status page until the instance ends.
+        """
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)
             instance.page_key = model_key(loaded.name, loaded.version)
         version = self._engine.adopt(loaded)
+        version.derivatives = [self.adopt(derivative) for derivative in loaded.derivatives]
         if loaded.cached and self._cache.max_byte_size:
             version.use(self._cache)
         elif loaded.cached:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tensord_client.client import Client, Place, connection
 from tensord_client.common.call import Call, Own, named
 from tensord_client.common.connection import Connection
+from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT
 from tensord_client.common.latest import Newest
-from tensord_client.common.model import Calls, SequenceSteps
+from tensord_client.common.model import Calls, Model, SequenceSteps
 from tensord_client.common.results import Answer, Array, Tensor
 from tensord_client.common.scheduling import SequenceId
 from tensord_client.errors import DeadlineExceeded
@@ -107,6 +109,25 @@ class AsyncModel(Calls):
         """
         return await self._connection.ask(self.call(inputs, outputs, own))
 
+    async def derivative(self, kind: str) -> AsyncModel:
+        """Returns a derivative of this model as a model, as ``Model.derivative``."""
+        return await asyncio.to_thread(self._open, kind)
+
+    async def pull_back(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
+        """Computes the product of ``cotangents`` and the model's derivative, as ``Model.pull_back``."""
+        asked = self._asked(PULL_BACK)
+        return asked.result(await (await self.derivative(PULL_BACK))(asked.arrays(inputs, cotangents), **own))
+
+    async def push_forward(self, inputs: Mapping[str, Any], tangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
+        """Computes the product of the model's derivative and ``tangents``, as ``Model.push_forward``."""
+        asked = self._asked(PUSH_FORWARD)
+        return asked.result(await (await self.derivative(PUSH_FORWARD))(asked.arrays(inputs, tangents), **own))
+
+    async def value_and_gradient(self, inputs: Mapping[str, Any], **own: Unpack[Own]) -> tuple[Answer, Answer]:
+        """Computes the outputs, and the gradient of the only floating one, as ``Model.value_and_gradient``."""
+        asked = self._asked(VALUE_AND_GRADIENT)
+        return asked.parts(await (await self.derivative(VALUE_AND_GRADIENT))(asked.arrays(inputs, {}), **own))
+
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> asyncio.Future[Answer]:
@@ -173,7 +194,10 @@ class AsyncModel(Calls):
     @property
     def parameters(self) -> AsyncModelParameters:
         """Returns an object that lists and drops the model's parameter sets, and pushes new parameters into a parameter set."""
-        return AsyncModelParameters(self._connection.parameters(self.name, self._asked_version))
+        model = Model(
+            self._connection, self._description, self._asked_version, self.timeout, self._scheduling.parameter_set
+        )
+        return AsyncModelParameters(model.parameters)
 
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
         """Returns a new sequence: requests that share state in the model and are sent one after the other.
@@ -345,6 +369,10 @@ class AsyncModelParameters:
           error of the server.
         """
         return await asyncio.to_thread(self._sets.update, parameters, **how)
+
+    async def gradient(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Any) -> Any:
+        """Computes the product of ``cotangents`` and the derivative by parameters, as ``ModelParameters.gradient``."""
+        return await asyncio.to_thread(functools.partial(self._sets.gradient, inputs, cotangents, **own))
 
     async def list(self) -> list[dict[str, Any]]:
         """Returns a dictionary for each parameter set of the model, as ``ModelParameters.list`` does."""

@@ -1,19 +1,33 @@
 """Calls a served model from inside a program that JAX compiles: the program calls back to the host, which sends the requests.
 
-    jitted program ─▶ jax.pure_callback ─▶ Model.submit, once or often ─▶ outputs of the shapes in the model's metadata
+    jitted program ─▶ the primitive ``served`` ─▶ pure_callback ─▶ Model.submit, once or often ─▶ outputs
 
-Axes that ``vmap`` adds go into the batch of a model with a batch dimension; without one each element is sent as a request.
+Axes that ``vmap`` adds become rows of a model with a batch dimension; without one each element is sent as a request. JAX
+differentiates the primitive by these rules, which ask the derivatives of the model (``tensord_client.common.derivatives``):
+
+    jvp         of a model with value_and_gradient: that, and the tangent is a sum of products, so one request is enough
+                of any other: the value, and push_forward
+    transpose   push_forward becomes pull_back, and the other way round
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tensord_client.common.arrays import datatype_of
+from tensord_client.common.derivatives import (
+    FLOATING,
+    PULL_BACK,
+    PUSH_FORWARD,
+    VALUE_AND_GRADIENT,
+    Names,
+    lacks,
+)
 from tensord_client.common.model import Model
 from tensord_client.common.results import Array, Tensor
 from tensord_client.common.tensors import cast, flat
@@ -26,37 +40,27 @@ if TYPE_CHECKING:
 def jax(
     model: Model, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> Callable[[Mapping[str, Any]], dict[str, jax_library.Array]]:
-    """Makes a function of a served model that may be called inside ``jax.jit``, ``vmap`` and ``scan``. It has no derivative.
+    """Makes a function of a served model that may be called inside ``jax.jit``, ``vmap`` and ``scan``.
+
+    It can be differentiated, forwards and in reverse, as far as the model has derivatives.
 
     Args:
       shapes: output name -> the output's shape, without axes that ``vmap`` adds. It is needed for an output that is BYTES, or
         that has a variable size other than the batch's in the model's metadata.
     Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
-      shape is not known. When the compiled program runs, it raises the server's errors.
+      shape is not known, or if it is differentiated and the model has no such derivative. When the compiled program runs, it
+      raises the server's errors.
     """
     import jax as library
 
     inputs = {tensor.name: tensor for tensor in model.inputs}
-    batched = model.max_batch_size > 0
-
-    def ask(given: dict[str, Array]) -> dict[str, Array]:
-        given = {name: in_datatype(name, np.asarray(array)) for name, array in given.items()}
-        added = {array.shape[: array.ndim - len(inputs[name].shape)] for name, array in given.items() if name in inputs}
-        (outer,) = added or {()}
-        if not outer:
-            return dict(model(given))
-        return _many(model, given, outer, batched)
-
-    def in_datatype(name: str, value: Any) -> Any:
-        if name not in inputs or getattr(value, "dtype", None) == inputs[name].dtype:
-            return value
-        return cast(name, value, inputs[name].datatype)
+    served, primitive = _ServedModel(model), _primitive()
 
     def traced(name: str, value: Any) -> jax_library.Array:
         if any(isinstance(leaf, library.Array) for leaf in library.tree_util.tree_leaves(value)):
             # Perhaps only the running program knows its values: it is cast to the input's datatype on the host.
             return library.numpy.asarray(value)
-        value = in_datatype(name, value)
+        value = _in_datatype(inputs.get(name), value)
         made = library.numpy.asarray(value)
         # Without jax_enable_x64 64 bits have become 32.
         cast(name, value, datatype_of(made.dtype))
@@ -67,13 +71,15 @@ def jax(
             name: traced(name, value)
             for name, value in flat(given, {tensor.name: tensor.datatype for tensor in model.inputs}).items()
         }
-        rows = next((array.shape[0] for array in arrays.values() if array.ndim), 1) if batched else 0
-        wanted = {
-            tensor.name: library.ShapeDtypeStruct(_shape(tensor, rows, shapes or {}), tensor.dtype)
+        rows = next((array.shape[0] for array in arrays.values() if array.ndim), 1) if model.max_batch_size else 0
+        wanted = tuple(
+            _Output(
+                tensor.name, _shape(tensor, rows, shapes or {}), library.dtypes.canonicalize_dtype(tensor.dtype).name
+            )
             for tensor in model.outputs
-        }
-        found: dict[str, jax_library.Array] = library.pure_callback(ask, wanted, arrays, vmap_method="broadcast_all")
-        return found
+        )
+        made = primitive.bind(*arrays.values(), asked=served, names=tuple(arrays), linear=(), wanted=wanted, outer=())
+        return {output.name: array for output, array in zip(wanted, made)}
 
     return call
 
@@ -90,30 +96,181 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
     return shape
 
 
-def _many(model: Model, inputs: dict[str, Array], sizes: tuple[int, ...], batched: bool) -> dict[str, Array]:
-    """Calls the model for every element of the axes that ``vmap`` added, and joins the answers to arrays with these axes.
+class _Output(NamedTuple):
+    """An array that a request returns, without the axes that ``vmap`` added."""
 
-    ``inputs``: the added axes come first. ``sizes``: the added axes' sizes.
-    ``batched``: True: the model has a batch dimension, so that several elements can be joined to one request.
-    """
-    count = int(np.prod(sizes))
-    flattened = {name: array.reshape(count, *array.shape[len(sizes) :]) for name, array in inputs.items()}
-    if batched:
-        rows = next(iter(flattened.values())).shape[1]
-        joined = {name: array.reshape(-1, *array.shape[2:]) for name, array in flattened.items()}
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _ServedModel:
+    """A model, or a derivative of one, as it is asked by a program. JAX compares two of them by identity."""
+
+    def __init__(self, model: Model | None, of: _ServedModel | None = None, kind: str = "") -> None:
+        """``model`` None: the derivative ``kind`` of ``of``, which is looked up when it is needed."""
+        self._model = model
+        self.of = of
+        self.kind = kind
+        self._derivatives: dict[str, _ServedModel] = {}
+        #: True if it takes rows, and the model that it is a derivative of takes none.
+        self.lifted: bool = of is not None and (of.lifted or not of.model.max_batch_size)
+
+    @property
+    def model(self) -> Model:
+        """The model, which is looked up now if it was not. Raises InvalidArgument: there is no such derivative."""
+        if self._model is None:
+            assert self.of is not None
+            self._model = self.of.model.derivative(self.kind)
+        return self._model
+
+    @property
+    def names(self) -> Names:
+        """How the derivatives of this model name what they take and give."""
+        return Names(self.model.name)
+
+    def derivative(self, kind: str) -> _ServedModel:
+        """Returns a derivative of this one, always the same object."""
+        return self._derivatives.setdefault(kind, _ServedModel(None, self, kind))
+
+    def has(self, kind: str) -> bool:
+        """Returns whether the server has a derivative of this kind."""
+        return self.model.has_derivative(kind)
+
+    def rows(self, outer: tuple[int, ...]) -> int:
+        """Returns how many axes of its arrays say of what row an element is. ``outer``: the axes that ``vmap`` added."""
+        return len(outer) + bool(self.model.max_batch_size and not self.lifted)
+
+    def __call__(self, given: Mapping[str, Array], wanted: Sequence[_Output], outer: tuple[int, ...]) -> list[Array]:
+        """Sends the requests for ``given`` inputs, and returns the ``wanted`` outputs. ``outer``: axes that ``vmap`` added."""
+        model, names, lead = self.model, [output.name for output in wanted], self.rows(outer)
+        known = {tensor.name: tensor for tensor in model.inputs}
+        inputs = {name: _in_datatype(known.get(name), np.asarray(array)) for name, array in given.items()}
         size = model.max_batch_size
-        parts = [slice(start, start + size) for start in range(0, count * rows, size)]
-        answers = [model.submit({name: array[part] for name, array in joined.items()}) for part in parts]
-        found = _gathered([answer.result() for answer in answers], np.concatenate)
-        return {name: array.reshape(*sizes, rows, *array.shape[1:]) for name, array in found.items()}
-    answers = [model.submit({name: array[i] for name, array in flattened.items()}) for i in range(count)]
-    found = _gathered([answer.result() for answer in answers], np.stack)
-    return {name: array.reshape(*sizes, *array.shape[1:]) for name, array in found.items()}
+        if lead == bool(size):
+            found: Mapping[str, Array] = model(inputs, outputs=names)
+        else:
+            shape = next(iter(inputs.values())).shape[:lead]
+            count = math.prod(shape)
+            flattened = {name: array.reshape((count, *array.shape[lead:])) for name, array in inputs.items()}
+            parts: list[Any] = [slice(at, at + size) for at in range(0, count, size)] if size else [*range(count)]
+            sent = [model.submit({name: a[part] for name, a in flattened.items()}, outputs=names) for part in parts]
+            answers = [each.result() for each in sent]
+            found = {name: (np.concatenate if size else np.stack)([each[name] for each in answers]) for name in names}
+            found = {name: array.reshape((*shape, *array.shape[1:])) for name, array in found.items()}
+        return [np.asarray(found[output.name]).astype(output.dtype, copy=False) for output in wanted]
 
 
-def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dict[str, Array]:
-    names = list(dict.fromkeys(itertools.chain.from_iterable(answers)))
-    return {name: gather([answer[name] for answer in answers]) for name in names}
+def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
+    if tensor is None or getattr(value, "dtype", None) == tensor.dtype:
+        return value
+    return cast(tensor.name, value, tensor.datatype)
+
+
+@functools.cache
+def _primitive() -> Any:
+    """Makes JAX's primitive ``served``, once. Its parameters:
+
+    asked   the ``_ServedModel`` that is asked
+    names   the inputs that come first among the arguments
+    linear  the inputs that come behind them, in which the outputs are linear
+    wanted  the outputs
+    outer   the sizes of the axes that ``vmap`` added, which come first in each array
+    """
+    import jax as library
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    served = Primitive("served")
+    served.multiple_results = True
+    lax = library.numpy
+
+    def run(*arrays: Any, asked: _ServedModel, names: Any, linear: Any, wanted: Any, outer: Any) -> Any:
+        # The derivative has to be there before the program runs.
+        bool(asked.model)
+        made = [library.ShapeDtypeStruct((*outer, *output.shape), output.dtype) for output in wanted]
+
+        def ask(*arrays: Array) -> list[Array]:
+            return asked(dict(zip((*names, *linear), arrays)), wanted, outer)
+
+        return library.pure_callback(ask, made, *arrays, vmap_method="sequential")
+
+    def shaped(*_: Any, wanted: Any, outer: Any, **others: Any) -> Any:
+        return [library.core.ShapedArray((*outer, *output.shape), np.dtype(output.dtype)) for output in wanted]
+
+    def batched(arrays: Any, axes: Any, *, outer: Any, **others: Any) -> Any:
+        size = next(array.shape[axis] for array, axis in zip(arrays, axes) if axis is not None)
+        moved = [
+            lax.broadcast_to(array, (size, *array.shape)) if axis is None else lax.moveaxis(array, axis, 0)
+            for array, axis in zip(arrays, axes)
+        ]
+        made = served.bind(*moved, outer=(size, *outer), **others)
+        return made, [0] * len(made)
+
+    def differentiated(primals: Any, tangents: Any, *, asked: _ServedModel, **others: Any) -> Any:
+        names, linear, wanted, outer = (others[name] for name in ("names", "linear", "wanted", "outer"))
+        every, prefix = (*names, *linear), asked.names.tangent
+        known = {tensor.name for tensor in asked.model.inputs if tensor.datatype in FLOATING}
+        floating = [at for at, name in enumerate(every) if name in known]
+        chosen = [at for at in floating if type(tangents[at]) is not ad.Zero]
+        out = [output for output in wanted if lax.issubdtype(np.dtype(output.dtype), lax.floating)]
+        values, moved = None, dict[_Output, Any]()
+        given = [lax.zeros_like(primals[at]) if at not in chosen else tangents[at] for at in floating]
+        if chosen and not any(at < len(names) for at in chosen):
+            # It is linear in what changes.
+            made = served.bind(*primals[: len(names)], *given[-len(linear) :], asked=asked, **others)
+            moved = dict(zip(out, made))
+        elif chosen and asked.has(VALUE_AND_GRADIENT):
+            lead = asked.rows(outer)
+            gradients = [
+                _Output(asked.names.gradient + every[at], primals[at].shape[len(outer) :], primals[at].dtype.name)
+                for at in chosen
+            ]
+            own = {"names": every, "linear": (), "wanted": (*wanted, *gradients), "outer": outer}
+            values = served.bind(*primals, asked=asked.derivative(VALUE_AND_GRADIENT), **own)
+            products = zip(values[len(wanted) :], (tangents[at] for at in chosen))
+            dot = sum(lax.sum(one * other, axis=tuple(range(lead, one.ndim))) for one, other in products)
+            moved = {out[0]: lax.reshape(dot, (*outer, *out[0].shape)).astype(out[0].dtype)}
+        elif chosen:
+            if not (asked.has(PULL_BACK) or asked.has(PUSH_FORWARD)):
+                raise InvalidArgument(lacks(asked.model.name, "derivatives"))
+            own = {"names": every, "linear": tuple(prefix + every[at] for at in floating), "outer": outer}
+            own["wanted"] = tuple(output._replace(name=prefix + output.name) for output in out)
+            moved = dict(zip(out, served.bind(*primals, *given, asked=asked.derivative(PUSH_FORWARD), **own)))
+        values = served.bind(*primals, asked=asked, **others) if values is None else values[: len(wanted)]
+        nothing = [
+            library.core.ShapedArray(each.shape, each.dtype if output in out else library.dtypes.float0)
+            for output, each in zip(wanted, values)
+        ]
+        return values, [moved.get(output, ad.Zero(aval)) for output, aval in zip(wanted, nothing)]
+
+    def transposed(
+        cotangents: Any, *arrays: Any, asked: _ServedModel, names: Any, linear: Any, wanted: Any, outer: Any
+    ) -> Any:
+        forward, of = asked.kind == PUSH_FORWARD, asked.of
+        assert of is not None
+        opposite = of.derivative(PULL_BACK if forward else PUSH_FORWARD)
+        bool(opposite.model)
+        ours, theirs = (of.names.tangent, of.names.cotangent)[:: 1 if forward else -1]
+        fixed, moving = arrays[: len(names)], arrays[len(names) :]
+        given = [ad.instantiate_zeros(each) for each in cotangents]
+        back = {
+            name: _Output(theirs + name[len(ours) :], each.aval.shape[len(outer) :], each.aval.dtype.name)
+            for name, each in zip(linear, moving)
+            if ad.is_undefined_primal(each)
+        }
+        changed = tuple(theirs + output.name[len(ours) :] for output in wanted)
+        own = {"names": names, "linear": changed, "wanted": tuple(back.values()), "outer": outer}
+        made = dict(zip(back, served.bind(*fixed, *given, asked=opposite, **own)))
+        return [None] * len(fixed) + [made.get(name) for name in linear]
+
+    served.def_impl(run)
+    served.def_abstract_eval(shaped)
+    mlir.register_lowering(served, mlir.lower_fun(run, multiple_results=True))
+    batching.primitive_batchers[served] = batched
+    ad.primitive_jvps[served] = differentiated
+    ad.primitive_transposes[served] = transposed
+    return served
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:

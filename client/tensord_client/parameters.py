@@ -13,12 +13,13 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Union
 
 import numpy as np
 
 from tensord_client.common.datatypes import FILE_TYPES
+from tensord_client.common.derivatives import PARAMETER_GRADIENT
 from tensord_client.common.results import Array
 from tensord_client.common.tensors import bfloat16_of_torch, leaves
 from tensord_client.errors import InvalidArgument, Unavailable
@@ -45,6 +46,31 @@ class ModelParameters:
         self._manage = manage
         self._model = model
         self._version = version
+        #: The model itself, which is asked for gradients.
+        self.of: Any = None
+
+    def gradient(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Any) -> Any:
+        """Computes the product of ``cotangents`` and the derivative of the model by its parameters, summed over all rows.
+
+        The model has to have derivatives. The parameters are those of the set that the model was looked up with.
+
+        Args:
+          cotangents: output name -> array of the output's datatype and shape, for each floating output.
+          own: as for a call of the model.
+        Returns: a tree with the gradient of each floating parameter, as ``update`` takes it: nested mappings by the parts of a
+          parameter's name, or an array if the model's parameters are one. Over a lane the arrays lie in shared memory.
+        Raises: InvalidArgument: the model has no derivatives, or an argument does not fit it.  ServingError: as a call's.
+        """
+        asked = self.of._asked(PARAMETER_GRADIENT)
+        answer = asked.result(self.of.derivative(PARAMETER_GRADIENT)(asked.arrays(inputs, cotangents), **own))
+        tree: dict[str, Any] = {}
+        for name, array in answer.items():
+            *path, last = name.split(".")
+            node = tree
+            for key in path:
+                node = node.setdefault(key, {})
+            node[last] = array
+        return tree["array"] if [*tree] == ["array"] else tree
 
     def update(
         self,

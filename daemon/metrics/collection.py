@@ -175,12 +175,21 @@ class Collection:
         busy.look(now_ns, sum(total.counts.busy_ns for total in self._ledger.totals(served)), len(workers), running)
 
     def _served(self) -> list[tuple[str, int]]:
-        found = self._models.lifecycle.ready_models()
-        return [(name, number) for name, numbers in found.items() for number in numbers]
+        """Returns name and number of each version that serves, also of derivatives."""
+        lifecycle, found = self._models.lifecycle, list[tuple[str, int]]()
+        for name, number in [
+            (name, number) for name, numbers in lifecycle.ready_models().items() for number in numbers
+        ]:
+            version = lifecycle.version(name, number)
+            described = None if version is None else version.described
+            found += [(name, number), *((each.name, number) for each in (described.derivatives if described else ()))]
+        return found
 
     def _footprints(self, served: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Footprint]:
         models = self._models.lifecycle.models
-        described = {(name, number): models[name].versions[number].described for name, number in served}
+        described = {
+            (name, number): models[name].versions[number].described for name, number in served if name in models
+        }
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:

@@ -23,6 +23,7 @@ from tensord.daemon.models.given import GivenModels, Overrides
 from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Publish, Retry, Send, Settled
 from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
+from tensord.shm.common.derivatives import check_not_derivative
 from tensord.shm.control_records import Load, Loaded, Loading, ModelGone, ModelState, Readiness
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
@@ -87,7 +88,7 @@ class Models:
         Raises InvalidArgument if the load failed, or if the client's configuration or files are wrong.
         Raises Unsupported if the model asks for a feature that tensord lacks.
         """
-        self._only_explicit()
+        self._only_explicit(request.name)
         self._named.add(request.name)
         try:
             if request.files:
@@ -135,7 +136,7 @@ class Models:
         ``dependents``: whether the members of an ensemble are unloaded too, except members that another ensemble uses or that
         were loaded by their own name. Raises Unavailable if the option ``repository.control_mode`` is not "explicit".
         """
-        self._only_explicit()
+        self._only_explicit(name)
         gone = [name, *(self.ensembles.only_used_by(name, self._named - {name}) if dependents else ())]
         users = self.ensembles.take_down(self.ensembles.users(name))
         for each in gone:
@@ -186,7 +187,8 @@ class Models:
         waits = {key: max(0.0, timer.when() - now) for key, timer in self._retries.items()}
         return self.lifecycle.index(refused, waits, ready, detailed)
 
-    def _only_explicit(self) -> None:
+    def _only_explicit(self, name: str) -> None:
+        check_not_derivative(name)
         if self._options.control_mode != "explicit":
             raise Unavailable(NOT_EXPLICIT)
 

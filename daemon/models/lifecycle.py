@@ -543,10 +543,12 @@ class Lifecycle:
                     entry["program_bytes"] = footprint.program_byte_size
                     entry["largest_batch"] = footprint.batch_byte_size
                 found.append(entry)
+                for each in version.state_record(number).derivatives:
+                    found.append({**entry, "name": each.name})
             if not versions and not ready:
                 unserved = {"state": "UNAVAILABLE", "reason": refused[name]} if name in refused else {}
                 found.append({"name": name, **unserved})
-        return found
+        return sorted(found, key=lambda entry: str(entry["name"]))
 
     def resources(self) -> dict[str, Mapping[str, bool]]:
         """Returns the rate limiter's resources of each model that is wanted or in use, with True for a global resource."""
@@ -591,8 +593,12 @@ class Lifecycle:
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Returns the numbers of all versions of each model, by the model's name, whatever the versions' states."""
-        return {name: list(model.versions) for name, model in self.models.items()}
+        """Returns the numbers of all versions of each model and derivative, by its name, whatever the versions' states."""
+        found: dict[str, list[int]] = {name: list(model.versions) for name, model in self.models.items()}
+        for state in self.states():
+            for each in state.derivatives:
+                found.setdefault(each.name, []).append(state.version)
+        return found
 
     def ready_models(self) -> dict[str, list[int]]:
         """Returns the numbers of the READY versions of each model that has any, by the name of the model."""

@@ -26,6 +26,7 @@ from tensord.config import ensemble_checks, model_checks, model_config, model_fi
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options, Repository, Workers
 from tensord.daemon.models import placement
+from tensord.shm.common.derivatives import of_model
 from tensord.shm.control_records import Load
 from tensord.shm.device_names import gpu_of, model_of
 from tensord.shm.errors import FileTooLarge, InvalidArgument, ServingError, Unsupported
@@ -256,6 +257,10 @@ def poll(path: Path) -> FoundModel:
     try:
         if not NAME.fullmatch(name):
             raise InvalidArgument("its name may hold only letters, digits and _.,+- and must not begin with . + or -")
+        if of_model(name)[1]:
+            raise InvalidArgument(
+                f"its name must not end in .{of_model(name)[1]}, as the names of models' derivatives do"
+            )
         text = _read(path / "config.pbtxt", model_config.MAX_BYTE_SIZE)
         config = model_config.parse_pbtxt(text.decode("utf-8-sig"), name) if text is not None else model_config.empty()
         return _found(path, config)

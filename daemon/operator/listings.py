@@ -14,6 +14,7 @@ from tensord.daemon.processes.child import Child, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.shm import device_names
+from tensord.shm.common.derivatives import original
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.status_page import model_key
 
@@ -114,8 +115,8 @@ def of_model(
     entries = [entry for entry in index if entry["name"] == name]
     if not entries:
         raise InvalidArgument(f"there is no model '{name}'")
-    known = models.lifecycle.models
-    versions = known[name].versions if name in known else {}
+    known, model = models.lifecycle.models, original(name)[0]
+    versions = known[model].versions if model in known else {}
     found = []
     for entry in entries:
         number = int(entry.get("version") or 0)
@@ -125,8 +126,9 @@ def of_model(
             row["folder"] = version.load.version_path
             row["workers"] = [workers[worker] for worker in record.workers if worker in workers]
             row["not_in_c"] = {worker: why[number] for worker, why in slow.items() if why.get(number)}
-            if record.config:
-                row |= {"metadata": msgspec.Raw(record.metadata), "config": msgspec.Raw(record.config)}
+            described = next((each for each in record.derivatives if each.name == name), record)
+            if described.config:
+                row |= {"metadata": msgspec.Raw(described.metadata), "config": msgspec.Raw(described.config)}
         found.append(row)
     return msgspec.json.encode(found)
 

@@ -22,6 +22,7 @@ from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
+from tensord.shm.common.derivatives import original
 from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.figures import Figures, SlowReason
@@ -180,10 +181,10 @@ class Operations:
 
     async def _statistics(self, operation: ModelStatistics) -> bytes:
         name, version = operation.name, operation.version
-        lifecycle = self._models.lifecycle
-        if name and not lifecycle.is_ready(name):
+        lifecycle, model = self._models.lifecycle, original(name)[0]
+        if name and not lifecycle.is_ready(model):
             raise InvalidArgument(f"requested model '{name}' is not available")
-        if name and version and not lifecycle.is_ready(name, version):
+        if name and version and not lifecycle.is_ready(model, version):
             raise InvalidArgument(f"requested model version is not available for model '{name}'")
         try:
             async with asyncio.timeout(_STATISTICS_TIMEOUT):
@@ -199,6 +200,7 @@ class Operations:
 
         If the model's code has ``is_ready()``, that must be true in all workers that serve the version.
         """
+        name = original(name)[0]
         versions = self._models.lifecycle.models[name].versions if self._models.lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY]
         if not ready:

@@ -33,6 +33,7 @@ from tensord.daemon.models.versions import IndexState
 from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
 from tensord.shm import descriptors
+from tensord.shm.common.derivatives import check_not_derivative
 from tensord.shm.control_records import Load, Loaded, Unload
 from tensord.shm.errors import UNKNOWN_MODEL, Internal, InvalidArgument, NotFound, Replaced, ServingError, Unavailable
 from tensord.shm.operations import (
@@ -215,6 +216,7 @@ class Parameters:
         serves if its pushed values were lost and it is not served for that reason. Raises NotFound: there is no such
         version; Unavailable: the version cannot be served now.
         """
+        check_not_derivative(model)
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}
         served = [

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from tensord.shm.common.derivatives import lacks, of_model
 from tensord.shm.control_records import ModelGone, ModelState, Readiness
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Unavailable
 
@@ -46,17 +47,32 @@ class ModelStates:
         self.edition = 0
 
     def update(self, state: ModelState) -> None:
-        """Stores the state of a model's version, and replaces the version's earlier state."""
+        """Stores the state of a model's version and of its derivatives, and replaces the version's earlier state."""
+        former = self._models.get(state.name, {}).get(state.version)
         self._models.setdefault(state.name, {})[state.version] = state
+        for gone in () if former is None else former.derivatives:
+            self._remove(gone.name, state.version)
+        for each in state.derivatives:
+            own = msgspec.structs.replace(
+                state, name=each.name, metadata=each.metadata, config=each.config, derivatives=()
+            )
+            self._models.setdefault(each.name, {})[state.version] = own
+            self._changed(each.name)
         self._changed(state.name)
 
     def remove(self, gone: ModelGone) -> None:
         """Removes the state of the version that is ``gone``; does nothing if there is none."""
-        versions = self._models.get(gone.name, {})
-        versions.pop(gone.version, None)
+        state = self._remove(gone.name, gone.version)
+        for each in () if state is None else state.derivatives:
+            self._remove(each.name, gone.version)
+
+    def _remove(self, name: str, version: int) -> ModelState | None:
+        versions = self._models.get(name, {})
+        state = versions.pop(version, None)
         if not versions:
-            self._models.pop(gone.name, None)
-        self._changed(gone.name)
+            self._models.pop(name, None)
+        self._changed(name)
+        return state
 
     def judge(self, readiness: Readiness) -> None:
         """Stores the readiness of the daemon, as the supervisor sent it."""
@@ -82,6 +98,10 @@ class ModelStates:
             return self._newest[name]
         versions = self._models.get(name)
         if versions is None:
+            model, kind = of_model(name)
+            if model in self._models:
+                self.find(model, version)
+                raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {lacks(model, kind)}")
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
         asked = [state for number, state in sorted(versions.items()) if version in (0, number)]
         if version and asked and asked[0].state == "READY":

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from tensord.config.options import TraceOptions
+from tensord.shm.common.derivatives import check_not_derivative
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.operations import ChangeTrace
@@ -153,6 +154,7 @@ class TraceSettings:
 
         Raises InvalidArgument if the model is unknown, or if the settings do not fit together. Then nothing is changed.
         """
+        check_not_derivative(wanted.model)
         if wanted.model and not self._known(wanted.model):
             raise InvalidArgument(f"Request for unknown model : {wanted.model}")
         given = {name: value for name in Values.__slots__ if (value := getattr(wanted, name)) is not None}

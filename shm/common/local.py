@@ -16,6 +16,7 @@ import numpy as np
 
 from .call import Call
 from .connection import Prepared
+from .derivatives import original
 from .errors import CLOSED, ServingError, Unavailable, Unsupported, in_plain_words, kind_of
 from .pending import Deadlines, Pending
 from .results import Answer, Array, Description, written
@@ -42,6 +43,9 @@ class Served(Protocol):
 
     def end_sequence(self, sequence_id: int | str) -> None:
         """Ends a sequence without a further request. It does nothing if there is no such sequence."""
+
+    def derivative(self, name: str) -> Served:
+        """Returns the derivative of this name, which is loaded and unloaded with the model. Raises NotFound: it has none such."""
 
     def close(self) -> None:
         """Waits until all requests are answered, then unloads the model. Idempotent."""
@@ -150,10 +154,11 @@ class LocalConnection:
         with self._lock, in_our_words():
             if self._closed:
                 raise Unavailable(CLOSED)
-            found = self._models.get((model, version))
+            name, order = original(model)
+            found = self._models.get((name, version))
             if found is None:
-                found = self._models[model, version] = self._load(model, version)
-            return found
+                found = self._models[name, version] = self._load(name, version)
+            return found.derivative(model) if order else found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
         """Returns a model's configuration with defaults filled in. Loads the model if needed. ``version`` 0 means the newest."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from . import tensors
 from .call import FOREVER, NOTHING, Call, Own, read_arguments, seconds, traced
-from .errors import InvalidArgument, Unavailable
+from .derivatives import PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, DerivativeCall, lacks
+from .errors import InvalidArgument, NotFound, Unavailable
 from .latest import Latest
 from .pending import Pending
 from .results import Answer, Array, Description, Tensors
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .connection import Connection, Prepared
 
 M = TypeVar("M")
+C = TypeVar("C", bound="Calls")
 #: A further argument of requests, with what checks it.
 _TRACED = {"traceparent": traced}
 
@@ -61,6 +63,31 @@ class Calls:
         self.inputs: Tensors = tensors.tensors(description.metadata["inputs"])
         self.outputs: Tensors = tensors.tensors(description.metadata["outputs"])
         self._datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
+        self._derivatives: dict[str, Any] = {}
+
+    def _open(self: C, kind: str) -> C:
+        """Looks up a kind of derivative when it is first asked for. Raises InvalidArgument: the model has none."""
+        if kind not in self._derivatives:
+            name, version = f"{self.name}.{kind}", self._asked_version
+            try:
+                description = self._connection.open(name, version)
+            except NotFound as error:
+                raise InvalidArgument(lacks(self.name, kind)) from error
+            self._derivatives[kind] = type(self)(
+                self._connection, description, version, self.timeout, self._scheduling.parameter_set
+            )
+        found: C = self._derivatives[kind]
+        return found
+
+    def has_derivative(self, kind: str) -> bool:
+        """Returns whether the server has a kind of derivative of this model, such as "pull_back"; asks it, at the first time."""
+        try:
+            return self._open(kind) is not None
+        except InvalidArgument:
+            return False
+
+    def _asked(self, kind: str) -> DerivativeCall:
+        return DerivativeCall(self.name, kind, self.max_batch_size, self.inputs, self.outputs)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -160,6 +187,48 @@ class Model(Calls):
         came = self._connection.exchange(self.call(inputs, outputs, own))
         return came.result() if isinstance(came, Pending) else came
 
+    def derivative(self, kind: str) -> Model:
+        """Returns a derivative of this model as a model: a server serves it under the name ``NAME.KIND``.
+
+        ``kind``: "pull_back", "push_forward", "value_and_gradient" or "parameter_gradient". Raises InvalidArgument: the model has
+        no such derivative.
+        """
+        return self._open(kind)
+
+    def pull_back(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
+        """Computes the product of ``cotangents`` and the model's derivative (a vector-Jacobian product) in one request.
+
+        Args:
+          cotangents: output name -> array of the output's datatype and shape, for each floating output.
+          own: as for a call of the model.
+        Returns: input name -> array of the input's datatype and shape, for each floating input.
+        Raises: InvalidArgument: the model has no pull-back, or an argument does not fit it.  ServingError: as a call's.
+        """
+        asked = self._asked(PULL_BACK)
+        return asked.result(self._open(PULL_BACK)(asked.arrays(inputs, cotangents), **own))
+
+    def push_forward(self, inputs: Mapping[str, Any], tangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
+        """Computes the product of the model's derivative and ``tangents`` (a Jacobian-vector product) in one request.
+
+        Args:
+          tangents: input name -> array of the input's datatype and shape, for each floating input.
+          own: as for a call of the model.
+        Returns: output name -> array of the output's datatype and shape, for each floating output.
+        Raises: InvalidArgument: the model has no push-forward, or an argument does not fit it.  ServingError: as a call's.
+        """
+        asked = self._asked(PUSH_FORWARD)
+        return asked.result(self._open(PUSH_FORWARD)(asked.arrays(inputs, tangents), **own))
+
+    def value_and_gradient(self, inputs: Mapping[str, Any], **own: Unpack[Own]) -> tuple[Answer, Answer]:
+        """Computes the outputs, and the gradient of the only floating one, in one request and with one parameter set.
+
+        That output has one element in each row, and the gradient of a row is that of its element. ``own``: as for a call of the
+        model. Returns: output name -> array; and input name -> array, for each floating input. Raises: InvalidArgument: the
+        model has no such output, or no derivatives.  ServingError: as a call's.
+        """
+        asked = self._asked(VALUE_AND_GRADIENT)
+        return asked.parts(self._open(VALUE_AND_GRADIENT)(asked.arrays(inputs, {}), **own))
+
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> concurrent.futures.Future[Answer]:
@@ -208,11 +277,13 @@ class Model(Calls):
 
     @property
     def parameters(self) -> Any:
-        """Returns an object (``ModelParameters``) that lists and drops parameter sets, and pushes new parameters into one.
+        """Returns an object (``ModelParameters``) that lists and drops parameter sets, pushes into them, and computes gradients.
 
         Raises: Unsupported: this process serves the model itself.
         """
-        return self._connection.parameters(self.name, self._asked_version)
+        found = self._connection.parameters(self.name, self._asked_version)
+        found.of = self
+        return found
 
     def latest(self) -> Latest[Answer]:
         """Makes an object whose ``put`` sends inputs without waiting and whose ``get`` returns the newest answer.

@@ -26,6 +26,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "slots": 64, "max_steps": 1024, "inserts_per_step": 4, "step_slots": (4, 64), "insert_rows": 8, "gather": "concat",
     "devices": 4, "memory_policy": "on_demand", "batch_sets": True, "resident_sets": 64,
     "host": True, "response_cache": True, "strict_parameters": True, "rows_may_mix": True,
+    "derivatives": True,
 }  # fmt: skip
 
 

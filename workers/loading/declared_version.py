@@ -5,11 +5,11 @@ configuration as given ─▶ tensors that model.py declares ─▶ completed, c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tensord.config import model_checks, model_config
 from tensord.config.model_config import ModelConfig
@@ -24,6 +24,7 @@ from tensord.workers.declarations.step_declaration import StepDeclaration, decla
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.loading.target import LoadTarget
+from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.python_model import auto_complete
 from tensord.workers.models.warmup import Sample, samples
 from tensord.workers.parameters.set_stack import SetDeclaration
@@ -31,6 +32,18 @@ from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.tensors.ragged import declare_ragged, ragged_signature
 from tensord.workers.tensors.signature import Signature, signature
 from tensord.workers.tensors.state import declare_state, state_specs
+
+
+@dataclass(frozen=True, slots=True)
+class OfModel:
+    """The model version of which a load makes a derivative, with the derivative's function."""
+
+    apply: Callable[..., Any]
+    #: The model's parameters, as ``create`` returned them.
+    parameters: Any
+    jitted: JaxModel
+    #: How many orders of derivatives the derivative has in turn.
+    order: int
 
 
 @dataclass(slots=True)
@@ -45,6 +58,8 @@ class VersionLoad:
     #: Settings of JAX that the model's code has changed for itself.
     flags: OwnFlags
     progress: LoadProgress
+    #: What this load makes a derivative of; None: it makes a model of its own.
+    of: OfModel | None = None
 
     @property
     def folder(self) -> Path:

@@ -135,16 +135,21 @@ def jitted_model(
     if declared.mixed is not None:
         apply = indexed(apply)
     device = target.execution if several is None else Processor()
-    sets = placed_sets(
-        buckets.signature,
-        parameters,
-        names,
-        several,
-        target.room,
-        declared.mixed,
-        device.remote,
-        declared.on_demand,
-        fixed,
+    sets = (
+        placed_sets(
+            buckets.signature,
+            parameters,
+            names,
+            several,
+            target.room,
+            declared.mixed,
+            device.remote,
+            declared.on_demand,
+            fixed,
+        )
+        if load.of is None
+        # A push into the model is one into its derivatives.
+        else load.of.jitted.sets
     )
     executables = Executables(
         buckets.signature,

@@ -23,8 +23,10 @@ import msgspec
 
 from tensord.config import ensemble_checks, model_checks, model_config, rate_limits
 from tensord.config.model_config import ModelConfig
+from tensord.shm.common.derivatives import PARAMETER_GRADIENT, PULL_BACK, PUSH_FORWARD
 from tensord.shm.control_records import Load
-from tensord.shm.errors import Internal, InvalidArgument, Unsupported
+from tensord.shm.cuda_regions import DeviceLost
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from tensord.shm.status_page import StatusPage
 from tensord.workers.calls.caller import CallServer, ModelPort
 from tensord.workers.calls.metric_registry import MetricRegistry
@@ -37,13 +39,15 @@ from tensord.workers.declarations.declaration import (
     declare_streams,
     queue_rules,
 )
+from tensord.workers.declarations.derivatives import check as check_derivatives
+from tensord.workers.declarations.derivatives import declared_order, derivatives
 from tensord.workers.declarations.step_declaration import StepDeclaration
 from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.imports.process_state import ProcessState
 from tensord.workers.jax_internals.wide import precision
-from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoad, declared_version
+from tensord.workers.loading.declared_version import DeclaredVersion, OfModel, VersionLoad, declared_version
 from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
 from tensord.workers.loading.jax_loading import InstancePlan, jitted_model, load_stepped, planned_instances, run_samples
@@ -56,6 +60,7 @@ from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.models.loaded_model import InstanceMaker, LoadedModel
+from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.python_model import PythonModel, PythonVersion
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.parameters.parameter_set import ParameterSets
@@ -84,6 +89,7 @@ class _Runnable:
     sets: ParameterSets | None = None
     #: Calls ``is_ready`` of the model's code; None: it has none.
     is_ready_calls: IsReadyCalls | None = None
+    derivatives: tuple[LoadedModel, ...] = ()
 
 
 class Loader:
@@ -181,6 +187,8 @@ class Loader:
 
     def _load(self, load: VersionLoad) -> LoadedModel:
         declared = declared_version(load, self._target)
+        if load.of is None and declared_order(load.config, load.module):
+            check_derivatives(load.config, load.module, declared.taken)
         if declared.steps is not None:
             made = self._stepped(load, declared, declared.steps)
         elif load.config.backend == "python":
@@ -196,6 +204,7 @@ class Loader:
         for sentence in filter(None, hints if made.jitted else (impure, *hints)):
             _log.warning("model '%s': %s", config.name, sentence)
         instances, passive = _by_role(made.instances)
+        users = dict[ModelVersion, None]()
         return LoadedModel(
             record.name,
             record.version,
@@ -225,7 +234,10 @@ class Loader:
             record=record,
             pure=made.jitted is not None and not impure and not sticky and not streams,
             # Instances of a model with sequences cannot be regrouped: they have the sequences' slots.
-            maker=None if sticky else made.maker,
+            maker=None if sticky or made.derivatives else made.maker,
+            users=users,
+            # The code and the parameters are theirs, too, and gone when all are.
+            derivatives=tuple(dataclasses.replace(each, users=users) for each in made.derivatives),
         )
 
     def _stepped(self, load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration) -> _Runnable:
@@ -280,11 +292,14 @@ class Loader:
             limits = self._target.options.executables
             check_size(buckets, limits.max_batch_byte_size)
             check_state_size(buckets.signature, plan.count, limits.max_state_byte_size)
-        with precision(described.wide), load.flags.code():
-            returned = create(config.name, module, load.folder, model_config.to_dict(config), plan.given)
-        function = created(module, described, returned, declared.made_inputs.asked, declared.mixed is not None)
-        if is_generator(returned):
-            return self._generator(load, declared, function)
+        if load.of is not None:
+            function: Created = (load.of.apply, load.of.parameters, None)
+        else:
+            with precision(described.wide), load.flags.code():
+                returned = create(config.name, module, load.folder, model_config.to_dict(config), plan.given)
+            function = created(module, described, returned, declared.made_inputs.asked, declared.mixed is not None)
+            if is_generator(returned):
+                return self._generator(load, declared, function)
         if config.model_transaction_policy.decoupled:
             raise InvalidArgument(
                 f"model '{config.name}' is decoupled: create() must return a generator function, which yields its responses"
@@ -294,7 +309,45 @@ class Loader:
         if load.flags.wide:
             declared = dataclasses.replace(declared, taken=dataclasses.replace(described, doubles=True))
             buckets = _buckets(load, declared.taken)
-        return self._jitted(load, declared, buckets, function, plan)
+        made = self._jitted(load, declared, buckets, function, plan)
+        return dataclasses.replace(made, derivatives=self._derivatives(load, declared, function, made.jitted))
+
+    def _derivatives(
+        self, load: VersionLoad, declared: DeclaredVersion, function: Created, jitted: JaxModel | None
+    ) -> tuple[LoadedModel, ...]:
+        """Loads the derivatives of a version, and theirs; those that cannot be traced or lowered are left out, and logged.
+
+        Raises InvalidArgument: neither its pull-back nor its push-forward can be traced.
+        """
+        config, module, of = load.config, load.module, load.of
+        order = declared_order(config, module) if of is None else of.order
+        if not order or jitted is None:
+            return ()
+        apply, parameters, _ = function
+        limit = self._target.options.executables.max_batch_byte_size
+        found, lacking = list[LoadedModel](), dict[str, str]()
+        for each in derivatives(config, module, declared.signature, apply, parameters, limit, of is None):
+            record = msgspec.structs.replace(load.record, name=each.config.name)
+            progress = LoadProgress(record.name, record.version, cancellation=load.progress.cancellation)
+            left = 0 if each.kind == PARAMETER_GRADIENT else order - 1
+            its = OfModel(each.apply, parameters, jitted, left)
+            try:
+                loaded = self._load(
+                    VersionLoad(record, each.config, each.module, load.imports, load.flags, progress, its)
+                )
+            except (ServingError, DeviceLost):
+                raise
+            except Exception as error:  # whatever tracing raises
+                load.progress.cancellation.check()
+                lacking[each.kind] = described_failure(error, _folders(record))
+                continue
+            found += [dataclasses.replace(loaded, derivatives=()), *loaded.derivatives]
+        lacks = "; ".join(f"it has no {kind}: {why}" for kind, why in lacking.items())
+        if of is None and {PULL_BACK, PUSH_FORWARD} <= lacking.keys():
+            raise InvalidArgument(f"model '{config.name}': derivatives is declared, and {lacks}")
+        if lacks:
+            _log.warning("model '%s': %s", config.name, lacks)
+        return tuple(found)
 
     def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Created) -> _Runnable:
         if declared.mixed is not None or declared.on_demand:
@@ -330,10 +383,15 @@ class Loader:
     ) -> _Runnable:
         """Compiles a jitted model, runs its warmup samples, and starts its instances."""
         config, (_, parameters, _) = load.config, function
-        warn_of_leaves(config.name, parameters)
+        if load.of is None:
+            warn_of_leaves(config.name, parameters)
         with self._compiling(load.progress):
             jitted = jitted_model(load, declared, buckets, function, plan, self._target)
-            jitted.executables.warm(load.progress)
+            if load.of is not None:
+                jitted.executables.postpone()
+                jitted.executables.examined = load.of.jitted.executables.examined[:1]
+            else:
+                jitted.executables.warm(load.progress)
             if (impure := jitted.executables.examined[0]) and config.response_cache.enable:
                 raise InvalidArgument(f"model '{config.name}': its answers are cached (response_cache), but {impure}")
             jitted.prepare_grouped(load.progress.cancellation)

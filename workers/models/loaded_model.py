@@ -106,6 +106,8 @@ class LoadedModel:
     taken_over: bool = False
     #: The versions that were made of this code and are not gone yet, the oldest first. They share instances.
     users: dict[ModelVersion, None] = field(default_factory=dict)
+    #: Its derivatives, which are served, replaced and unloaded with it.
+    derivatives: tuple[LoadedModel, ...] = ()
 
     def join(self, request: Request) -> None:
         """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or the request's priority.

@@ -5,6 +5,7 @@ A version that is loaded again replaces its former load in one step: requests th
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -41,30 +42,50 @@ class ModelTable:
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Adds a version, to which requests go from now on; an earlier load of the same version drains, or ends if it is held."""
+        """Adds a version and its derivatives, to which requests go from now on.
+
+        An earlier load of the same version drains; one that is held ends.
+        """
         self.discard_held(version.name, version.version)
-        old = self._serving.pop((version.name, version.version), None)
+        old = self._take(version.name, version.version)
         if old is not None and version.loaded.taken_over:
             version.join_programs()
-        self._serving[version.name, version.version] = version
-        self._index(version.name)
-        version.serve()
+        former = {} if old is None else {each.name: each for each in old.family}
+        for each in version.family:
+            self._serving[each.name, each.version] = each
+        for name in dict.fromkeys((*former, *(each.name for each in version.family))):
+            self._index(name)
+        for each in version.family:
+            each.serve()
+            if each.name in former:
+                each.statistics.succeed(former[each.name].statistics)
+                former[each.name].when_closed(each.statistics.inherit)
         if old is not None:
-            version.statistics.succeed(old.statistics)
-            self._drain(old, version.statistics.inherit)
+            self._drain(old, lambda: None)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """Ends version ``number``: no new request goes to it. ``done`` is called when requests and instances have ended."""
+        """Ends version ``number`` and its derivatives: no new request goes to them.
+
+        ``done`` is called when requests and instances have ended.
+        """
         self.discard_held(name, number)
-        version = self._serving.pop((name, number), None)
+        version = self._take(name, number)
         for gone in (version, *self.draining):
             if gone is not None and (gone.name, gone.version) == (name, number):
                 gone.end_sequences()
         if version is None:
             done()
             return
-        self._index(name)
+        for each in version.family:
+            self._index(each.name)
         self._drain(version, done)
+
+    def _take(self, name: str, number: int) -> ModelVersion | None:
+        """Removes a version and its derivatives from those that serve, and returns the version; None: it does not serve."""
+        version = self._serving.get((name, number))
+        for each in () if version is None else version.family:
+            self._serving.pop((each.name, each.version), None)
+        return version
 
     def hold(self, version: ModelVersion) -> None:
         """Holds a loaded version: it gets no request before ``serve_held``. Ends a held version of the same number."""
@@ -127,8 +148,17 @@ class ModelTable:
         return len(self.draining) < drained
 
     def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
-        version.drain(done)
-        self.draining.append(version)
+        """Ends a version and its derivatives once they have finished their requests; calls ``done`` when all have ended."""
+        left = set(version.family)
+
+        def ended(one: ModelVersion) -> None:
+            left.discard(one)
+            if not left:
+                done()
+
+        for each in version.family:
+            each.drain(functools.partial(ended, each))
+        self.draining += [each for each in version.family if each not in self.draining]
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
         """Returns the version for a sequence's request: a draining version if the sequence began there, else ``version``.

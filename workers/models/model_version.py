@@ -135,6 +135,8 @@ class ModelVersion:
         #: The instances that it has ended: those that no other version uses.
         self.ended_instances: list[Instance] = []
         loaded.users[self] = None
+        #: The versions of its derivatives.
+        self.derivatives: Sequence[ModelVersion] = ()
         #: True if any instance needs something of the rate limiter.
         self.limited = any(instance.needs for instance in loaded.instances)
         #: Says whose answer may leave, for a model that wants the order kept and has several instances.
@@ -266,6 +268,11 @@ class ModelVersion:
             dict(statistics.all_durations()),
             parameters,
         )
+
+    @property
+    def family(self) -> list[ModelVersion]:
+        """This version and those of its derivatives."""
+        return [*self.derivatives, self]
 
     @property
     def busy(self) -> bool:

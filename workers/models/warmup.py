@@ -20,6 +20,7 @@ from tensord.config.model_config import ModelConfig, data_type_name
 from tensord.config.model_folder import regular
 from tensord.shm import datatypes
 from tensord.shm.arrays import Array, array
+from tensord.shm.common.derivatives import KINDS
 from tensord.shm.datatypes import byte_size
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import PreparedRequest, RequestRecord
@@ -124,12 +125,14 @@ def samples(
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
-    count = sum(setting.count or 1 for setting in config.model_warmup)
+    # One that is named after a kind of derivative is that derivative's.
+    settings = [setting for setting in config.model_warmup if setting.name.partition(".")[0] not in KINDS]
+    count = sum(setting.count or 1 for setting in settings)
     if count > MAX_COUNT:
         raise InvalidArgument(
             f"model '{described.model}': the samples of model_warmup are to be run {count} times, at most {MAX_COUNT} are"
         )
-    for setting in config.model_warmup:
+    for setting in settings:
         made.append(_sample(setting, described, folder, room, more or {}))
         room -= made[-1].byte_size
     return made

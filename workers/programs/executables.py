@@ -20,6 +20,7 @@ from typing import Any, cast
 import jax
 
 from tensord.shm.arrays import Array
+from tensord.shm.errors import Internal
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.jax_internals.wide import precision
@@ -88,6 +89,10 @@ class Executables:
         self._identity: tuple[str | bytes, ...] = (source, repr(signature))
         #: The executables of all buckets, which are never evicted.
         self.made: dict[Wanted, Executable] = {}
+        #: Those of buckets that are compiled when a batch first needs one (``postpone``).
+        self._postponed: set[Wanted] = set()
+        #: The error of a function whose rows affect each other, which was found after the load.
+        self._mixes: Internal | None = None
         #: Of these, what the cache had no program for.
         self.compiled: set[Wanted] = set()
         #: Executables that were compiled for a request, least recently used first.
@@ -129,17 +134,27 @@ class Executables:
         device_memory.check(self.signature.model, what, taken.batch_byte_size, devices)
         self._run_once()
         if apart is not None:
-            self._cache.good_rows(noted, found=self._are_apart(apart, progress.cancellation))
+            self._cache.good_rows(noted, found=self._are_apart(self.made[apart], progress.cancellation.check))
         self._lowering.traced.clear()
 
-    def _are_apart(self, wanted: Wanted, cancellation: Cancellation) -> bool:
-        """Checks as ``rows_apart`` that rows do not affect each other, by the program for ``wanted`` and another one."""
+    def postpone(self) -> None:
+        """Leaves the executable of each bucket to be compiled when a batch first needs it; it is then kept as those of ``warm``.
+
+        The first is lowered now, which shows whether there can be any. Raises what tracing or lowering raises.
+        """
+        planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
+        self._postponed = set(planned)
+        if planned:
+            self._lowering.check(*planned[0], self._lowering.lower(*planned[0], self._usual))
+
+    def _are_apart(self, made: Executable, check: Callable[[], None]) -> bool:
+        """Checks as ``rows_apart`` that rows do not affect each other, by the program ``made`` and another one of its shapes."""
+        wanted = made.wanted
         if not self._lowering.traced[wanted]:  # the cache had the program
             self._lowering.lower(*wanted, self._usual)
         traced, why = self._lowering.traced[wanted][0], next(filter(None, self.examined[:2]), "")
-        alike = [made for each, made in self.made.items() if each.shapes == wanted.shapes and each != wanted]
-        asked = [self.made[wanted], *alike[:1]]
-        ask = functools.partial(probe, self.signature, asked, traced, self.device.remote, cancellation.check)
+        alike = [other for each, other in self.made.items() if each.shapes == wanted.shapes and each != wanted]
+        ask = functools.partial(probe, self.signature, [made, *alike[:1]], traced, self.device.remote, check)
         return rows_apart(self.signature.model, ask, self.device.check, traced, wanted.rows, "batch", why)
 
     def _first(self, planned: Sequence[Wanted]) -> jax.stages.Lowered:
@@ -260,13 +275,27 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for ``wanted``, a shape without a bucket; the caller passes it to ``add``.
+        """Compiles an executable for ``wanted``, a shape without a bucket or a postponed one; the caller passes it to ``add``.
 
-        Raises Internal if the model's outputs are not as declared, and whatever tracing raises.
+        Raises Internal if the model's outputs are not as declared or, of a postponed one, if rows affect each other; and whatever
+        tracing raises.
         """
+        if self._mixes is not None:
+            raise self._mixes
+        tried = self._rows_apart and wanted in self._postponed and wanted.rows > 1
+        self._lowering.traced |= {wanted: []} if tried else {}
         with self._cache.compiles.compiling():
             compiled = self._compile(wanted, None)
-        return self.device.executable(wanted, self.signature, compiled)
+        made = self.device.executable(wanted, self.signature, compiled)
+        if tried:
+            try:
+                self._rows_apart = not self._are_apart(made, self.device.check)
+            except Internal as error:
+                self._mixes = error
+                raise
+            finally:
+                self._lowering.traced.clear()
+        return made
 
     def leaks(self) -> bool:
         """Traces the smallest program once more. Returns whether values of a trace are left in variables outside of the model."""
@@ -281,7 +310,10 @@ class Executables:
         return found
 
     def add(self, executable: Executable) -> list[Wanted]:
-        """Adds an executable for a shape without a bucket. Returns the shapes of executables that were evicted for it."""
+        """Adds an executable that was compiled for a request. Returns the shapes of executables that were evicted for it."""
+        if executable.wanted in self._postponed:
+            self.made[executable.wanted] = executable
+            return []
         self._unexpected[executable.wanted] = executable
         gone = []
         while len(self._unexpected) > self._max_unexpected:
@@ -294,9 +326,9 @@ class Executables:
         return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:
-        """Returns the most rows that an executable takes for requests with these shapes; 0: no executable is ready."""
-        ready = (wanted.rows for made in (self.made, self._unexpected) for wanted in made if wanted.shapes == shapes)
-        return max(ready, default=0)
+        """Returns the most rows that an executable takes for requests with these shapes; 0: none is ready, or postponed."""
+        known = self.made, self._unexpected, self._postponed
+        return max((wanted.rows for made in known for wanted in made if wanted.shapes == shapes), default=0)
 
     def _compile(self, wanted: Wanted, lowered: jax.stages.Lowered | None) -> CompiledProgram:
         lowered = lowered if lowered is not None else self._lowering.lower(*wanted, self._usual)

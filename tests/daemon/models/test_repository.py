@@ -249,3 +249,9 @@ def test_names_are_no_paths(name: str) -> None:
         assert Path("/r", name).parent == Path("/r")
         assert name not in (".", "..")
         assert name.isascii()
+
+
+def test_names_of_derivatives_are_no_models(tmp_path: Path) -> None:
+    for name in ("m.pull_back", "m.push_forward", "m.value_and_gradient", "m.parameter_gradient"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        assert "its name must not end in ." in repository.poll(tmp_path / name).error

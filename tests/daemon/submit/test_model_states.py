@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensord.daemon.submit.model_states import ModelStates, parse_version
-from tensord.shm.control_records import ModelGone, ModelState
+from tensord.shm.control_records import Derivative, ModelGone, ModelState
 from tensord.shm.errors import InvalidArgument, NotFound, Unavailable
 
 
@@ -44,6 +44,26 @@ def test_what_does_not_serve(table: ModelStates, name: str, version: int, text: 
         table.find(name, version)
     assert caught.value.message == text
     assert not table.is_ready(name, version)
+
+
+def test_derivatives_come_and_go_with_their_version(table: ModelStates) -> None:
+    pulled = Derivative("n.pull_back", b"metadata", b"{}")
+    table.update(
+        ModelState("n", 2, "READY", workers=(5,), derivatives=(pulled, Derivative("n.push_forward", b"", b"")))
+    )
+    found = table.find("n.pull_back")
+    assert (found.version, found.workers, found.metadata, found.derivatives) == (2, (5,), b"metadata", ())
+    table.update(ModelState("n", 2, "READY", workers=(6,), derivatives=(pulled,)))
+    assert table.find("n.pull_back", 2).workers == (6,)
+    with pytest.raises(
+        NotFound, match=r"'n.push_forward' is not found: model 'n' has no push_forward.*derivatives = True"
+    ):
+        table.find("n.push_forward")
+    table.update(ModelState("o", 1, "LOADING"))
+    with pytest.raises(Unavailable, match="model 'o' is being loaded"):
+        table.find("o.pull_back")
+    table.remove(ModelGone("n", 2))
+    assert not table.is_ready("n.pull_back")
 
 
 def test_what_is_being_loaded_is_expected(table: ModelStates) -> None:

@@ -1,0 +1,137 @@
+"""The derivatives of a model: models that a server makes of its function, with names, inputs and outputs of their own.
+
+    M.pull_back            inputs, cotangent.Y of each floating output Y    ->  cotangent.X of each floating input X
+    M.push_forward         inputs, tangent.X of each floating input X       ->  tangent.Y of each floating output Y
+    M.value_and_gradient   inputs                                           ->  outputs, gradient.X of each floating input X
+    M.parameter_gradient   inputs, cotangent.Y                              ->  P, the gradient of each floating parameter P
+
+The third is there if exactly one output is floating and has one element in each row. A row of the first three depends on the
+same row of the inputs alone. Where M has no batch dimension, these three have one: each row is one set of inputs. The fourth
+sums over all rows; it has no batch dimension, and rows of M are an ordinary first axis there.
+
+Derivatives of a derivative are named alike, with ``cotangent2.``, ``tangent2.`` and ``gradient2.``: M.push_forward.push_forward
+takes the inputs, tangent.X, and tangent2.X and tangent2.tangent.X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .errors import InvalidArgument
+from .results import Answer, Array
+from .tensors import Tensors, arrays
+
+PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT = "pull_back", "push_forward", "value_and_gradient"
+PARAMETER_GRADIENT = "parameter_gradient"
+KINDS = (PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, PARAMETER_GRADIENT)
+#: The datatypes that have derivatives.
+FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
+
+
+def of_model(name: str) -> tuple[str, str]:
+    """Splits the name of a derivative into the name of its model and the kind of derivative; ("", "") for any other name."""
+    model, _, kind = name.rpartition(".")
+    return (model, kind) if model and kind in KINDS else ("", "")
+
+
+def original(name: str) -> tuple[str, int]:
+    """Returns the name of the model that a derivative is of, and the derivative's order: 1, 2 or, if it is none, 0."""
+    order = 0
+    while (model := of_model(name)[0]) != "":
+        name, order = model, order + 1
+    return name, order
+
+
+def check_not_derivative(name: str) -> None:
+    """Raises InvalidArgument if ``name`` is that of a derivative, which is no model that could be loaded, pushed into or set."""
+    model, order = original(name)
+    if order:
+        raise InvalidArgument(
+            f"'{name}' is a derivative of model '{model}', and shares everything with it: ask for that"
+        )
+
+
+class Names:
+    """Names what the derivatives of one model take and give besides its inputs and outputs."""
+
+    def __init__(self, model: str) -> None:
+        order = original(model)[1]
+        number = str(order + 1) if order else ""
+        self.cotangent, self.tangent, self.gradient = (
+            f"{word}{number}." for word in ("cotangent", "tangent", "gradient")
+        )
+
+
+def named(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``arrays`` under names that begin with ``prefix``."""
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays of these ``names`` among ``arrays``, where the names begin with ``prefix``."""
+    return {name: arrays[prefix + name] for name in names}
+
+
+def lacks(model: str, kind: str) -> str:
+    """Returns the error text for a ``model`` that lacks a ``kind`` of derivative."""
+    name, order = original(model)
+    value = str(order + 1) if order else "True"
+    needs = (
+        "it takes exactly one floating output, of one element in each row, and " if kind == VALUE_AND_GRADIENT else ""
+    )
+    return (
+        f"model '{model}' has no {kind}: {needs}the model.py of '{name}' has to say derivatives = {value}; if it does, the "
+        "server's log says at its load what its function lacks"
+    )
+
+
+class DerivativeCall:
+    """What a derivative of a model is asked: makes the inputs of its request, and of its answer what the caller gets."""
+
+    def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
+        """``max_batch_size``, ``inputs``, ``outputs``: those of the model itself."""
+        names = Names(model)
+        self._inputs = inputs
+        #: What is given besides the inputs, and what its names begin with.
+        self._more, self._prefix = (inputs, names.tangent) if kind == PUSH_FORWARD else (outputs, names.cotangent)
+        self._made = {PULL_BACK: names.cotangent, PUSH_FORWARD: names.tangent, VALUE_AND_GRADIENT: names.gradient}.get(
+            kind, ""
+        )
+        #: True if the derivative has rows, and the model has not.
+        self._lifts = not max_batch_size and kind != PARAMETER_GRADIENT
+
+    def arrays(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns the derivative's inputs. ``more``: the cotangents or tangents by the names of outputs or inputs.
+
+        Raises InvalidArgument: a value cannot be an array.
+        """
+        found = arrays(inputs, {tensor.name: tensor.datatype for tensor in self._inputs})
+        found.update(named(self._prefix, arrays(more, {tensor.name: tensor.datatype for tensor in self._more})))
+        return {name: array[None] for name, array in found.items()} if self._lifts else found
+
+    def result(self, answer: Answer) -> Answer:
+        """Returns what was computed, by names of the model; it lies in the memory of ``answer``."""
+        return self._part(answer, lambda name: True, self._made)
+
+    def parts(self, answer: Answer) -> tuple[Answer, Answer]:
+        """Returns the values and the gradients in the answer of a ``value_and_gradient``."""
+        prefix = self._made
+        return (
+            self._part(answer, lambda name: not name.startswith(prefix), ""),
+            self._part(answer, lambda name: name.startswith(prefix), prefix),
+        )
+
+    def _part(self, answer: Answer, chosen: Callable[[str], bool], prefix: str) -> Answer:
+        part = Answer(
+            (name[len(prefix) :], array.reshape(array.shape[1:]) if self._lifts else array)
+            for name, array in answer.items()
+            if chosen(name)
+        )
+        part.version, part.parameters, part.times, part.lease = (
+            answer.version,
+            answer.parameters,
+            answer.times,
+            answer.lease,
+        )
+        return part

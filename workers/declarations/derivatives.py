@@ -1,0 +1,345 @@
+"""Makes the derivatives of a model of its function: for each a configuration, a module as model.py is one, and a function.
+
+derivatives = True                    in model.py, or parameters { key: "derivatives" value { string_value: "true" } }
+derivatives = 2                       the derivatives have derivatives, too: ``M.pull_back.push_forward`` is of second order
+
+Their programs are compiled when they are first needed, or by samples of ``model_warmup`` that have the name of a kind. What they
+take and give is in ``tensord.shm.common.derivatives``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tensord.config.model_checks import ROWS_MAY_MIX
+from tensord.config.model_config import ModelConfig, empty, wants
+from tensord.protocol import model_config_pb2
+from tensord.shm import datatypes
+from tensord.shm.arrays import datatype_of
+from tensord.shm.common.derivatives import (
+    FLOATING,
+    PARAMETER_GRADIENT,
+    PULL_BACK,
+    PUSH_FORWARD,
+    VALUE_AND_GRADIENT,
+    Names,
+    chosen,
+    named,
+)
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.workers.tensors.signature import Signature, TensorSpec
+from tensord.workers.tensors.tensor_trees import parameter_name
+
+#: The most orders of derivatives that a model may have.
+MAX_ORDER = 2
+#: The most rows in a batch of derivatives of a model without a batch dimension.
+_MAX_ROWS = 64
+_ORDERS = {"true": 1, "1": 1, "2": 2, "false": 0, "0": 0}
+_KEPT = ("buckets", "request", "strict_parameters", "devices", "memory_policy")
+Apply = Callable[..., dict[str, Any]]
+
+
+def declared_order(config: ModelConfig, module: ModuleType) -> int:
+    """Returns how many orders of derivatives a model has; 0: it has none. Raises InvalidArgument: the value is malformed."""
+    given = getattr(module, "derivatives", 0)
+    where = "derivatives of model.py"
+    if "derivatives" in config.parameters:
+        given, where = config.parameters["derivatives"].string_value, "parameter 'derivatives'"
+        given = _ORDERS.get(given.lower(), given)
+    if type(given) not in (int, bool) or not 0 <= given <= MAX_ORDER:
+        raise InvalidArgument(
+            f"model '{config.name}': {where} is {given!r}; True, False, or a number of orders up to {MAX_ORDER} is expected"
+        )
+    return int(given)
+
+
+def check(config: ModelConfig, module: ModuleType, described: Signature) -> None:
+    """Raises Unsupported if a model asks for derivatives and cannot have any. ``described``: all tensors of the model."""
+    why = ""
+    if config.backend == "python":
+        why = "a Triton Python model is no function of JAX"
+    elif getattr(module, "host", False):
+        why = "a host model is not compiled"
+    elif hasattr(module, "slots"):
+        why = "a stepped model answers in steps"
+    elif config.HasField("sequence_batching") or described.states:
+        why = "a model with sequences or state answers by what came before"
+    elif config.model_transaction_policy.decoupled:
+        why = "a decoupled model has any number of answers"
+    elif described.ragged or any(spec.of_batch for spec in described.inputs.values()):
+        why = "ragged inputs and batch inputs are of a whole batch"
+    elif wants(config, ROWS_MAY_MIX):
+        why = "rows that mix have derivatives by each other"
+    elif hasattr(module, "batch_sets") or "batch_sets" in config.parameters:
+        why = "a batch with several parameter sets (batch_sets) has none"
+    elif optional := next((spec.name for spec in described.inputs.values() if spec.optional), ""):
+        why = f"input '{optional}' may be left out"
+    elif not _floating(described.inputs) or not _floating(described.outputs):
+        kind = "input" if _floating(described.outputs) else "output"
+        why = f"no {kind} has a floating datatype"
+    if why:
+        raise Unsupported(f"model '{config.name}': derivatives are for jitted functions of one request; {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredDerivative:
+    """One derivative of a model: how it is declared, and its function, which takes the model's own parameters."""
+
+    kind: str
+    config: ModelConfig
+    module: ModuleType
+    apply: Apply
+
+
+def derivatives(
+    config: ModelConfig,
+    module: ModuleType,
+    described: Signature,
+    apply: Apply,
+    parameters: Any,
+    max_byte_size: int,
+    whole: bool,
+) -> Iterator[DeclaredDerivative]:
+    """Yields the derivatives of a model.
+
+    Args:
+      config, module: how the model is declared; the configuration is complete.
+      described: the tensors that clients send and get.
+      apply: its function, from parameters and named arrays to named arrays.
+      max_byte_size: how many bytes the inputs and outputs of a batch may have.
+      whole: whether the gradient by parameters is among them.
+    """
+    own, names = _Declarations(config, module, described), Names(config.name)
+    into, out = _floating(described.inputs), _floating(described.outputs)
+    given = [*described.inputs.values()]
+    cotangents = _tensors(names.cotangent, out)
+    kinds: list[tuple[str, _Kind, list[TensorSpec], list[TensorSpec]]] = [
+        (PULL_BACK, _pull_back, [*given, *cotangents], _tensors(names.cotangent, into)),
+        (PUSH_FORWARD, _push_forward, [*given, *_tensors(names.tangent, into)], _tensors(names.tangent, out)),
+    ]
+    if len(out) == 1 and all(dim == 1 for dim in out[0].model_dims):
+        returned = [*described.outputs.values(), *_tensors(names.gradient, into)]
+        kinds.append((VALUE_AND_GRADIENT, _value_and_gradient, given, returned))
+    lists = ([*described.inputs], [spec.name for spec in into], [spec.name for spec in out], [*described.outputs])
+    function = _ModelFunction(apply, names, *lists)
+    for kind, derivative, taken, returned in kinds:
+        rows = described.max_batch_size or _fitting([*taken, *returned], max_byte_size)
+        yield own.derivative(kind, taken, returned, function.applied(derivative, not described.batches), rows)
+    leaves = _leaves(parameters) if whole else {}
+    if leaves:
+        gradients = [_spec(name, leaf) for name, leaf in leaves.items()]
+        by_leaves = function.by_parameters([*leaves], described.max_batch_size)
+        yield own.derivative(PARAMETER_GRADIENT, [*given, *cotangents], gradients, by_leaves, 0, described.batches)
+
+
+def _floating(specs: Mapping[str, TensorSpec]) -> list[TensorSpec]:
+    return [spec for spec in specs.values() if spec.datatype in FLOATING]
+
+
+def _tensors(prefix: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    return [replace(spec, name=prefix + spec.name) for spec in specs]
+
+
+# ------------------------------------------------------------------------------------------------------------- declarations
+
+
+def _add(fields: Any, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
+    """Adds a tensor to a configuration. ``lead``: dims that come before its own."""
+    data_type = model_config_pb2.DataType.Value(datatypes.to_model_config(spec.datatype))
+    field = fields.add(name=spec.name, data_type=data_type, dims=(*lead, *spec.dims))
+    if spec.reshaped:
+        field.reshape.shape.extend((*lead, *spec.model_dims))
+
+
+def _declared(spec: TensorSpec, lead: tuple[str, ...] = ()) -> str:
+    """Returns a tensor's declaration as in a model.py. ``lead``: dims that come before its own."""
+    axes = zip(spec.axes, spec.model_dims, strict=True)
+    return f"{spec.datatype}[{', '.join([*lead, *(str(dim if axis is None else axis) for axis, dim in axes)])}]"
+
+
+class _Declarations:
+    """Declares the derivatives of one model."""
+
+    def __init__(self, config: ModelConfig, module: ModuleType, described: Signature) -> None:
+        self._config = config
+        self._module = module
+        axes = {axis for spec in described.inputs.values() for axis in spec.axes}
+        #: The name of the axis that rows of a batch become.
+        self._rows = next(name for name in ("rows", "batch_rows", "rows_of_batch") if name not in axes)
+
+    def derivative(
+        self,
+        kind: str,
+        taken: list[TensorSpec],
+        returned: list[TensorSpec],
+        apply: Apply,
+        rows: int,
+        rows_lead: bool = False,
+    ) -> DeclaredDerivative:
+        """Declares one derivative. ``rows``: its max_batch_size. ``rows_lead``: rows are the first axis of what it takes."""
+        config, module = empty(), ModuleType(f"{kind} of {self._config.name}")
+        config.CopyFrom(self._config)
+        config.name = f"{self._config.name}.{kind}"
+        config.max_batch_size = rows
+        for name in ("input", "output", "model_warmup", "response_cache"):
+            config.ClearField(name)
+        for sample in self._config.model_warmup:
+            of, _, rest = sample.name.partition(".")
+            if of == kind:
+                config.model_warmup.add().CopyFrom(sample)
+                config.model_warmup[-1].name = rest or f"of {kind}"
+        values = vars(module)
+        values.update({name: value for name, value in vars(self._module).items() if name in _KEPT})
+        if rows and self._config.max_batch_size:
+            values.update({name: value for name, value in vars(self._module).items() if name == "batch_buckets"})
+        else:
+            if "batch_buckets" in config.parameters:
+                del config.parameters["batch_buckets"]
+            if config.HasField("dynamic_batching"):
+                del config.dynamic_batching.preferred_batch_size[:]
+        for spec in taken:
+            _add(config.input, spec, (-1,) if rows_lead else ())
+        for spec in returned:
+            _add(config.output, spec)
+        values["inputs"] = {spec.name: _declared(spec, (self._rows,) if rows_lead else ()) for spec in taken}
+        values["outputs"] = {spec.name: _declared(spec) for spec in returned}
+        # Where errors say that something is declared; what is created is known already.
+        values["source"], values["create"] = f"the {kind} of a model", lambda path, config, device: None
+        return DeclaredDerivative(kind, config, module, apply)
+
+
+def _fitting(tensors: list[TensorSpec], max_byte_size: int) -> int:
+    """Returns how many rows with these tensors a batch may have; sizes that vary count as 1."""
+    row = sum(spec.dtype.itemsize * math.prod(size for size in spec.model_dims if size != -1) for spec in tensors)
+    rows = _MAX_ROWS
+    while rows > 1 and rows * row > max_byte_size:
+        rows //= 2
+    return rows
+
+
+def _leaves(parameters: Any) -> dict[str, Any]:
+    """Returns the arrays among ``parameters`` that have derivatives, by name; empty: a datatype of theirs has no name."""
+    found = {
+        parameter_name(keys): leaf
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(parameters)
+        if _is_floating(leaf)
+    }
+    return found if all(datatype_of(leaf.dtype) for leaf in found.values()) else {}
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _spec(name: str, leaf: Any) -> TensorSpec:
+    datatype, shape = datatype_of(leaf.dtype), tuple(leaf.shape)
+    assert datatype is not None
+    return TensorSpec(name, datatype, leaf.dtype, shape, shape, (None,) * len(shape))
+
+
+# ---------------------------------------------------------------------------------------------------------------- functions
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelFunction:
+    """A model's function, and the names of what it and its derivatives take and give."""
+
+    apply: Apply
+    names: Names
+    inputs: list[str]
+    #: The floating inputs and outputs.
+    into: list[str]
+    out: list[str]
+    outputs: list[str]
+
+    def applied(self, derivative: _Kind, vectorized: bool) -> Apply:
+        """Returns a ``derivative`` as a function of parameters and named arrays. ``vectorized``: it is to take rows."""
+
+        def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
+            return derivative(self, parameters, given)
+
+        return jax.vmap(of_names, (None, 0)) if vectorized else of_names
+
+    def own(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arrays that the function itself takes, also those that the server adds to a client's."""
+        added = {
+            *named(self.names.cotangent, dict.fromkeys(self.out)),
+            *named(self.names.tangent, dict.fromkeys(self.into)),
+        }
+        return {name: array for name, array in given.items() if name not in added}
+
+    def of_floats(self, parameters: Any, given: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Returns a function from the floating inputs to the outputs, floating and other ones apart; and these inputs."""
+        inputs = self.own(given)
+
+        def apply(floats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+            made = self.apply(parameters, {**inputs, **floats})
+            return chosen("", self.out, made), chosen("", [n for n in self.outputs if n not in self.out], made)
+
+        return apply, chosen("", self.into, inputs)
+
+    def by_parameters(self, leaves: list[str], max_rows: int) -> Apply:
+        """Returns the gradient by the parameters of these names, ``leaves``. ``max_rows`` 0: what it takes has no rows."""
+
+        def gradient(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
+            cotangents, inputs = chosen(self.names.cotangent, self.out, given), self.own(given)
+            rows = (cotangents[self.out[0]].shape[0],) if max_rows else ()
+            if rows and rows[0] > max_rows:
+                raise InvalidArgument(f"{rows[0]} rows are given, max_batch_size of the model is {max_rows}")
+            for name in inputs.keys() - {*self.inputs}:
+                # What the server adds is one for the request.
+                inputs[name] = jnp.broadcast_to(inputs[name], (*rows, *inputs[name].shape))
+            found, structure = jax.tree_util.tree_flatten_with_path(parameters)
+            places = {parameter_name(keys): number for number, (keys, _) in enumerate(found)}
+
+            def of_leaves(leaves: dict[str, Any]) -> dict[str, Any]:
+                every = [leaf for _, leaf in found]
+                for name, leaf in leaves.items():
+                    every[places[name]] = leaf
+                return chosen("", self.out, self.apply(jax.tree.unflatten(structure, every), inputs))
+
+            made, pull = jax.vjp(of_leaves, {name: found[places[name]][1] for name in leaves})
+            return dict(_pulled(pull, made, cotangents))
+
+        return gradient
+
+
+_Kind = Callable[[_ModelFunction, Any, dict[str, Any]], dict[str, Any]]
+
+
+def _pull_back(function: _ModelFunction, parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
+    prefix = function.names.cotangent
+    apply, floats = function.of_floats(parameters, given)
+    made, pull, _ = jax.vjp(apply, floats, has_aux=True)
+    return named(prefix, _pulled(pull, made, chosen(prefix, function.out, given)))
+
+
+def _pulled(pull: Callable[..., Any], made: Mapping[str, Any], cotangents: dict[str, Any]) -> Any:
+    """Returns what ``pull`` makes of ``cotangents``. Raises InvalidArgument: one has not the shape of its output in ``made``."""
+    for name, output in made.items():
+        if (given := cotangents[name].shape) != output.shape:
+            raise InvalidArgument(
+                f"the cotangent of output '{name}' has shape {list(given)}, the output has {list(output.shape)} for these inputs"
+            )
+    return pull(cotangents)[0]
+
+
+def _push_forward(function: _ModelFunction, parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
+    prefix = function.names.tangent
+    apply, floats = function.of_floats(parameters, given)
+    _, made = jax.jvp(lambda floats: apply(floats)[0], (floats,), (chosen(prefix, function.into, given),))
+    return named(prefix, made)
+
+
+def _value_and_gradient(function: _ModelFunction, parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
+    apply, floats = function.of_floats(parameters, given)
+    value, pull, others = jax.vjp(apply, floats, has_aux=True)
+    # Rows do not depend on each other, so the gradient of their sum has that of each.
+    return {**value, **others, **named(function.names.gradient, pull(jax.tree.map(jnp.ones_like, value))[0])}
