@@ -304,13 +304,14 @@ class _Attempt:
         return Verdict(model, reason, text, configs, outcomes)
 
 
-def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str) -> None:
+def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str, derivatives: int) -> None:
     """Writes the newest version of a model as a model without Python code: a program of jax.export and its parameters.
 
     What the model's code prints goes to stderr.
 
     ``device``: the device on which the model is loaded for this. ``folder``: the new model's folder, which is created if it is
     missing. ``platforms``: the platforms on which the program can run, such as "cpu,cuda"; "": the platform of ``device``.
+    ``derivatives``: how many orders of derivatives the program carries.
 
     Raises InvalidArgument: the model cannot be exported, or the folder has a version 1 already or cannot be written.
     """
@@ -318,6 +319,7 @@ def export(model: FoundModel, options: Options, device: Device, folder: Path, pl
         raise InvalidArgument(f"model '{model.name}': {model.problem}")
     asked = CheckLoads(msgspec.Raw(msgspec.msgpack.encode(options)), (model.load(model.chosen[-1]),))
     arguments = ["--device", device.name, "--folder", os.path.abspath(folder), "--platforms", platforms]
+    arguments += ["--derivatives", str(derivatives)]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "tensord.workers.check", *arguments],
         input=msgspec.msgpack.encode(asked),

@@ -351,7 +351,10 @@ def bench(address: str, counts: tuple[int, ...], seconds: float, size: int, mode
 @click.argument("model", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--platforms", default="", help="What it may run on, such as cpu,cuda; without it, what runs this.")
-def export_model(model: Path, folder: Path, platforms: str) -> None:
+@click.option(
+    "--derivatives", type=click.IntRange(0, 2), default=0, help="How many orders of derivatives it has, in reverse."
+)
+def export_model(model: Path, folder: Path, platforms: str, derivatives: int) -> None:
     """Write the newest version of the JAX model in the folder MODEL into FOLDER, as a model without Python files.
 
     The new model is a program of jax.export for the given platforms (the default is the one on which this runs) and a file of
@@ -363,7 +366,7 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
     options = layers.load(None, os.environ)
     try:
         found = repository.poll(model.absolute())
-        model_check.export(found, options, find_devices(options.workers, os.environ)[0], folder, platforms)
+        model_check.export(found, options, find_devices(options.workers, os.environ)[0], folder, platforms, derivatives)
     except (InvalidArgument, MissingDevice) as error:
         _fail(str(error), status=1)
     files = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -47,6 +47,7 @@ def export(
     max_batch_size: int = 0,
     buckets: Mapping[str, Sequence[int]] | None = None,
     platforms: Sequence[str] | None = None,
+    derivatives: int = 0,
 ) -> Path:
     """Writes a model folder that any tensord serves, without Python files in it.
 
@@ -61,6 +62,7 @@ def export(
       max_batch_size: the most rows of one batch; 0: the arrays have no batch dimension.
       buckets: for a named axis, the sizes that are compiled when the model is loaded; requests are padded to them with zeros.
       platforms: the platforms that the program may run on, such as ``("cpu", "cuda")``. None: only the platform of this process.
+      derivatives: 1 or 2: the model has derivatives of so many orders, as far as they are pull-backs and of pull-backs.
 
     Returns: the folder.
 
@@ -69,7 +71,7 @@ def export(
     # Imported here: ``load`` needs no JAX.
     from tensord.workers.loading.exporting import export_model
 
-    return export_model(folder, function, parameters, inputs, max_batch_size, buckets, platforms)
+    return export_model(folder, function, parameters, inputs, max_batch_size, buckets, platforms, derivatives)
 
 
 def keys(seeds: Array | jax.Array, raw: bool = False) -> jax.Array:

@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--device", type=DeviceName.parse, required=True)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--platforms", default="")
+    parser.add_argument("--derivatives", type=int, default=0)
     arguments = parser.parse_args()
     device_name: DeviceName = arguments.device
     sys.argv[1:] = []
@@ -108,7 +109,8 @@ def main() -> None:
     try:
         device = device_name.open(options.workers.devices_per_worker)
         if arguments.folder is not None:
-            outcomes = (_exported(load, device, arguments.folder, arguments.platforms) for load in asked.loads)
+            told = (arguments.folder, arguments.platforms, arguments.derivatives)
+            outcomes = (_exported(load, device, *told) for load in asked.loads)
         else:
             target = LoadTarget.configured(options, device, device_name.gpu, alone=bool(device_name.model))
             loader = Loader(target, Inbox(), StatusPage.create(), Apart(explicit))
@@ -156,11 +158,11 @@ def _tried(
     return LoadOutcome(load.name, load.version, reason, loaded.config.decode(), loaded.footprint, trials=tuple(asked))
 
 
-def _exported(load: Load, device: jax.Device, folder: Path, platforms: str) -> LoadOutcome:
+def _exported(load: Load, device: jax.Device, folder: Path, platforms: str, derivatives: int) -> LoadOutcome:
     from tensord.workers.loading.exporting import export_version
 
     try:
-        export_version(load, device, folder, platforms)
+        export_version(load, device, folder, platforms, derivatives)
     except ServingError as error:
         return LoadOutcome(load.name, load.version, error.message)
     return LoadOutcome(load.name, load.version, "")

@@ -81,8 +81,8 @@ def lacks(model: str, kind: str) -> str:
         "it takes exactly one floating output, of one element in each row, and " if kind == VALUE_AND_GRADIENT else ""
     )
     return (
-        f"model '{model}' has no {kind}: {needs}the model.py of '{name}' has to say derivatives = {value}; if it does, the "
-        "server's log says at its load what its function lacks"
+        f"model '{model}' has no {kind}: {needs}the model.py of '{name}' has to say derivatives = {value}, or its program to be "
+        "exported with them (never a push_forward); if so, the server's log says at its load what its function lacks"
     )
 
 

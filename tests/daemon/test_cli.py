@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from jax import export
 
 from tensord.config import layers
 from tensord.config.layers import Setting
@@ -214,3 +215,14 @@ def test_what_cannot_be_exported(tmp_path: Path, model: str, reason: str) -> Non
     done = tensord("export", str(examples / model), str(tmp_path / "out"))
     assert (done.returncode, reason in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_derivatives_are_exported(tmp_path: Path) -> None:
+    write_source(tmp_path, "whole", of_x("x", "INT32[2]"))
+    done = tensord("export", "--derivatives=1", str(tmp_path / "whole"), str(tmp_path / "out"))
+    assert "derivatives are for jitted functions of one request; no output has a floating datatype" in done.stderr
+    model = ROOT / "examples/derivatives/models/pendulum"
+    assert tensord("export", "--derivatives=1", str(model), str(tmp_path / "out")).returncode == 0
+    program = export.deserialize(bytearray((tmp_path / "out/1/model.jaxexport").read_bytes()))
+    assert program.has_vjp()
+    assert not program.vjp().has_vjp()

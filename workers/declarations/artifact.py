@@ -32,6 +32,7 @@ from tensord.config.model_folder import EXPORTED, regular
 from tensord.parameter_files import flat, load
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import FileTooLarge, InvalidArgument
+from tensord.workers.declarations.derivatives import MAX_ORDER
 from tensord.workers.tensors.tensor_trees import name_of, parameter_name
 
 _MAX_BYTE_SIZE = 2 << 30
@@ -91,6 +92,10 @@ class ProgramFile:
             self._exported = read(path.name, content)
             #: The platforms that it was exported for.
             self.platforms = tuple(self._exported.platforms)
+            #: How many orders of derivatives it carries, in reverse.
+            self.order, of = 0, self._exported
+            while of.has_vjp():
+                self.order, of = self.order + 1, of.vjp()
             #: The arrays of its first argument, if that is the parameters, and those of the others.
             self.parameters, self.inputs = self._named_arguments(has_parameters)
             self.outputs = self._named(self._exported.out_tree, self._exported.out_avals, "output")
@@ -305,6 +310,7 @@ class _Artifact:
         values["inputs"] = self._declared([program.inputs for program in self._programs])
         values["outputs"] = self._declared([program.outputs for program in self._programs])
         values["create"] = self.create
+        values["vjp_order"] = min(MAX_ORDER, *(program.order for program in self._programs))
         #: Where errors say that something is declared.
         values["source"] = " and ".join(program.path.name for program in self._programs[:2])
         if self._batches:

@@ -9,6 +9,7 @@ take and give is in ``tensord.shm.common.derivatives``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -46,22 +47,35 @@ _KEPT = ("buckets", "request", "strict_parameters", "devices", "memory_policy")
 Apply = Callable[..., dict[str, Any]]
 
 
-def declared_order(config: ModelConfig, module: ModuleType) -> int:
-    """Returns how many orders of derivatives a model has; 0: it has none. Raises InvalidArgument: the value is malformed."""
-    given = getattr(module, "derivatives", 0)
-    where = "derivatives of model.py"
-    if "derivatives" in config.parameters:
+def declared_order(config: ModelConfig, module: ModuleType, described: Signature) -> int:
+    """Returns how many orders of derivatives a model has; 0: it has none. ``described``: all tensors of the model.
+
+    Raises InvalidArgument: the value is malformed, or more than exported programs carry; Unsupported: it can have none.
+    """
+    # Exported programs carry theirs whether they are asked for or not.
+    carried: int | None = getattr(module, "vjp_order", None)
+    given, where = getattr(module, "derivatives", carried or 0), "derivatives of model.py"
+    asked = "derivatives" in config.parameters
+    if asked:
         given, where = config.parameters["derivatives"].string_value, "parameter 'derivatives'"
         given = _ORDERS.get(given.lower(), given)
     if type(given) not in (int, bool) or not 0 <= given <= MAX_ORDER:
         raise InvalidArgument(
             f"model '{config.name}': {where} is {given!r}; True, False, or a number of orders up to {MAX_ORDER} is expected"
         )
-    return int(given)
+    if carried is not None and given > carried:
+        raise InvalidArgument(
+            f"model '{config.name}': {where} is {given}, {module.source} carries {carried} orders of them: export it "
+            f"again with tensord export --derivatives {given}, or serialize(vjp_order={given})"
+        )
+    why = _why_none(config, module, described) if given else ""
+    if why and (asked or carried is None):
+        raise Unsupported(f"model '{config.name}': derivatives are for jitted functions of one request; {why}")
+    return 0 if why else int(given)
 
 
-def check(config: ModelConfig, module: ModuleType, described: Signature) -> None:
-    """Raises Unsupported if a model asks for derivatives and cannot have any. ``described``: all tensors of the model."""
+def _why_none(config: ModelConfig, module: ModuleType, described: Signature) -> str:
+    """Returns why a model can have no derivatives; "": it can. ``described``: all its tensors."""
     why = ""
     if config.backend == "python":
         why = "a Triton Python model is no function of JAX"
@@ -84,8 +98,7 @@ def check(config: ModelConfig, module: ModuleType, described: Signature) -> None
     elif not _floating(described.inputs) or not _floating(described.outputs):
         kind = "input" if _floating(described.outputs) else "output"
         why = f"no {kind} has a floating datatype"
-    if why:
-        raise Unsupported(f"model '{config.name}': derivatives are for jitted functions of one request; {why}")
+    return why
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +142,10 @@ def derivatives(
         kinds.append((VALUE_AND_GRADIENT, _value_and_gradient, given, returned))
     lists = ([*described.inputs], [spec.name for spec in into], [spec.name for spec in out], [*described.outputs])
     function = _ModelFunction(apply, names, *lists)
+    lifted, exported = not described.batches, hasattr(module, "vjp_order")
     for kind, derivative, taken, returned in kinds:
         rows = described.max_batch_size or _fitting([*taken, *returned], max_byte_size)
-        yield own.derivative(kind, taken, returned, function.applied(derivative, not described.batches), rows)
+        yield own.derivative(kind, taken, returned, function.applied(derivative, lifted, exported), rows)
     leaves = _leaves(parameters) if whole else {}
     if leaves:
         gradients = [_spec(name, leaf) for name, leaf in leaves.items()]
@@ -259,13 +273,15 @@ class _ModelFunction:
     out: list[str]
     outputs: list[str]
 
-    def applied(self, derivative: _Kind, vectorized: bool) -> Apply:
-        """Returns a ``derivative`` as a function of parameters and named arrays. ``vectorized``: it is to take rows."""
+    def applied(self, derivative: _Kind, lifted: bool, exported: bool) -> Apply:
+        """Returns a ``derivative`` as a function of parameters and named arrays, of rows of them if it is to be ``lifted``."""
 
         def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             return derivative(self, parameters, given)
 
-        return jax.vmap(of_names, (None, 0)) if vectorized else of_names
+        if lifted and exported:  # A call of an exported program has no rule for rows.
+            return lambda parameters, given: jax.lax.map(functools.partial(of_names, parameters), given)
+        return jax.vmap(of_names, (None, 0)) if lifted else of_names
 
     def own(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arrays that the function itself takes, also those that the server adds to a client's."""

@@ -30,6 +30,7 @@ from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from tensord.workers.declarations.created import create, created
 from tensord.workers.declarations.declaration import declare_tensors
+from tensord.workers.declarations.derivatives import declared_order
 from tensord.workers.declarations.placement_declarations import declare_sets, device_count
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.jax_internals.wide import enable_x64, precision
@@ -50,6 +51,7 @@ def export_model(
     max_batch_size: int = 0,
     buckets: Mapping[str, Sequence[int]] | None = None,
     platforms: Sequence[str] | None = None,
+    derivatives: int = 0,
 ) -> Path:
     """Writes a model folder that is served without Python code, and returns it (implements ``tensord.models.export``).
 
@@ -59,6 +61,7 @@ def export_model(
       max_batch_size: the most rows; 0: no batches.
       buckets: axis name -> sizes to compile.
       platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
+      derivatives: how many orders of derivatives the program carries, in reverse.
     Raises: InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
     OSError: the folder cannot be written.
     """
@@ -71,7 +74,9 @@ def export_model(
     declared = {
         name: parse_declaration(f"input '{name}'", text) for name, text in declarations(what, inputs, "input").items()
     }
-    return write(folder, config, taking_trees(what, function, inputs, None), parameters, declared, platforms)
+    return write(
+        folder, config, taking_trees(what, function, inputs, None), parameters, declared, platforms, derivatives
+    )
 
 
 def write(
@@ -80,12 +85,14 @@ def write(
     function: Callable[..., Mapping[str, Any]],
     parameters: Any,
     inputs: Mapping[str, Declared],
-    platforms: Sequence[str] | None = None,
+    platforms: Sequence[str] | None,
+    derivatives: int,
 ) -> Path:
     """Adds tensors to a configuration, and writes it to a model folder with exported programs. Returns the folder.
 
     ``function`` takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
-    None: the default back end's. Raises InvalidArgument: the folder is not empty, or the function cannot be exported.
+    None: the default back end's. ``derivatives``: how many orders of them the programs carry. Raises InvalidArgument: the folder
+    is not empty, or the function cannot be exported.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
@@ -103,7 +110,7 @@ def write(
 
         try:
             programs = _programs(config, inputs, exported)
-            contents = {name: made.serialize() for name, made in programs.items()}
+            contents = {name: made.serialize(derivatives) for name, made in programs.items()}
         except InvalidArgument:
             raise
         except Exception as error:
@@ -203,10 +210,11 @@ def _complete(config: ModelConfig, inputs: Mapping[str, Declared], exported: exp
             config.output.add(name=name, data_type=types.Value(datatypes.to_model_config(datatype)), dims=dims)
 
 
-def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
+def export_version(load: Load, device: jax.Device, folder: Path, platforms: str, derivatives: int) -> None:
     """Writes a loaded version that has a model.py into ``folder`` as a new model. Raises ServingError if that fails.
 
-    ``platforms``: comma-separated, as jax.export names them; "": the platform of the device.
+    ``platforms``: comma-separated, as jax.export names them; "": the platform of the device. ``derivatives``: how many orders of
+    them the new model has.
     """
     config = model_config.from_bytes(load.config)
     folders = (Path(load.version_path), Path(load.model_path))
@@ -226,6 +234,9 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
             config.parameters["batch_buckets"].string_value = ",".join(map(str, module.batch_buckets))
         model_checks.check(config)
         described = signature(config, axes, {})
+        config.parameters["derivatives"].string_value = str(derivatives)
+        declared_order(config, module, described)
+        del config.parameters["derivatives"]
         with precision(described.wide):
             returned = create(load.name, module, folders[0], model_config.to_dict(config), device)
         apply, parameters, _ = created(module, described, returned, None)
@@ -235,7 +246,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
         config.ClearField("version_policy")
         config.ClearField("default_model_filename")
         chosen = [name.strip() for name in platforms.split(",")] if platforms else None
-        write(folder, config, apply, parameters, inputs, chosen)
+        write(folder, config, apply, parameters, inputs, chosen, derivatives)
         _copy(config, folders[1], folder)
     except ServingError:
         raise

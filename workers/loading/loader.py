@@ -39,7 +39,6 @@ from tensord.workers.declarations.declaration import (
     declare_streams,
     queue_rules,
 )
-from tensord.workers.declarations.derivatives import check as check_derivatives
 from tensord.workers.declarations.derivatives import declared_order, derivatives
 from tensord.workers.declarations.step_declaration import StepDeclaration
 from tensord.workers.imports import own_flags
@@ -187,14 +186,13 @@ class Loader:
 
     def _load(self, load: VersionLoad) -> LoadedModel:
         declared = declared_version(load, self._target)
-        if load.of is None and declared_order(load.config, load.module):
-            check_derivatives(load.config, load.module, declared.taken)
+        order = declared_order(load.config, load.module, declared.taken) if load.of is None else load.of.order
         if declared.steps is not None:
             made = self._stepped(load, declared, declared.steps)
         elif load.config.backend == "python":
             made = self._python(load, declared)
         else:
-            made = self._created(load, declared)
+            made = self._created(load, declared, order)
         record, config = load.record, load.config
         sticky, streams = config.HasField("sequence_batching"), config.model_transaction_policy.decoupled
         compiled = made.jitted or made.stepped
@@ -279,8 +277,11 @@ class Loader:
         instances = self._starting.start(config, maker, None, load.progress.cancellation)
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 
-    def _created(self, load: VersionLoad, declared: DeclaredVersion) -> _Runnable:
-        """Calls ``create`` of model.py and prepares to run the function that it returns (jitted, on the host, or a generator)."""
+    def _created(self, load: VersionLoad, declared: DeclaredVersion, order: int) -> _Runnable:
+        """Calls ``create`` of model.py and prepares to run the function that it returns (jitted, on the host, or a generator).
+
+        ``order``: how many orders of derivatives it has.
+        """
         config, module, described = load.config, load.module, declared.taken
         if load.is_host and described.states:
             raise Unsupported(
@@ -310,17 +311,16 @@ class Loader:
             declared = dataclasses.replace(declared, taken=dataclasses.replace(described, doubles=True))
             buckets = _buckets(load, declared.taken)
         made = self._jitted(load, declared, buckets, function, plan)
-        return dataclasses.replace(made, derivatives=self._derivatives(load, declared, function, made.jitted))
+        return dataclasses.replace(made, derivatives=self._derivatives(load, declared, function, made.jitted, order))
 
     def _derivatives(
-        self, load: VersionLoad, declared: DeclaredVersion, function: Created, jitted: JaxModel | None
+        self, load: VersionLoad, declared: DeclaredVersion, function: Created, jitted: JaxModel | None, order: int
     ) -> tuple[LoadedModel, ...]:
         """Loads the derivatives of a version, and theirs; those that cannot be traced or lowered are left out, and logged.
 
         Raises InvalidArgument: neither its pull-back nor its push-forward can be traced.
         """
         config, module, of = load.config, load.module, load.of
-        order = declared_order(config, module) if of is None else of.order
         if not order or jitted is None:
             return ()
         apply, parameters, _ = function

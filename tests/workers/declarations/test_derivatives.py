@@ -248,17 +248,28 @@ def test_an_exported_program_has_those_that_it_carries(tmp_path: Path) -> None:
     x = jax.ShapeDtypeStruct(export.symbolic_shape("b, 3"), np.float32)
     program = export.export(jax.jit(apply))({"w": jax.ShapeDtypeStruct((), np.float32)}, {"x": x})
     config = 'parameters { key: "derivatives" value { string_value: "true" } }'
-    for order in (0, 1):
+    for order in (0, 3):
         folder = tmp_path / f"order_{order}" / "1"
         folder.mkdir(parents=True)
         (folder / "model.jaxexport").write_bytes(program.serialize(vjp_order=order))
         np.savez(folder / "params.npz", w=np.float32(2))
-        (folder.parent / "config.pbtxt").write_text(config)
-    with pytest.raises(testing.ServingError, match="derivatives is declared, and it has no pull_back: "):
+    with testing.load(tmp_path / "order_0") as model:
+        assert not model.has_derivative("pull_back")
+    (tmp_path / "order_0/config.pbtxt").write_text(config)
+    with pytest.raises(
+        testing.ServingError,
+        match=r"'derivatives' is 1, model.jaxexport carries 0 orders of them: export it again with tensord export --deriv",
+    ):
         testing.load(tmp_path / "order_0").close()
     given = np.ones((2, 3), np.float32)
-    with testing.load(tmp_path / "order_1") as model:
+    with testing.load(tmp_path / "order_3") as model:
         np.testing.assert_allclose(model.pull_back({"x": given}, {"y": given})["x"], 2 * np.cos(given), rtol=1e-6)
+        second = model.derivative("pull_back").pull_back({"x": given, "cotangent.y": given}, {"cotangent.x": given})
+        np.testing.assert_allclose(second["x"], -2 * np.sin(given), rtol=1e-6)
+    # It is served as before where it can have none.
+    (tmp_path / "order_3/config.pbtxt").write_text('parameters { key: "rows_may_mix" value { string_value: "true" } }')
+    with testing.load(tmp_path / "order_3") as model:
+        assert not model.has_derivative("pull_back")
 
 
 #: Functions of one array and constants, which keep its shape; the second of each pair has no reverse.

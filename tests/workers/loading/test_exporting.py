@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import text_format
 
 import tensord.models
+from tensord import testing
 from tensord.config.model_config import empty
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations import artifact
@@ -121,3 +122,34 @@ def test_whoever_the_umask_lets_may_read_it(tmp_path: Path, mask: int) -> None:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
     assert set(modes.values()) == {0o666 & ~mask}, modes
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_derivatives_go_along(tmp_path: Path, rows: int) -> None:
+    """The program says by itself how many orders it has; a function without a pull-back cannot carry one."""
+
+    def apply(params: Any, inputs: Any) -> Any:
+        return {"y": params["w"] * jnp.sin(inputs["x"]) + inputs["n"], "n": inputs["n"]}
+
+    inputs = {"x": "FP32[3]", "n": "INT32[1]"}
+    given = {"x": np.ones((rows, 3)[not rows :], np.float32), "n": np.zeros((rows, 1)[not rows :], np.int32)}
+    for order in (1, 2):
+        folder = tensord.models.export(
+            tmp_path / f"m{order}", apply, {"w": np.float32(2)}, inputs, rows, derivatives=order
+        )
+        assert "derivatives" not in (folder / "config.pbtxt").read_text()
+        with testing.load(folder) as model:
+            pulled = model.pull_back(given, {"y": given["x"]})
+            np.testing.assert_allclose(pulled["x"], 2 * np.cos(given["x"]), rtol=1e-6)
+            gradient = model.derivative("parameter_gradient")({**given, "cotangent.y": given["x"]})
+            np.testing.assert_allclose(gradient["params/w"], np.sin(given["x"]).sum(), rtol=1e-6)
+            assert model.derivative("pull_back").has_derivative("pull_back") == (order == 2)
+    with pytest.raises(InvalidArgument, match="cannot be exported: ValueError: Reverse-mode differentiation does not"):
+        tensord.models.export(
+            tmp_path / "loop",
+            lambda _, inputs: {"y": jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: 2 * y + 1, inputs["x"])},
+            None,
+            {"x": "FP32[3]"},
+            rows,
+            derivatives=1,
+        )
