@@ -3,7 +3,8 @@
 python examples/parameters/learner.py [--url ADDRESS] [--pushes N] [--plot return.png]        (pip install tensord-client jax)
 
 Actors play against the served model "cartpole" and know nothing of its parameters. After each round of games the learner takes a
-step along the gradient and pushes the new parameters as the next version; each answer says which version computed it.
+step along the gradient and pushes the new parameters as the next version; each answer says which version computed it. The learner
+knows the parameters and not the function: the logits, and the gradient by the parameters, are the served model's own.
 """
 
 import argparse
@@ -74,19 +75,20 @@ def act(url, seed, rounds, stop):
                     pass
 
 
-def loss(params, states, actions, returns, weights):
+def loss(logits, actions, returns, weights):
     """Returns REINFORCE's loss: games that went well become likelier, and an entropy term keeps the policy exploring."""
-    hidden = jnp.tanh(states @ params["hidden"]["kernel"] + params["hidden"]["bias"])
-    chances = jax.nn.log_softmax(hidden @ params["action"]["kernel"] + params["action"]["bias"])
+    chances = jax.nn.log_softmax(logits)
     taken = jnp.take_along_axis(chances, actions[:, None], 1)[:, 0]
     curious = -(jnp.exp(chances) * chances).sum(1)
     return -((taken * returns + ENTROPY * curious) * weights).sum() / weights.sum()
 
 
+by_logits = jax.jit(jax.grad(loss))
+
+
 @jax.jit
-def climb(params, means, squares, count, played):
+def climb(params, means, squares, count, slope):
     """Takes one step of Adam; returns the parameters and Adam's two averages."""
-    slope = jax.grad(loss)(params, *played)
     means = jax.tree.map(lambda mean, each: 0.9 * mean + 0.1 * each, means, slope)
     squares = jax.tree.map(lambda square, each: 0.999 * square + 0.001 * each**2, squares, slope)
 
@@ -121,14 +123,16 @@ def learn(client, rounds, pushes):
         padded = [
             np.concatenate([each, np.zeros((LONGEST - len(each), *each.shape[1:]), each.dtype)]) for each in played
         ]
-        flat = [each.reshape(-1, *each.shape[2:]) for each in padded]
-        params, means, squares = climb(params, means, squares, count, flat)
+        states, *flat = [each.reshape(-1, *each.shape[2:]) for each in padded]
+        cotangents = by_logits(policy({"state": states})["logits"], *flat)
+        slope = policy.parameters.gradient({"state": states}, {"logits": cotangents})
+        params, means, squares = climb(params, means, squares, count, slope)
         number = policy.parameters.update(params)
         yield number, float(alive.sum(0).mean()), sorted(numbers)
 
 
 def begin(seed=0):
-    """Makes parameters of an untrained policy, in the shapes that the model has."""
+    """Makes the parameters that the model has at first."""
     first = jax.random.normal(jax.random.key(seed), (4, 32)) * 0.5
     return {
         "hidden": {"kernel": first, "bias": jnp.zeros(32)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -32,6 +33,9 @@ def run(daemon: DaemonProcess, program: str, *words: str) -> str:
 def pushed(daemon: DaemonProcess, picture: Path, count: int) -> list[float]:
     """Has the learner push so often; returns the mean of each round."""
     output = run(daemon, "learner.py", "--pushes", str(count), "--plot", str(picture))
+    status, answer = daemon.get("/v2/models/cartpole.parameter_gradient/stats")
+    assert status == 200
+    assert json.loads(answer)["model_stats"][0]["inference_count"] >= count
     found = re.findall(r"pushed (\d+): a round by (\d+) to (\d+) returned (\d+\.\d)", output)
     rounds = [(int(number), int(first), int(last), float(mean)) for number, first, last, mean in found]
     assert [number for number, *_ in rounds] == list(range(1, count + 1))

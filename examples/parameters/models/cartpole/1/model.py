@@ -1,15 +1,16 @@
 """Serves a policy for a pole on a cart: from the state to the logits of pushing left and right. It starts untrained.
 
-``examples/parameters/learner.py`` pushes better parameters while actors ask.
+``examples/parameters/learner.py`` asks for gradients, and pushes better parameters while actors ask.
 """
 
 import jax
 import jax.numpy as jnp
 
-max_batch_size = 256
+max_batch_size = 6400  # a whole round of games, for the learner
+derivatives = True
 inputs = {"state": "FP32[4]"}
 outputs = {"logits": "FP32[2]"}
-batch_buckets = [32, 256]
+batch_buckets = [32, 256, 6400]
 
 HIDDEN = 32
 
@@ -24,7 +25,7 @@ def begin(seed=0):
 
 
 def logits(params, state):
-    """Computes a batch of logits; the learner takes its gradient."""
+    """Computes a batch of logits."""
     hidden = jnp.tanh(state @ params["hidden"]["kernel"] + params["hidden"]["bias"])
     return hidden @ params["action"]["kernel"] + params["action"]["bias"]
 
