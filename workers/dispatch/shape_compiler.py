@@ -14,10 +14,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable
 
+from tensord.shm.common.derivatives import of_model
 from tensord.shm.errors import Internal, Unavailable
 from tensord.shm.refusals import Refusal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.models.author_error import describe_exception
 from tensord.workers.models.free_state import Unfit
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
@@ -131,7 +133,9 @@ class ShapeCompiler:
             requests = in_turns(version.compiling.pop(key).requests)
             if isinstance(outcome, Exception) or version.jitted is None:
                 failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
-                error = compile_error(failed, requests, version.version)
+                # What JAX says of a derivative is about the function's rules and shapes; what a model's code says is its own.
+                said = describe_exception(failed) if of_model(version.name)[1] else type(failed).__name__
+                error = compile_error(failed, requests, version.version, said)
                 now_ns = self._clock()
                 version.planner.done(requests, now_ns)
                 self._outbox.fail_all([(request, error) for request in requests], now_ns, Failure.BACKEND)

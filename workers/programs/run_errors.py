@@ -60,10 +60,11 @@ def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], prog
     )
 
 
-def compile_error(error: Exception, requests: Sequence[RequestTensors], version: int) -> ServingError:
+def compile_error(error: Exception, requests: Sequence[RequestTensors], version: int, said: str) -> ServingError:
     """Makes the error for requests whose program could not be compiled: Unavailable if memory ran out, otherwise Internal.
 
     A ServingError is returned as it is. The cause of an Internal error is logged. ``version``: the model's, for the log.
+    ``said``: the error as clients may read it.
     """
     if isinstance(error, ServingError):
         return error
@@ -71,7 +72,7 @@ def compile_error(error: Exception, requests: Sequence[RequestTensors], version:
         return out_of_memory(error, requests, None)
     name = requests[0].prepared.model
     _log.error("compiling model '%s' version %d failed", name, version, exc_info=error)
-    return Internal(f"model '{name}' cannot be compiled for these shapes: {type(error).__name__}")
+    return Internal(f"model '{name}' cannot be compiled for these shapes: {said}")
 
 
 def describe_failure(model: str, version: int, error: BaseException) -> str:

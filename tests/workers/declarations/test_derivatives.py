@@ -134,6 +134,41 @@ def test_what_a_function_lacks_is_left_out(tmp_path: Path, caplog: pytest.LogCap
         testing.load(tmp_path / "none").close()
 
 
+def test_what_fails_when_it_is_compiled_is_said(tmp_path: Path) -> None:
+    """Without a bucket nothing is traced at the load, so the error is a request's: it has JAX's sentence, without paths."""
+    write_model(
+        tmp_path,
+        "m",
+        """
+        import jax
+        inputs, outputs, derivatives = {"x": "FP32[-1]", "z": "FP32[-1]"}, {"y": "FP32[-1]", "w": "FP32[-1]"}, True
+
+        @jax.custom_vjp
+        def ruled(x):
+            return x * x
+
+        ruled.defvjp(lambda x: (ruled(x), x), lambda x, ct: (ct[: 1 if len(ct) == 2 else None],))
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                looped = jax.lax.while_loop(lambda z: z.sum() < 100, lambda z: 2 * z + 1, inputs["z"])
+                return {"y": ruled(inputs["x"]), "w": looped if len(inputs["x"]) == 3 else inputs["z"]}
+            return apply, {}
+        """,
+    )
+    with testing.load(tmp_path / "m") as model:
+        for size, why in (
+            (2, r"Custom VJP bwd rule .*float32\[1\]"),
+            (3, "Reverse-mode differentiation does not work"),
+        ):
+            x = np.ones(size, np.float32)
+            with pytest.raises(
+                testing.ServingError, match=f"'m.pull_back' cannot be compiled for these shapes: ValueError: .*{why}"
+            ) as caught:
+                model.pull_back({"x": x, "z": x}, {"y": x, "w": x})
+            assert str(tmp_path) not in str(caught.value)
+
+
 def test_a_rule_that_mixes_rows_is_found(tmp_path: Path) -> None:
     """The values of rows are apart, and their derivatives are not: the first batch of two rows is refused, and all later ones."""
     write_model(
