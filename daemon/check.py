@@ -35,6 +35,7 @@ from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import child_environment
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.shm import device_names
+from tensord.shm.common.derivatives import described, original
 from tensord.shm.control_records import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from tensord.shm.errors import InvalidArgument
 
@@ -131,12 +132,15 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
     }
 
     def find(member: str, number: int) -> ModelConfig:
-        configs = tried[member].configs
-        if not configs:
-            raise ensemble_checks.not_loaded(name, member, -1, tried[member].reason)
-        if number > 0 and number not in configs:
+        verdict = tried[original(member)[0]]
+        if not verdict.configs:
+            raise ensemble_checks.not_loaded(name, member, -1, verdict.reason)
+        if number > 0 and number not in verdict.configs:
             raise ensemble_checks.not_loaded(name, member, number, "")
-        return configs[number if number > 0 else max(configs)]
+        number = number if number > 0 else max(verdict.configs)
+        own = {outcome.version: outcome.derivatives for outcome in verdict.outcomes}.get(number, {})
+        derivatives = {each: model_config.parse_json(config, each) for each, config in own.items()}
+        return described(member, verdict.configs[number], derivatives)
 
     try:
         if not reason:

@@ -431,6 +431,8 @@ class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     #: The completed configuration as JSON, if it does.
     config: str = ""
     footprint: Footprint = Footprint()
+    #: The completed configurations of its derivatives as JSON, by name.
+    derivatives: dict[str, str] = {}
     #: The warnings that the load has logged.
     warnings: tuple[str, ...] = ()
     #: One row of a table for each bucket that was asked, as ``tensord.workers.programs.trials`` makes it.

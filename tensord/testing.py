@@ -22,7 +22,7 @@ from tensord.daemon.models.repository import FoundModel, find
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.common.arrays import decode_strings, encode_strings
 from tensord.shm.common.connection import Prepared
-from tensord.shm.common.derivatives import lacks, of_model
+from tensord.shm.common.derivatives import described, lacks, of_model, original
 from tensord.shm.common.latest import Latest
 from tensord.shm.common.local import LocalConnection
 from tensord.shm.common.model import Model, ModelSequence
@@ -161,9 +161,10 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
         return model
 
     def member(name: str, number: int) -> model_config.ModelConfig:
-        versions = loaded[name]
-        described = versions[number if number > 0 else max(versions)].loaded.config
-        return model_config.parse_json(described.decode(), name)
+        versions = loaded[original(name)[0]]
+        version = versions[number if number > 0 else max(versions)]
+        found = described(name, version, {each.name: each for each in version.derivatives})
+        return model_config.parse_json(found.loaded.config.decode(), name)
 
     config = ensemble_checks.completed(model.config, member)
     return dataclasses.replace(model, config=config.SerializeToString(deterministic=True))

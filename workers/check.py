@@ -155,7 +155,10 @@ def _tried(
     if compiled is not None and compiled.executables.leaks():
         return LoadOutcome(load.name, load.version, f"model '{load.name}': {LEAKED}")
     reason = next((f"{trial['bucket']}: {trial['difference']}" for trial in asked if trial["difference"]), "")
-    return LoadOutcome(load.name, load.version, reason, loaded.config.decode(), loaded.footprint, trials=tuple(asked))
+    derivatives = {each.name: each.config.decode() for each in loaded.derivatives}
+    return LoadOutcome(
+        load.name, load.version, reason, loaded.config.decode(), loaded.footprint, derivatives, trials=tuple(asked)
+    )
 
 
 def _exported(load: Load, device: jax.Device, folder: Path, platforms: str, derivatives: int) -> LoadOutcome:

@@ -24,6 +24,7 @@ from tensord.config.model_config import ModelConfig
 from tensord.daemon.models import placement
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.models.versions import IndexState, ModelEntry, VersionEntry
+from tensord.shm.common.derivatives import described, original
 from tensord.shm.control_records import ModelGone, ModelState
 from tensord.shm.device_names import model_of
 from tensord.shm.errors import InvalidArgument
@@ -81,10 +82,11 @@ class Ensembles:
         return name == member or any(self.circle(name, each) for each, _ in self._members(member))
 
     def _config(self, name: str, number: int) -> ModelConfig:
-        version = self._ready(name, number)
+        version = self._ready(original(name)[0], number)
         assert version is not None
         assert version.described is not None
-        return model_config.parse_json(version.described.config.decode(), name)
+        derivatives = {each.name: each.config for each in version.described.derivatives}
+        return model_config.parse_json(described(name, version.described.config, derivatives).decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
         """Returns the devices whose workers have all members, or () if every worker has them."""

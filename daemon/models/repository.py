@@ -26,7 +26,7 @@ from tensord.config import ensemble_checks, model_checks, model_config, model_fi
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options, Repository, Workers
 from tensord.daemon.models import placement
-from tensord.shm.common.derivatives import of_model
+from tensord.shm.common.derivatives import of_model, original
 from tensord.shm.control_records import Load
 from tensord.shm.device_names import gpu_of, model_of
 from tensord.shm.errors import FileTooLarge, InvalidArgument, ServingError, Unsupported
@@ -102,7 +102,8 @@ class FoundModel:
     without_effect: tuple[str, ...] = ()
     #: Folders in it that are no versions.
     others: tuple[str, ...] = ()
-    #: The models of an ensemble's steps with the versions that they ask for, -1 the newest; empty: it is no ensemble.
+    #: The models of an ensemble's steps, a derivative's own among them, with the versions that they ask for, -1 the newest;
+    #: empty: it is no ensemble.
     members: tuple[tuple[str, int], ...] = ()
     #: The devices of the workers that load it (``tensord.daemon.models.placement``); empty: every worker does.
     devices: tuple[str, ...] = ()
@@ -308,7 +309,9 @@ def _found(path: Path, config: ModelConfig) -> FoundModel:
     without_effect = tuple(model_fields.without_effect(config))
     fingerprint, content, nowhere = fingerprints(path, encoded)
     without_effect += tuple(f"'{name}' is a link to nowhere" for name in nowhere[:_MAX_NAMED])
-    members = dict.fromkeys((step.model_name, step.model_version) for step in config.ensemble_scheduling.step)
+    members = dict.fromkeys(
+        (original(step.model_name)[0], step.model_version) for step in config.ensemble_scheduling.step
+    )
     return FoundModel(
         name,
         path,

@@ -16,12 +16,13 @@ takes the inputs, tangent.X, and tangent2.X and tangent2.tangent.X.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import InvalidArgument
 from .results import Answer, Array
 from .tensors import Tensors, arrays
 
+T = TypeVar("T")
 PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT = "pull_back", "push_forward", "value_and_gradient"
 PARAMETER_GRADIENT = "parameter_gradient"
 KINDS = (PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, PARAMETER_GRADIENT)
@@ -84,6 +85,16 @@ def lacks(model: str, kind: str) -> str:
         f"model '{model}' has no {kind}: {needs}the model.py of '{name}' has to say derivatives = {value}, or its program to be "
         "exported with them (never a push_forward); if so, the server's log says at its load what its function lacks"
     )
+
+
+def described(name: str, own: T, derivatives: Mapping[str, T]) -> T:
+    """Returns ``own`` for the name of a model, and for that of a derivative its entry in ``derivatives``.
+
+    Raises InvalidArgument: there is no such derivative.
+    """
+    if of_model(name)[1] and name not in derivatives:
+        raise InvalidArgument(lacks(*of_model(name)))
+    return derivatives.get(name, own)
 
 
 class DerivativeCall:

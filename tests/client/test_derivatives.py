@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import threading
 import urllib.request
@@ -19,9 +20,9 @@ import pytest
 import tensord_client
 
 from tensord import testing
-from tests import run_folder
+from tests import prepared, run_folder
 from tests.daemon_process import DaemonProcess, wait_until
-from tests.repositories import write_model
+from tests.repositories import ensemble, write_model
 
 W = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
@@ -332,6 +333,34 @@ def test_value_and_gradient_are_of_one_parameter_set(daemon: DaemonProcess) -> N
         served.parameters.update({"w": np.float32(5)}, set="other")
         assert client.model("line", parameter_set="other").pull_back({"x": x}, {"y": x})["x"] == 5 * 2
         assert len(seen) > 1
+
+
+def test_a_step_of_an_ensemble(
+    daemon: DaemonProcess, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a derivative, also beside its model; one that the model lacks is named. Every way to load one knows them."""
+    for name, derivative in (("squared", ".pull_back"), ("lacking", ".value_and_gradient.pull_back")):
+        pulled = f"line{derivative}", {"x": "x", "cotangent.y": "y"}, {"cotangent.x": "g"}
+        ensemble(repository, name, ["x FP32 1"], ["g FP32 1"], [("line", {"x": "x"}, {"y": "y"}), pulled], 4)
+    x, lacks = np.array([[2], [5]], np.float32), "model 'line.value_and_gradient' has no pull_back: "
+    assert daemon.request("POST", "/v2/repository/models/squared/load", b"{}")[0] == 200
+    with tensord_client.connect(daemon.url) as client:
+        client.model("line").parameters.update({"w": np.float32(4)}, version=99)
+        np.testing.assert_array_equal(client.model("squared")({"x": x})["g"], 16 * x)
+    code, answer = daemon.request("POST", "/v2/repository/models/lacking/load", b"{}")
+    assert (code, lacks.encode() in answer) == (400, True), answer
+    for name in ("squared", "lacking"):
+        assert daemon.request("POST", f"/v2/repository/models/{name}/unload", b"{}")[0] == 200
+    monkeypatch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
+    with testing.load(repository / "squared") as model:
+        np.testing.assert_array_equal(model({"x": x})["g"], 9 * x)
+    with pytest.raises(testing.ServingError, match=lacks):
+        testing.load(repository / "lacking").close()
+    for name in ("line", "squared", "lacking"):
+        shutil.copytree(repository / name, tmp_path / name)
+    checked = prepared.run(["tensord", "check", f"--model-repository={tmp_path}", "--device=cpu"])
+    assert "squared: version 1" in checked.stdout, checked
+    assert f"lacking: {lacks}" in checked.stdout + checked.stderr
 
 
 def test_a_killed_worker_fails_no_gradient(daemon: DaemonProcess) -> None:
