@@ -536,6 +536,8 @@ class Lifecycle:
                     planned = version.given_up and (name, number) in waits
                     again = f"; it is tried again in {waits[name, number]:.0f} s" if planned else ""
                     entry["reason"] = version.reason + again
+                for each in version.state_record(number).derivatives:
+                    found.append({**entry, "name": each.name})
                 if detailed and version.described is not None:
                     footprint = version.described.footprint
                     entry["parameters"] = footprint.parameter_byte_size
@@ -543,8 +545,6 @@ class Lifecycle:
                     entry["program_bytes"] = footprint.program_byte_size
                     entry["largest_batch"] = footprint.batch_byte_size
                 found.append(entry)
-                for each in version.state_record(number).derivatives:
-                    found.append({**entry, "name": each.name})
             if not versions and not ready:
                 unserved = {"state": "UNAVAILABLE", "reason": refused[name]} if name in refused else {}
                 found.append({"name": name, **unserved})

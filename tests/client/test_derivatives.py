@@ -299,7 +299,12 @@ def test_what_operators_see(daemon: DaemonProcess) -> None:
     assert status == 200
     close(np.reshape(answer["outputs"][0]["data"], (2, 4)), jax.vmap(jax.grad(energy))(X))
     with urllib.request.urlopen(f"http://{daemon.metrics_url}/metrics") as found:
-        assert 'model="energy.pull_back"' in found.read().decode()
+        lines = found.read().decode().splitlines()
+    assert any('model="energy.pull_back"' in line for line in lines)
+    # What they share is counted once.
+    shared = [line for line in lines if line.startswith("tensord_parameter_device_bytes{")]
+    assert any('model="energy"' in line for line in shared)
+    assert not any('model="energy.' in line for line in shared)
     for path in ("repository/models/rows.pull_back/load", "repository/models/rows.pull_back/unload"):
         status, body = daemon.request("POST", f"/v2/{path}", b"{}")
         assert status == 400

@@ -14,6 +14,7 @@ import msgspec
 
 from tensord.config.options import Metrics
 from tensord.shm.arrays import Array
+from tensord.shm.common.derivatives import of_model
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import SlowReason, VersionFigures
 from tensord.shm.operations import MAIN_SET
@@ -253,7 +254,8 @@ class ModelVersion:
         sequences = None if table is None else (table.with_slot(now_ns), table.backlog)
         cached = self.cache is not None
         counts, streams = statistics.counts(), self.loaded.streams
-        parameters = None if self.sets is None else self.sets.figures()
+        # A derivative's are those of its model, and shown there.
+        parameters = None if self.sets is None or of_model(self.name)[1] else self.sets.figures()
         if self.loaded.ensemble is not None:
             counts = msgspec.structs.replace(counts, busy_ns=0)
         return VersionFigures(
