@@ -43,7 +43,7 @@ MAX_ORDER = 2
 #: The most rows in a batch of derivatives of a model without a batch dimension.
 _MAX_ROWS = 64
 _ORDERS = {"true": 1, "1": 1, "2": 2, "false": 0, "0": 0}
-_KEPT = ("buckets", "request", "strict_parameters", "devices", "memory_policy")
+_KEPT = ("buckets", "request", "strict_parameters", "devices", "memory_policy", "vjp_order")
 Apply = Callable[..., dict[str, Any]]
 
 
@@ -129,7 +129,7 @@ def derivatives(
       max_byte_size: how many bytes the inputs and outputs of a batch may have.
       whole: whether the gradient by parameters is among them.
     """
-    own, names = _Declarations(config, module, described), Names(config.name)
+    own, names, exported = _Declarations(config, module, described), Names(config.name), hasattr(module, "vjp_order")
     into, out = _floating(described.inputs), _floating(described.outputs)
     given = [*described.inputs.values()]
     cotangents = _tensors(names.cotangent, out)
@@ -137,15 +137,16 @@ def derivatives(
         (PULL_BACK, _pull_back, [*given, *cotangents], _tensors(names.cotangent, into)),
         (PUSH_FORWARD, _push_forward, [*given, *_tensors(names.tangent, into)], _tensors(names.tangent, out)),
     ]
+    if exported:  # It carries derivatives in reverse alone.
+        del kinds[1]
     if len(out) == 1 and all(dim == 1 for dim in out[0].model_dims):
         returned = [*described.outputs.values(), *_tensors(names.gradient, into)]
         kinds.append((VALUE_AND_GRADIENT, _value_and_gradient, given, returned))
     lists = ([*described.inputs], [spec.name for spec in into], [spec.name for spec in out], [*described.outputs])
     function = _ModelFunction(apply, names, *lists)
-    lifted, exported = not described.batches, hasattr(module, "vjp_order")
     for kind, derivative, taken, returned in kinds:
         rows = described.max_batch_size or _fitting([*taken, *returned], max_byte_size)
-        yield own.derivative(kind, taken, returned, function.applied(derivative, lifted, exported), rows)
+        yield own.derivative(kind, taken, returned, function.applied(derivative, not described.batches, exported), rows)
     leaves = _leaves(parameters) if whole else {}
     if leaves:
         gradients = [_spec(name, leaf) for name, leaf in leaves.items()]
