@@ -25,15 +25,21 @@ from tests.run_folder import only_one
 
 _PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
 CLIENT = "openpi-client==0.1.2"
-_SERVED_ON = re.compile(r"robots are served on \S+:(\d+)")
+_SERVED_ON = re.compile(r"(?:robots|models) are served on \S+:(\d+)")
 
 
 def package(version: str = CLIENT) -> Path:
     """Returns a folder with the package of that version and nothing else."""
-    with only_one(version) as folder:
-        if not (folder / "openpi_client").exists():
-            _installed(*_PIP, "install", "--no-deps", "--no-compile", "--target", folder, version)
-    return folder
+    return installed(version, version)
+
+
+def installed(name: str, *packages: str) -> Path:
+    """Returns a folder with these packages and nothing else, without what they depend on. It is made once a run."""
+    with only_one(name) as folder:
+        if not (folder / "ready").exists():
+            _installed(*_PIP, "install", "--no-deps", "--no-compile", "--target", folder / "site", *packages)
+            (folder / "ready").touch()
+    return folder / "site"
 
 
 def environment() -> Path:
@@ -87,19 +93,16 @@ def actions(answer: bytes | str) -> dict[str, Any]:
 
 
 class GatewayProcess:
-    """Runs ``python -m tensord_client.openpi`` on a free port of this host. Use as a context manager."""
+    """Runs the program of a gateway (``module``) on a free port of this host. Use as a context manager."""
 
-    def __init__(self, server: str | Path, *arguments: str, python: str | Path = sys.executable) -> None:
-        self._command = [
-            python,
-            "-m",
-            "tensord_client.openpi",
-            "--address",
-            "127.0.0.1:0",
-            "--server",
-            server,
-            *arguments,
-        ]
+    def __init__(
+        self,
+        server: str | Path,
+        *arguments: str,
+        python: str | Path = sys.executable,
+        module: str = "tensord_client.openpi",
+    ) -> None:
+        self._command = [python, "-m", module, "--address", "127.0.0.1:0", "--server", server, *arguments]
         self._lines: list[str] = []
         #: Variables besides this process's own.
         self.variables: dict[str, str] = {}

@@ -15,27 +15,22 @@ import argparse
 import asyncio
 import contextlib
 import fnmatch
-import hmac
 import json
 import logging
 import math
-import os
 import re
 import reprlib
-import signal
-import socket
 import ssl
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgpack
 import numpy as np
 from websockets import CloseCode, ConnectionClosed, Frame, Request, Response, ServerConnection, State, serve
 
+from tensord_client import gateway
 from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
 from tensord_client.common.arrays import Array, datatype_of
 from tensord_client.common.results import Answer
@@ -50,26 +45,18 @@ _UNDECIDED, _PONGS, _FRESH = 64, 1 << 16, 1.0
 _STOPS = CloseCode.GOING_AWAY, "the gateway stops"
 #: Texts in errors of sequences that have ended: the next observation begins another one.
 _ENDS = "the START flag", "may not be run twice"
-#: The program's flags: what they are if they are not given, and what they say.
+#: The program's flags besides those of all gateways.
 _FLAGS: dict[str, tuple[Any, str]] = {
     "--address": ("127.0.0.1:8900", "HOST:PORT where robots connect"),
-    "--server": (None, "the daemon's folder, socket or HTTP's HOST:PORT; else $TENSORD, or the daemon of this host"),
     "--model": (None, "the model at /; each is at /MODEL and /MODEL/versions/N"),
     "--ignore": ([], "a pattern of keys that models do not get; may be repeated"),
     "--episodes": (False, "connections are sequences of models that keep state"),
     "--reset-key": ("reset", "the key of an observation that, if true, begins another sequence"),
-    "--api-key-file": (None, "a file with a key a line, one of which a robot has to tell"),
-    "--certificate": (None, "a file with a certificate chain in PEM: robots connect to wss://"),
-    "--key": (None, "a file with the certificate's key in PEM"),
     "--max-connections": (256, "robots at the same time"),
     "--max-message-bytes": (32 << 20, "bytes of an observation"),
     "--max-unread-bytes": (256 << 20, "bytes of all observations that are still coming"),
     "--message-timeout": (10, "seconds for an observation to come, from its first byte to its last"),
-    "--timeout": (60, "seconds for an answer of the model"),
-    "--patience": (30, "seconds of these for a daemon that is being replaced"),
-    "--wait": (60, "seconds for the daemon when the gateway starts"),
     "--silence-timeout": (120, "seconds for a ping's answer, which openpi-client gives by itself"),
-    "--stop-timeout": (30, "seconds for observations under way when the gateway stops"),
 }
 #: The most arrays of an observation, dimensions of an array, maps and lists in each other, and values of all maps and lists.
 MAX_ARRAYS, MAX_DIMENSIONS, MAX_DEPTH, MAX_VALUES = 256, 8, 16, 1 << 16
@@ -80,8 +67,6 @@ METADATA = "openpi_metadata"
 _DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|[SU][1-9]\d{0,8})")
 #: Kinds of dtypes within which values are cast: bools, integers, floats (V is BF16) and texts.
 _KINDS = "b", "iu", "fV", "SUO"
-#: Matches a path in an error, which robots do not get: errors of connections name sockets, and errors of models name files.
-FILE = re.compile(r"(?<![\w.\]/])(?:unix:)?/[^\s;,:'\")]+")
 
 
 class Robot(ServerConnection):
@@ -161,16 +146,15 @@ class Gateway:
         self.robots: set[Robot] = set()
         #: Bytes that have come from all robots and were not read yet.
         self.unread = 0
-        self._client, self._keys, self._stopping, self._looking_up = client, keys, False, asyncio.Lock()
+        self._client, self._stopping, self._looking_up = client, False, asyncio.Lock()
+        self._keys = [b"Api-Key " + key for key in keys]
 
     async def admit(self, robot: Robot, request: Request) -> Response | None:
         """Decides about a robot that connects. Returns a refusal, the answer to ``/healthz``, or None: it may."""
-        path, told = request.path.partition("?")[0], request.headers.get_all("Authorization")
-        given = told[0].encode(errors="replace") if len(told) == 1 else b""
+        path = request.path.partition("?")[0]
         if path == "/healthz":
             return robot.respond(200, "OK\n")
-        # All keys are compared, each in constant time.
-        if self._keys and not sum([hmac.compare_digest(b"Api-Key " + key, given) for key in self._keys]):
+        if not gateway.is_known(self._keys, request.headers.get_all("Authorization")):
             return robot.respond(401, "the robot's api_key is none of the gateway's\n")
         count, most = len(self.robots), self.options.max_connections
         if count > most:
@@ -185,7 +169,7 @@ class Gateway:
                 raise InvalidArgument(f"model '{name}' keeps state, for which the gateway needs --episodes")
         except ServingError as error:
             status = {NotFound: 404, Unavailable: 503}.get(type(error), 500)
-            return robot.respond(status, FILE.sub("(a path)", error.message) + "\n")
+            return robot.respond(status, gateway.told(error) + "\n")
         return None
 
     async def _policy(self, name: str, version: int) -> Policy:
@@ -226,7 +210,7 @@ class Gateway:
                 timing["infer_ms"] = 1e3 * (time.monotonic() - begun)
                 return bytes(msgpack.packb({**robot.policy.actions(answer), "server_timing": timing}))
         except ServingError as error:
-            return FILE.sub("(a path)", error.message)
+            return gateway.told(error)
         except NotThisWire:
             raise
         except Exception:
@@ -424,8 +408,7 @@ class Policy:
                     value = np.array([each.decode() for each in value.ravel()], object).reshape(value.shape)
                 told[name] = value.item() if value.shape in ((), (1,)) else value.tolist()
                 continue
-            if self._gives.get(name) == "BF16":  # openpi-client has no such dtype; float32 has all of its values
-                value = (np.ascontiguousarray(value).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            value = gateway.without_bfloat16(value, self._gives.get(name, ""))
             dtype, shape = value.dtype.str, value.shape
             told[name] = {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": dtype, b"shape": shape}
         return told
@@ -433,68 +416,39 @@ class Policy:
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the program's arguments; None: those of this process."""
-    parser = argparse.ArgumentParser("python -m tensord_client.openpi", description=str(__doc__).partition("\n")[0])
-    flag, many, number = {"action": "store_true"}, {"action": "append"}, {"type": _positive}
-    for name, (default, meaning) in _FLAGS.items():
-        own: Any = {bool: flag, list: many, int: number}.get(type(default), {})
-        parser.add_argument(name, default=default, help=f"{meaning} ({default})" if default else meaning, **own)
-    return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1 << 40:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {1 << 40}")
-    return int(number) if number.is_integer() else number
-
-
-def _notify(state: bytes) -> None:
-    """Tells systemd about the service, if systemd has started it."""
-    if where := os.environ.get("NOTIFY_SOCKET", ""):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.sendto(state, where.replace("@", "\0", 1))
+    return gateway.options("tensord_client.openpi", __doc__, _FLAGS, arguments)
 
 
 async def run(options: argparse.Namespace) -> None:
     """Serves robots until SIGTERM or SIGINT. Raises: OSError: a file or the address cannot be used.  ServingError: no daemon."""
-    where = urlsplit(f"//{options.address}")
-    if where.hostname is None or where.port is None:  # which would be all addresses of the host
-        raise InvalidArgument(f"--address is '{options.address}', HOST:PORT is expected")
-    keys = Path(options.api_key_file).read_bytes().split() if options.api_key_file else []
-    if options.api_key_file and not keys:
-        raise InvalidArgument("the file of --api-key-file has no key")
+    (host, port), keys = gateway.place(options), gateway.keys(options)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None
     if tls:
         tls.load_cert_chain(options.certificate, options.key)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = gateway.stop_event()
     async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
-        gateway: Any = Gateway(client, options, keys)
-        robot = type("Robot", (Robot,), {"gateway": gateway})
-        hooks: Any = {"process_request": gateway.admit, "create_connection": robot}
+        served: Any = Gateway(client, options, keys)
+        robot = type("Robot", (Robot,), {"gateway": served})
+        hooks: Any = {"process_request": served.admit, "create_connection": robot}
         bounds = {"max_size": options.max_message_bytes, "max_queue": 1, "ping_timeout": options.silence_timeout}
-        server = await serve(gateway.serve, where.hostname, where.port, compression=None, ssl=tls, **hooks, **bounds)
+        server = await serve(served.serve, host, port, compression=None, ssl=tls, **hooks, **bounds)
         _log.info("robots are served on %s", ", ".join("{}:{}".format(*each.getsockname()) for each in server.sockets))
-        _notify(b"READY=1")
+        gateway.notify(b"READY=1")
         while not stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), options.message_timeout / 8)
-            for robot in list(gateway.robots):
+            for robot in list(served.robots):
                 robot.check()
-        _notify(b"STOPPING=1")
+        gateway.notify(b"STOPPING=1")
         server.close(close_connections=False)
-        await gateway.stop()
+        await served.stop()
         await server.wait_closed()
 
 
 def main() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("websockets").setLevel(logging.CRITICAL)  # whoever connects could fill the log
-    try:
-        asyncio.run(run(options()))
-    except (ServingError, OSError, ValueError) as error:
-        sys.exit(f"tensord_client.openpi: {error}")
+    gateway.main("tensord_client.openpi", run(options()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tensord_client.common.results import Tensor
 from tensord_client.common.tensors import Tensors
 from tensord_client.errors import InvalidArgument
-from tensord_client.openpi import FILE, METADATA, NotThisWire, Policy, read
+from tensord_client.gateway import FILE
+from tensord_client.openpi import METADATA, NotThisWire, Policy, read
 
 from tests import openpi_gateway
 
