@@ -31,9 +31,11 @@ FOREIGN = {
     "ml_dtypes": {"arrays.py"},
     "tensord": {"client.py"},
     "jax": {"in_jax.py"},
-    # The gateway for robots, whose extra has them.
+    # The gateways, whose extras have them.
     "msgpack": {"openpi.py"},
     "websockets": {"openpi.py"},
+    "starlette": {"tesseract.py"},
+    "uvicorn": {"tesseract.py"},
 }
 #: Versions of Python and of numpy.
 ENVIRONMENTS = [
@@ -112,7 +114,8 @@ def test_what_is_in_it(distributions: tuple[Path, Path]) -> None:
     assert "-cp39-abi3-linux_" in wheel.name
     assert (metadata["Name"], metadata["Requires-Python"]) == ("tensord-client", ">=3.9")
     robots = [f'{each}; extra == "openpi"' for each in ("msgpack<2,>=1.0.5", "websockets<18,>=15")]
-    assert metadata.get_all("Requires-Dist") == ["numpy>=1.22", *robots]
+    programs = [f'{each}; extra == "tesseract"' for each in ("starlette<2,>=0.46", "uvicorn<1,>=0.34")]
+    assert metadata.get_all("Requires-Dist") == ["numpy>=1.22", *robots, *programs]
     assert "has the surface of `tensord.testing`" in str(metadata.get_payload())
     with tarfile.open(archive) as packed:
         assert all(member.isdir() or member.isfile() for member in packed.getmembers())

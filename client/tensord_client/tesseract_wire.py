@@ -1,0 +1,178 @@
+"""Reads and writes the arrays of ``tesseract-core``'s JSON, and brings the inputs of a request in rows. Does no I/O.
+
+An array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. Inputs of a model with a batch
+dimension have that dimension, or have it not and are one row; an input of one row goes with any number of rows of others.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tensord_client.common.arrays import DTYPES, Array
+from tensord_client.common.derivatives import FLOATING
+from tensord_client.common.tensors import Tensor, cast
+from tensord_client.errors import InvalidArgument
+
+#: The most values and containers in a request besides what is base64; dimensions of an array; the largest size of one.
+MAX_VALUES, MAX_DIMENSIONS, MAX_SIZE = 1 << 18, 8, 1 << 31
+_DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
+
+
+def read_array(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False) -> Array:
+    """Makes an array of a tensor's datatype of what came for it.
+
+    ``most``: bytes that it may have. ``abstract``: True: a shape and a dtype came, which become zeros in no memory.
+
+    Raises InvalidArgument: it exceeds a bound, or is no array that may become this tensor.
+    """
+    if not isinstance(came, _Encoded):  # texts, numbers, lists of them
+        made = cast(path, came, tensor.datatype)
+        return made if made.ndim else made.reshape((1,) * len(tensor.shape))
+    shape, name, data = (came.given.get(key) for key in ("shape", "dtype", "data"))
+    dtype, wire = _DTYPES.get(name) if isinstance(name, str) else None, wire_dtype(tensor)
+    if dtype is None:
+        raise InvalidArgument(f"'{path}' has the dtype {reprlib.repr(name)}, it may be one of {', '.join(_DTYPES)}")
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
+        raise InvalidArgument(f"'{path}' has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")
+    count = math.prod(shape) * dtype.itemsize
+    bound(f"'{path}' has", len(shape), "dimensions", MAX_DIMENSIONS)
+    bound(f"'{path}' has", count, "bytes", most)
+    if wire.kind == "O" or not (np.can_cast(dtype, wire, "same_kind") or {dtype.kind, wire.kind} <= {"i", "u"}):
+        raise InvalidArgument(f"'{path}' is {name}, the model takes {tensor.datatype}")
+    if abstract and data is None:
+        return np.broadcast_to(np.zeros((), tensor.dtype), shape)
+    encoding = [data.get("encoding"), data.get("compression")] if isinstance(data, dict) else data
+    if not isinstance(data, dict) or encoding != ["base64", None]:
+        what = "as base64, not compressed, and neither as files nor in memory of CUDA"
+        raise InvalidArgument(f"'{path}' comes as {reprlib.repr(encoding)}, this server reads arrays {what}")
+    try:
+        content = binascii.a2b_base64(data["buffer"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"'{path}' is no base64: {error}") from None
+    if len(content) != count:
+        raise InvalidArgument(f"'{path}' is {name}{shape} of {count} bytes, and {len(content)} came")
+    made = np.frombuffer(content, dtype).reshape(shape)
+    return made if dtype == tensor.dtype else cast(path, made, tensor.datatype)
+
+
+def bound(what: str, number: int, unit: str, most: int) -> None:
+    """Raises InvalidArgument if ``number`` is above ``most``; ``what`` and ``unit`` stand before and behind it in the text."""
+    if number > most:
+        raise InvalidArgument(f"{what} {number} {unit}, at most {most} may be")
+
+
+def wire_dtype(tensor: Tensor) -> np.dtype[Any]:
+    """Returns the dtype of a tensor's arrays for clients. They have no BF16; float32 has all of its values."""
+    return DTYPES["FP32"] if tensor.datatype == "BF16" else tensor.dtype
+
+
+class _Encoded:
+    """An array as it came, in a tree whose other mappings are of inputs."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+
+
+def tree(node: Any) -> Any:
+    """Returns a tree of inputs where each array is an ``_Encoded``."""
+    if isinstance(node, dict):
+        is_array = "shape" in node and "dtype" in node
+        return _Encoded(node) if is_array else {key: tree(each) for key, each in node.items()}
+    return [tree(each) for each in node] if isinstance(node, list) else node
+
+
+def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns those tensors that have derivatives."""
+    return {name: each for name, each in tensors.items() if each.datatype in FLOATING}
+
+
+def paths(name: str) -> Iterator[str]:
+    """Yields how clients may write a name: as it is, with dots, and with [0] for the items of a list."""
+    parts = name.replace("/", ".").split(".")
+    yield from (name, ".".join(parts), ".".join(f"[{part}]" if part.isdigit() else part for part in parts))
+
+
+def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str, Any]:
+    """Returns values by names instead of paths, or the paths by names if they are a list.
+
+    Raises InvalidArgument: no tensor has such a path.
+    """
+    names = {path: name for name in tensors for path in paths(name)}
+    if not isinstance(values, (dict, list)) or not values or not all(map(names.__contains__, map(str, values))):
+        raise InvalidArgument(f"{field} is {reprlib.repr(values)}, of the model it may name {sorted(tensors)}")
+    found = {names[path]: values[path] if isinstance(values, dict) else path for path in map(str, values)}
+    if len(found) < len(values):
+        raise InvalidArgument(f"{field} names one twice: {reprlib.repr(values)}")
+    return found
+
+
+class Point:
+    """The inputs of one request, in rows: ``arrays`` by name, each with ``rows`` rows as its first axis."""
+
+    def __init__(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], batched: bool, most: int, abstract: bool
+    ) -> None:
+        """``values``: what came for each input. ``most``, ``abstract``: as for ``read_array``.
+
+        Raises InvalidArgument: a value does not fit its input.
+        """
+        given = {name: read_array(name, each, tensors[name], most, abstract) for name, each in values.items()}
+        #: The shape in which each input came, and the dtype.
+        self.shapes = {name: each.shape for name, each in given.items()}
+        self._dtypes = {
+            name: _DTYPES[each.given["dtype"]] if isinstance(each, _Encoded) else wire_dtype(tensors[name])
+            for name, each in values.items()
+        }
+        counts = dict[str, int]()
+        for name, array in given.items():
+            row = tensors[name].shape
+            if array.ndim not in (len(row), len(row) + batched):
+                raise InvalidArgument(f"'{name}' has the shape {[*array.shape]}, a row is {[*row]}")
+            counts.update({name: array.shape[0]} if array.ndim > len(row) else {})
+        #: True if inputs have a batch dimension for the client, and outputs too.
+        self.has_rows = bool(counts)
+        self.rows = next((count for count in counts.values() if count != 1), 1)
+        self.arrays = {name: self.in_rows(name, array, len(tensors[name].shape)) for name, array in given.items()}
+
+    def in_rows(self, name: str, array: Array, dimensions: int) -> Array:
+        """Returns an array with all rows. ``dimensions``: those of a row. Raises InvalidArgument: it has other rows."""
+        array = array if array.ndim > dimensions else array[None]
+        if array.shape[0] not in (1, self.rows):
+            raise InvalidArgument(f"'{name}' has {array.shape[0]} rows, and another input {self.rows}")
+        return np.broadcast_to(array, (self.rows, *array.shape[1:]))
+
+    def output(self, rows: Array) -> Array:
+        """Returns an output as the client gets it."""
+        return rows if self.has_rows else rows[0, ...]
+
+    def gradient(self, name: str, rows: Array) -> Array:
+        """Returns the gradient by an input, given that by each of its rows: in the shape and dtype in which the input came."""
+        shape = self.shapes[name]
+        rows = rows if rows.shape == shape else rows[0] if self.rows == 1 else rows.sum(0)
+        return rows.reshape(shape).astype(self._dtypes[name], copy=False)
+
+    def block(self, name: str, rows: Array) -> Array:
+        """Returns the Jacobian by an input, given that of each row of an output by the input's same row."""
+        shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
+        if not self.has_rows:
+            return rows[0, ...]
+        if self.arrays[name].shape != shape:  # all rows depend on one
+            return rows.reshape(*rows.shape[:at], *shape)
+        made, each = np.zeros((*rows.shape[:at], *shape), rows.dtype), np.arange(self.rows)
+        np.moveaxis(made, at, 1)[each, each] = rows
+        return made
+
+
+def written(array: Any) -> Any:
+    """Returns an array as it is written in JSON."""
+    if array.dtype.kind == "O":
+        return [each.decode(errors="replace") for each in array.ravel()]
+    data = {"buffer": base64.b64encode(array.tobytes()).decode(), "encoding": "base64"}
+    return {"object_type": "array", "shape": array.shape, "dtype": array.dtype.name, "data": data}
