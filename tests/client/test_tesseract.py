@@ -305,6 +305,31 @@ def test_a_model_that_is_loaded_anew_and_keys(daemon: DaemonProcess, tmp_path: P
     assert "Traceback" not in gateway.log
 
 
+def test_an_input_of_one_row_goes_with_rows_of_others(gateway: GatewayProcess) -> None:
+    """Its gradient is the sum over the rows; every row of its Jacobian is there. A gradient has the datatype that came."""
+    program(
+        gateway,
+        """
+second = Tesseract.from_url(at + "/rows.pull_back")
+many = np.stack([X[0], 2 * X[0], X[1]])
+def f(x, v):
+    return apply_tesseract(second, {"state": {"x": x, "n": N[0]}, "cotangent.y": v})["cotangent.state.x"]
+def g(x, v):
+    return jax.vjp(lambda x: rows(x, N[0]), x)[1](jnp.broadcast_to(v, (3, 3)))[0]
+for v in (np.arange(3, dtype="f4"), np.ones((1, 3), "f4")):
+    loss = lambda f: jax.jit(jax.grad(lambda x, v: (f(x, v) ** 2).sum(), (0, 1)))(many, v)
+    close(loss(f), loss(g))
+    close(jax.jvp(f, (many, v), (many, 2 * v)), jax.jvp(g, (many, v), (many, 2 * v)))
+    close(jax.jacrev(f, 1)(many, v), jax.jacrev(g, 1)(many, v))
+wide = {"x": X.astype("f8"), "n": N}
+asked = {"vjp_inputs": ["state.x"], "vjp_outputs": ["y"], "cotangent_vector": {"y": np.ones((2, 3))}}
+(made,) = Tesseract.from_url(at + "/rows").vector_jacobian_product({"state": wide}, **asked).values()
+assert made.dtype == "f8"
+close(made.astype("f4"), jax.grad(lambda x: rows(x).sum())(X))
+""",
+    )
+
+
 def test_gradients_by_inputs_that_vmap_does_not_map(gateway: GatewayProcess) -> None:
     program(
         gateway,
