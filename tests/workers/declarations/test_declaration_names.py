@@ -15,7 +15,7 @@ from tensord.workers.declarations.declaration_names import _EXAMPLES, check_name
 
 WORKERS = Path(__file__).parents[3] / "workers"
 #: Names that the worker reads of a module and that no model.py declares: functions and classes, and what an artifact has.
-NO_DECLARATIONS = {"create", "TritonPythonModel", "source", "__file__", "__all__"}
+NO_DECLARATIONS = {"create", "TritonPythonModel", "source", "vjp_order", "__file__", "__all__"}
 
 
 def check(folder: Path, source: str, config: str = "") -> None:
