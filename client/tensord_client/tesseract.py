@@ -21,7 +21,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,27 +29,17 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tensord_client import errors, gateway
+from tensord_client import tesseract_wire as wire
 from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
 from tensord_client.common.arrays import Array
 from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, Names, lacks, named
 from tensord_client.common.tensors import Tensor, cast, flat
 from tensord_client.errors import InvalidArgument, NotFound, ResultsHeld, ServingError
-from tensord_client.tesseract_wire import (
-    MAX_VALUES,
-    Point,
-    bound,
-    by_name,
-    floating,
-    paths,
-    read_array,
-    tree,
-    wire_dtype,
-    written,
-)
 
 _log = logging.getLogger("tensord_client.tesseract")
 #: The program's flags besides those of all gateways.
@@ -57,24 +47,28 @@ _FLAGS: dict[str, tuple[Any, str]] = {
     "--address": ("127.0.0.1:8910", "HOST:PORT where clients connect; a model is at /MODEL and /MODEL/versions/N"),
     "--max-connections": (256, "clients at the same time"),
     "--max-body-bytes": (64 << 20, "bytes of a request, and of the arrays of an answer"),
-    "--max-held-bytes": (256 << 20, "bytes of all requests under way"),
-    "--max-products": (
-        4096,
-        "products for a Jacobian: elements of its outputs or inputs, whichever are fewer, by rows",
-    ),
+    "--max-held-bytes": (256 << 20, "bytes of all requests under way, and of their answers"),
+    "--max-products": (4096, "products for a Jacobian: elements of outputs or inputs, the fewer ones, by rows"),
     "--body-timeout": (30, "seconds for a request to come"),
+    "--idle-timeout": (60, "seconds from connecting, or from an answer's first byte, to the next request"),
 }
 #: What an Accept header has to have, and may not.
 _ACCEPTED = re.compile(r"\*/\*|application/(\*|json\+base64)")
 _REFUSED = re.compile(r'(transport|compression)="?(?!none)')
 #: Models that stay looked up, and seconds in which a look-up is not repeated.
 _MODELS, _FRESH = 256, 1.0
+#: Connections above --max-connections that are told so, with 503; bytes of an answer that may wait to be sent.
+_TOLD, _PIECE = 64, 1 << 16
 _ENDPOINTS = ("apply", "abstract_eval", "jacobian", "jacobian_vector_product", "vector_jacobian_product")
+_METHODS = {**dict.fromkeys(_ENDPOINTS, "POST"), "health": "GET", "openapi.json": "GET"}
 #: The products by endpoint: the kind of derivative, the field with vectors, and what the names of further fields begin with.
 _PRODUCTS = {
     "jacobian_vector_product": (PUSH_FORWARD, "tangent_vector", "jvp"),
     "vector_jacobian_product": (PULL_BACK, "cotangent_vector", "vjp"),
 }
+_Hold = Callable[[int], None]
+_Part = Callable[[int, int], dict[str, Array]]
+_Paths = Mapping[str, str]
 _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.DeadlineExceeded: 504}
 
 
@@ -88,7 +82,7 @@ class TesseractModel:
             {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}
             for tensors in (model.inputs, model.outputs)
         )
-        names, taken, given = Names(model.name), floating(self.inputs), floating(self.outputs)
+        names, taken, given = Names(model.name), wire.floating(self.inputs), wire.floating(self.outputs)
         known = {PULL_BACK: (names.cotangent, given, taken), PUSH_FORWARD: (names.tangent, taken, given)}
         #: For each kind of derivative, and "" for the model: what is asked, what names of vectors and of what it gives begin
         #: with, the vectors that it takes besides inputs, and what it gives.
@@ -96,85 +90,59 @@ class TesseractModel:
         self._kinds.update((kind, (each, *known[kind])) for kind, each in derivatives.items())
 
     def schema(self) -> dict[str, Any]:
-        """Returns the OpenAPI document: endpoints, inputs, outputs, which of them have derivatives, and encodings."""
-        schemas = dict[str, Any]()
-        for side, tensors in (("Input", self.inputs), ("Output", self.outputs)):
-            chosen = floating(tensors) if len(self._kinds) > 1 else {}
-            schemas[f"Apply_{side}Schema"] = {
-                "type": "object",
-                "properties": {
-                    name: {"type": "string"} if each.datatype == "BYTES" else {"type": "object", "array_flags": []}
-                    for name, each in tensors.items()
-                },
-            }
-            schemas[f"Apply{side}Schema"] = {
-                # Without a shape, auto_experimental would send rows, and sum gradients by inputs that vmap does not map.
-                "differentiable_arrays": {
-                    path: {"shape": each.shape, "dtype": wire_dtype(each).name}
-                    for name, each in chosen.items()
-                    for path in paths(name)
-                }
-            }
-        has = {"jacobian": len(self._kinds) > 1, **{name: each[0] in self._kinds for name, each in _PRODUCTS.items()}}
-        answered = {"responses": {"200": {"description": "OK"}}}
-        endpoints = {f"/{name}": {"post": answered} for name in _ENDPOINTS if has.get(name, True)}
-        return {
-            "openapi": "3.1.0",
-            "info": {"title": self._model.name, "version": str(self._model.version)},
-            "paths": {**endpoints, "/health": {"get": answered}},
-            "components": {"schemas": schemas},
-            "x-supported-output-formats": ["json+base64"],
-            "x-supported-gpu-transports": ["none"],
-            "x-supported-compressions": ["none"],
-        }
+        """Returns the OpenAPI document."""
+        has = {name: each[0] in self._kinds for name, each in _PRODUCTS.items()} | {"jacobian": len(self._kinds) > 1}
+        title = {"title": self._model.name, "version": str(self._model.version)}
+        return wire.openapi(title, [each for each in _ENDPOINTS if has.get(each, True)], self.inputs, self.outputs)
 
-    async def answer(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what an endpoint answers to the ``body`` of a request.
+    async def answer(self, endpoint: str, body: Mapping[str, Any], hold: _Hold) -> dict[str, Any]:
+        """Returns what an endpoint answers to the ``body`` of a request. ``hold`` is told the bytes of what the model gives.
 
         Raises: InvalidArgument: the request does not fit the model or exceeds a bound.  ServingError: the daemon's.
         """
         known, most = {name: each.datatype for name, each in self.inputs.items()}, self._bounds.max_body_bytes
-        values = by_name(flat(tree(body.get("inputs")), known), self.inputs, "inputs")
-        point = Point(values, self.inputs, self._batched, most, endpoint == "abstract_eval")
+        values = wire.by_name(flat(wire.tree(body.get("inputs")), known), self.inputs, "inputs")
+        point = wire.Point(values, self.inputs, self._batched, most, endpoint == "abstract_eval")
         if endpoint == "apply":
-            found = await self._rows("", _slices(point.arrays), point.rows)
+            found = await self._rows("", wire.slices(point.arrays), point.rows, hold)
             return {name: point.output(each) for name, each in found.items()}
         if lacking := sorted(self.inputs.keys() - values.keys()):
             raise InvalidArgument(f"inputs lack {lacking}")
         shapes = {name: each.shape for name, each in self.outputs.items()}
         if any(-1 in shape for shape in shapes.values()):  # only the model knows
-            found = await self._rows("", _slices(point.arrays), point.rows)
+            found = await self._rows("", wire.slices(point.arrays), point.rows, hold)
             shapes = {name: each.shape[1:] for name, each in found.items()}
         if endpoint == "abstract_eval":
             if texts := [name for name, each in self.outputs.items() if each.datatype == "BYTES"]:
                 raise InvalidArgument(f"output '{texts[0]}' has texts, for which {endpoint} has no words: use apply")
             rows = (point.rows,) * point.has_rows
             return {
-                name: {"shape": rows + shapes[name], "dtype": wire_dtype(self.outputs[name]).name} for name in shapes
+                name: {"shape": rows + shapes[name], "dtype": wire.dtype_for(self.outputs[name]).name}
+                for name in shapes
             }
         kind, field, begins = _PRODUCTS.get(endpoint, ("", "", "jac"))
-        by = by_name(body.get(f"{begins}_inputs"), floating(self.inputs), f"{begins}_inputs")
-        of = by_name(body.get(f"{begins}_outputs"), floating(self.outputs), f"{begins}_outputs")
+        by = wire.by_name(body.get(f"{begins}_inputs"), wire.floating(self.inputs), f"{begins}_inputs")
+        of = wire.by_name(body.get(f"{begins}_outputs"), wire.floating(self.outputs), f"{begins}_outputs")
         if not kind:
-            return await self._jacobian(point, shapes, by, of)
+            return await self._jacobian(point, shapes, by, of, hold)
         (_, prefix, vectors, _), forward = self._asked(kind), kind == PUSH_FORWARD
-        came, listed, given = by_name(body.get(field), vectors, field), by if forward else of, dict(point.arrays)
+        came, listed, given = wire.by_name(body.get(field), vectors, field), by if forward else of, dict(point.arrays)
         if came.keys() != listed.keys():
             raise InvalidArgument(f"{field} has {sorted(came)}, and {sorted(listed)} were listed")
         for name, tensor in vectors.items():
             row = point.arrays[name].shape[1:] if forward else shapes[name]
-            array = read_array(name, tree(came[name]), tensor, most) if name in came else np.zeros(row, tensor.dtype)
+            array = (
+                wire.read(name, wire.tree(came[name]), tensor, most) if name in came else np.zeros(row, tensor.dtype)
+            )
             given[prefix + name] = array = point.in_rows(prefix + name, array, len(row))
             if array.shape[1:] != row:
                 raise InvalidArgument(f"{field} has '{name}' with rows {[*array.shape[1:]]}, {[*row]} is expected")
-        found = await self._rows(kind, _slices(given), point.rows)
+        found = await self._rows(kind, wire.slices(given), point.rows, hold)
         if forward:
             return {path: point.output(found[name]) for name, path in of.items()}
         return {path: point.gradient(name, found[name]) for name, path in by.items()}
 
-    async def _jacobian(
-        self, point: Point, shapes: Any, by: Mapping[str, str], of: Mapping[str, str]
-    ) -> dict[str, Any]:
+    async def _jacobian(self, point: wire.Point, shapes: Any, by: _Paths, of: _Paths, hold: _Hold) -> dict[str, Any]:
         """Returns the Jacobian of outputs by inputs, of products with unit vectors, which are rows of few requests."""
         taken, given = {name: point.arrays[name].shape[1:] for name in by}, {name: shapes[name] for name in of}
         inputs, outputs = (sum(map(math.prod, each.values())) for each in (taken, given))
@@ -182,8 +150,8 @@ class TesseractModel:
         kind, units, count, rows = PUSH_FORWARD, taken, inputs, point.rows
         if back:
             kind, units, count = PULL_BACK, given, outputs
-        bound("the Jacobian takes", count * rows, "products", self._bounds.max_products)
-        bound("the Jacobian takes", 8 * inputs * outputs * rows * rows, "bytes", self._bounds.max_body_bytes)
+        wire.bound("the Jacobian takes", count * rows, "products", self._bounds.max_products)
+        wire.bound("the Jacobian takes", 8 * inputs * outputs * rows * rows, "bytes", self._bounds.max_body_bytes)
         starts = dict(zip(units, np.cumsum([0, *map(math.prod, units.values())]).tolist()))
         _, prefix, vectors, _ = self._asked(kind)
 
@@ -193,11 +161,11 @@ class TesseractModel:
             for name, tensor in vectors.items():
                 shape = shapes[name] if back else point.arrays[name].shape[1:]
                 at = unit[:, None] - starts.get(name, count)
-                array = (at == np.arange(math.prod(shape))).astype(wire_dtype(tensor))
+                array = (at == np.arange(math.prod(shape))).astype(wire.dtype_for(tensor))
                 made[prefix + name] = cast(name, array.reshape(len(row), *shape), tensor.datatype)
             return made
 
-        found = await self._rows(kind, part, count * rows)
+        found = await self._rows(kind, part, count * rows, hold)
 
         def block(output: str, name: str) -> Array:
             unit, other = (output, name) if back else (name, output)
@@ -212,13 +180,16 @@ class TesseractModel:
             raise InvalidArgument(lacks(self._model.name, kind))
         return self._kinds[kind]  # type: ignore[no-any-return]
 
-    async def _rows(self, kind: str, part: Callable[[int, int], dict[str, Array]], rows: int) -> dict[str, Array]:
+    async def _rows(self, kind: str, part: _Part, rows: int, hold: _Hold) -> dict[str, Array]:
         """Asks the model or a derivative for ``rows`` rows, as many at a time as it takes. Returns rows of what it gives.
 
         ``part``: returns its inputs from one row to another.
         """
         model, prefix, _, given = self._asked(kind)
-        tensors, parts, step = named(prefix, given), list[dict[str, Array]](), model.max_batch_size or 1
+        tensors, parts, most = named(prefix, given), list[dict[str, Array]](), self._bounds.max_body_bytes
+        # A row of a Jacobian may be all that a request may have.
+        row = sum(each.nbytes for each in part(0, 1).values())
+        step = max(1, min(model.max_batch_size, most // max(row, 1)))
         for at in range(0, max(rows, 1), step):
             # A model without a batch dimension has one row, which is taken away and put back.
             inputs, lift = part(at, min(at + step, rows)), ... if model.max_batch_size else None
@@ -232,12 +203,9 @@ class TesseractModel:
                     # Answers to others have come, and hold the worker's memory until their tasks have run.
                     await asyncio.sleep(0)
             size = sum(each.nbytes for part in parts for each in part.values())
-            bound("the answer has", size, "bytes", self._bounds.max_body_bytes)
+            wire.bound("the answer has", size, "bytes", most)
+            hold(sum(each.nbytes for each in parts[-1].values()))
         return {name: np.concatenate([each[prefix + name] for each in parts]) for name in given}
-
-
-def _slices(arrays: Mapping[str, Array]) -> Callable[[int, int], dict[str, Array]]:
-    return lambda begin, end: {name: each[begin:end] for name, each in arrays.items()}
 
 
 class TesseractGateway:
@@ -247,22 +215,40 @@ class TesseractGateway:
         self._client, self._options, self._looking_up = client, options, asyncio.Lock()
         self._keys = [b"Basic " + base64.b64encode(b"api-key:" + key) for key in gateway.keys(options)]
         self._served: dict[tuple[str, int], TesseractModel] = {}
-        #: Bytes of requests under way.
+        #: Bytes of requests under way, and of their answers until these are sent.
         self._held = 0
-        methods = {**dict.fromkeys(_ENDPOINTS, "POST"), "health": "GET", "openapi.json": "GET"}
         #: The application that a server of ASGI runs.
-        self.app = Starlette(
-            routes=[
-                Route(f"/{{model}}{version}/{name}", self.respond, methods=[method])
-                for version in ("", "/versions/{version}")
-                for name, method in methods.items()
-            ]
-        )
+        paths = "/{model}/{endpoint}", "/{model}/versions/{version}/{endpoint}"
+        self.app = Starlette(routes=[Route(path, self) for path in paths])
 
-    async def respond(self, request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request with JSON, or with a status and a sentence."""
+        own, most = 0, self._options.max_held_bytes
+
+        def hold(count: int) -> None:
+            nonlocal own
+            own, self._held = own + count, self._held + count
+            if self._held > most:
+                raise HTTPException(503, f"requests and their answers have {self._held} bytes, at most {most} may be")
+
         try:
-            return await self._respond(request)
+            status, kind, content = await self._answer(Request(scope, receive), hold)
+            headers = [(b"content-type", kind), (b"content-length", str(len(content)).encode())]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            # Each piece waits until the client has read most of those before, or has left.
+            for end in range(_PIECE, len(content) + _PIECE, _PIECE):
+                more = {"more_body": end < len(content)}
+                await send({"type": "http.response.body", "body": content[end - _PIECE : end], **more})
+        finally:
+            self._held -= own
+
+    async def _answer(self, request: Request, hold: _Hold) -> tuple[int, bytes, bytes]:
+        """Returns the status, the content type and the content of an answer."""
+        try:
+            kind, told = await self._respond(request, hold)
+            content = json.dumps(told, default=wire.written).encode()
+            hold(len(content))
+            return 200, kind, content
         except HTTPException as error:
             status, text = error.status_code, error.detail
         except ServingError as error:
@@ -276,63 +262,52 @@ class TesseractGateway:
             status, text = 500, "the gateway has failed with this request; its log says why"
         # Clients make an error of pydantic's of a list, and show the text of others.
         detail: Any = [{"type": "value_error", "loc": ["body"], "msg": text}] if status == 422 else text
-        return Response(json.dumps({"detail": detail}), status, media_type="application/json")
+        return status, b"application/json", json.dumps({"detail": detail}).encode()
 
-    async def _respond(self, request: Request) -> Response:
+    async def _respond(self, request: Request, hold: _Hold) -> tuple[bytes, dict[str, Any]]:
+        """Returns the content type of an answer, and what it says."""
         if not gateway.is_known(self._keys, request.headers.getlist("authorization")):
             raise HTTPException(401, "the API key is none of the gateway's: use http://api-key:KEY@HOST:PORT/MODEL")
         version = request.path_params.get("version", "0")
         if not (version.isascii() and version.isdigit() and len(version) <= 18):
             raise HTTPException(404, "a model is at /MODEL or /MODEL/versions/N")
-        endpoint, asked = request.url.path.rpartition("/")[2], (request.path_params["model"], int(version))
+        endpoint, asked = request.path_params["endpoint"], (request.path_params["model"], int(version))
+        if _METHODS.get(endpoint) != request.method:
+            raise HTTPException(405 if endpoint in _METHODS else 404, f"no {request.method} is at {endpoint}")
         if endpoint not in _ENDPOINTS:
             found = await self._model(asked, _FRESH)
-            told = {"status": "ok"} if endpoint == "health" else found.schema()
-            return Response(json.dumps(told), media_type="application/json")
+            return b"application/json", {"status": "ok"} if endpoint == "health" else found.schema()
         accepted = request.headers.get("accept", "*/*")
         if not _ACCEPTED.search(accepted) or _REFUSED.search(accepted):
             raise HTTPException(406, "this server answers with json+base64, neither compressed nor in memory of CUDA")
-        async with self._read(request) as body:
-            found = await self._model(asked, math.inf)
-            try:
-                answer = await found.answer(endpoint, body)
-            except (InvalidArgument, NotFound):
-                # Perhaps the model was loaded anew, and takes something else now.
-                again = await self._model(asked, _FRESH)
-                if again is found:
-                    raise
-                answer = await again.answer(endpoint, body)
-            return Response(json.dumps(answer, default=written), media_type="application/json+base64")
+        body, found = await self._read(request, hold), await self._model(asked, math.inf)
+        try:
+            answer = await found.answer(endpoint, body, hold)
+        except (InvalidArgument, NotFound):
+            # Perhaps the model was loaded anew, and takes something else now.
+            again = await self._model(asked, _FRESH)
+            if again is found:
+                raise
+            answer = await again.answer(endpoint, body, hold)
+        return b"application/json+base64", answer
 
-    @contextlib.asynccontextmanager
-    async def _read(self, request: Request) -> AsyncIterator[dict[str, Any]]:
-        """Reads the body of a request, which counts as held within the block."""
-        content, body = bytearray(), None
-        held, most, seconds = self._options.max_held_bytes, self._options.max_body_bytes, self._options.body_timeout
+    async def _read(self, request: Request, hold: _Hold) -> dict[str, Any]:
+        """Reads the body of a request, whose bytes it holds."""
+        content = bytearray()
+        most, seconds = self._options.max_body_bytes, self._options.body_timeout
 
         async def receive() -> None:
             async for chunk in request.stream():
                 content.extend(chunk)
-                self._held += len(chunk)
+                hold(len(chunk))
                 if len(content) > most:
                     raise HTTPException(413, f"a request has {len(content)} bytes or more, at most {most} may be")
-                if self._held > held:
-                    raise HTTPException(503, f"requests under way have {self._held} bytes, at most {held} may be")
 
         try:
-            try:
-                await asyncio.wait_for(receive(), seconds)
-            except asyncio.TimeoutError:
-                raise HTTPException(408, f"{len(content)} bytes came in {seconds} s, and no end of a request") from None
-            # Each value and each container but the first has one of these before it; base64 has none.
-            bound("the request has", sum(map(content.count, (b",", b"[", b"{"))), "values besides base64", MAX_VALUES)
-            with contextlib.suppress(ValueError, RecursionError):
-                body = json.loads(content)
-            if not isinstance(body, dict):
-                raise InvalidArgument("the request is no object in JSON, or too deep")
-            yield body
-        finally:
-            self._held -= len(content)
+            await asyncio.wait_for(receive(), seconds)
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"{len(content)} bytes came in {seconds} s, and no end of a request") from None
+        return wire.parsed(content)
 
     async def _model(self, asked: tuple[str, int], age: float) -> TesseractModel:
         """Returns a model, looked up at most ``age`` seconds ago. Raises ServingError: it is not served, or not ready."""
@@ -351,8 +326,22 @@ class TesseractGateway:
             return found
 
 
+class _Connection(H11Protocol):
+    """A client's connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > (self.limit_concurrency or 0) + _TOLD:
+            transport.abort()
+
+
 class _Server(uvicorn.Server):
-    """Says when it serves. Signals are the program's own."""
+    """Says when it serves, and closes connections without a request. Signals are the program's own."""
+
+    #: Seconds that a connection may be without a request.
+    idle_timeout: float
+    #: For each connection without a request: the last request, and since when there is none.
+    _idle: Mapping[Any, tuple[Any, float]] = {}
 
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()
@@ -362,18 +351,37 @@ class _Server(uvicorn.Server):
         _log.info("models are served on %s", ", ".join("{}:{}".format(*each.getsockname()) for each in sockets or ()))
         gateway.notify(b"READY=1")
 
+    async def on_tick(self, counter: int) -> bool:
+        # uvicorn's own limit begins anew with each byte.
+        now, idle = time.monotonic(), dict[Any, tuple[Any, float]]()
+        for each in list[Any](self.server_state.connections):
+            if each.cycle is None or each.cycle.response_started:
+                last, since = self._idle.get(each, (None, now))
+                idle[each] = each.cycle, since if each.cycle is last else now
+                if now - idle[each][1] > self.idle_timeout:
+                    each.transport.abort()
+        self._idle = idle
+        return await super().on_tick(counter)
+
 
 async def run(options: argparse.Namespace) -> None:
     """Serves clients until SIGTERM or SIGINT. Raises: OSError: a file or the address cannot be used.  ServingError: no daemon."""
-    place, stop = gateway.place(options), gateway.stop_event()
+    stop = gateway.stop_event()
     async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
         app, most, seconds = TesseractGateway(client, options).app, options.max_connections, options.stop_timeout
         own: Any = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "server_header": False}
-        own.update(limit_concurrency=most, timeout_keep_alive=60, timeout_graceful_shutdown=seconds)
+        # Of the two parsers only that of h11 has a limit for headers.
+        own.update(http=_Connection, limit_concurrency=most, timeout_keep_alive=options.idle_timeout)
         # Whoever connects could fill the log.
-        own.update(log_level="error", ssl_certfile=options.certificate, ssl_keyfile=options.key)
+        own.update(
+            timeout_graceful_shutdown=seconds,
+            log_level="error",
+            ssl_certfile=options.certificate,
+            ssl_keyfile=options.key,
+        )
         server = _Server(uvicorn.Config(app, **own))
-        with socket.create_server(place) as listening:
+        server.idle_timeout = options.idle_timeout
+        with gateway.listening(options) as listening:
             serving, stopped = (asyncio.ensure_future(each) for each in (server.serve([listening]), stop.wait()))
             await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
             gateway.notify(b"STOPPING=1")

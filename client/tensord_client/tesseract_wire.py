@@ -1,4 +1,4 @@
-"""Reads and writes the arrays of ``tesseract-core``'s JSON, and brings the inputs of a request in rows. Does no I/O.
+"""Reads and writes ``tesseract-core``'s JSON, and brings the inputs of a request in rows. Does no I/O.
 
 An array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. Inputs of a model with a batch
 dimension have that dimension, or have it not and are one row; an input of one row goes with any number of rows of others.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import json
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,19 @@ MAX_VALUES, MAX_DIMENSIONS, MAX_SIZE = 1 << 18, 8, 1 << 31
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
-def read_array(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False) -> Array:
+def parsed(content: bytearray) -> dict[str, Any]:
+    """Parses the content of a request. Raises InvalidArgument: it is no object in JSON, or has too many values."""
+    body = None
+    # Each value and each container but the first has one of these before it; base64 has none.
+    bound("the request has", sum(map(content.count, (b",", b"[", b"{"))), "values besides base64", MAX_VALUES)
+    with contextlib.suppress(ValueError, RecursionError):
+        body = json.loads(content)
+    if not isinstance(body, dict):
+        raise InvalidArgument("the request is no object in JSON, or too deep")
+    return body
+
+
+def read(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False) -> Array:
     """Makes an array of a tensor's datatype of what came for it.
 
     ``most``: bytes that it may have. ``abstract``: True: a shape and a dtype came, which become zeros in no memory.
@@ -36,7 +50,7 @@ def read_array(path: str, came: Any, tensor: Tensor, most: int, abstract: bool =
         made = cast(path, came, tensor.datatype)
         return made if made.ndim else made.reshape((1,) * len(tensor.shape))
     shape, name, data = (came.given.get(key) for key in ("shape", "dtype", "data"))
-    dtype, wire = _DTYPES.get(name) if isinstance(name, str) else None, wire_dtype(tensor)
+    dtype, wire = _DTYPES.get(name) if isinstance(name, str) else None, dtype_for(tensor)
     if dtype is None:
         raise InvalidArgument(f"'{path}' has the dtype {reprlib.repr(name)}, it may be one of {', '.join(_DTYPES)}")
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
@@ -68,7 +82,7 @@ def bound(what: str, number: int, unit: str, most: int) -> None:
         raise InvalidArgument(f"{what} {number} {unit}, at most {most} may be")
 
 
-def wire_dtype(tensor: Tensor) -> np.dtype[Any]:
+def dtype_for(tensor: Tensor) -> np.dtype[Any]:
     """Returns the dtype of a tensor's arrays for clients. They have no BF16; float32 has all of its values."""
     return DTYPES["FP32"] if tensor.datatype == "BF16" else tensor.dtype
 
@@ -119,15 +133,15 @@ class Point:
     def __init__(
         self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], batched: bool, most: int, abstract: bool
     ) -> None:
-        """``values``: what came for each input. ``most``, ``abstract``: as for ``read_array``.
+        """``values``: what came for each input. ``most``, ``abstract``: as for ``read``.
 
         Raises InvalidArgument: a value does not fit its input.
         """
-        given = {name: read_array(name, each, tensors[name], most, abstract) for name, each in values.items()}
+        given = {name: read(name, each, tensors[name], most, abstract) for name, each in values.items()}
         #: The shape in which each input came, and the dtype.
         self.shapes = {name: each.shape for name, each in given.items()}
         self._dtypes = {
-            name: _DTYPES[each.given["dtype"]] if isinstance(each, _Encoded) else wire_dtype(tensors[name])
+            name: _DTYPES[each.given["dtype"]] if isinstance(each, _Encoded) else dtype_for(tensors[name])
             for name, each in values.items()
         }
         counts = dict[str, int]()
@@ -140,6 +154,7 @@ class Point:
         self.has_rows = bool(counts)
         self.rows = next((count for count in counts.values() if count != 1), 1)
         self.arrays = {name: self.in_rows(name, array, len(tensors[name].shape)) for name, array in given.items()}
+        bound("the rows of inputs have", sum(each.nbytes for each in self.arrays.values()), "bytes", most)
 
     def in_rows(self, name: str, array: Array, dimensions: int) -> Array:
         """Returns an array with all rows. ``dimensions``: those of a row. Raises InvalidArgument: it has other rows."""
@@ -170,9 +185,50 @@ class Point:
         return made
 
 
+def slices(arrays: Mapping[str, Array]) -> Callable[[int, int], dict[str, Array]]:
+    """Returns a function that returns the rows of ``arrays`` from one to another."""
+    return lambda begin, end: {name: each[begin:end] for name, each in arrays.items()}
+
+
 def written(array: Any) -> Any:
     """Returns an array as it is written in JSON."""
     if array.dtype.kind == "O":
         return [each.decode(errors="replace") for each in array.ravel()]
     data = {"buffer": base64.b64encode(array.tobytes()).decode(), "encoding": "base64"}
     return {"object_type": "array", "shape": array.shape, "dtype": array.dtype.name, "data": data}
+
+
+def openapi(
+    title: Mapping[str, str], endpoints: Sequence[str], inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Returns the OpenAPI document of a model: endpoints, inputs, outputs, which of them have derivatives, and encodings.
+
+    ``inputs``, ``outputs``: the model's, with the shapes of a row.
+    """
+    schemas = dict[str, Any]()
+    for side, tensors in (("Input", inputs), ("Output", outputs)):
+        schemas[f"Apply_{side}Schema"] = {
+            "type": "object",
+            "properties": {
+                name: {"type": "string"} if each.datatype == "BYTES" else {"type": "object", "array_flags": []}
+                for name, each in tensors.items()
+            },
+        }
+        schemas[f"Apply{side}Schema"] = {
+            # Without a shape, auto_experimental would send rows, and sum gradients by inputs that vmap does not map.
+            "differentiable_arrays": {
+                path: {"shape": each.shape, "dtype": dtype_for(each).name}
+                for name, each in (floating(tensors) if "jacobian" in endpoints else {}).items()
+                for path in paths(name)
+            }
+        }
+    answered = {"responses": {"200": {"description": "OK"}}}
+    return {
+        "openapi": "3.1.0",
+        "info": title,
+        "paths": {**{f"/{name}": {"post": answered} for name in endpoints}, "/health": {"get": answered}},
+        "components": {"schemas": schemas},
+        "x-supported-output-formats": ["json+base64"],
+        "x-supported-gpu-transports": ["none"],
+        "x-supported-compressions": ["none"],
+    }

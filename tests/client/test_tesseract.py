@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import http.client
@@ -20,9 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 import trustme
+from tensord_client.gateway import listening
 
 from tests.client.test_derivatives import N, X, write_models
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.openpi_gateway import GatewayProcess, installed
 from tests.repositories import write_model
 
@@ -79,6 +81,18 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
         def create(path, config, device):
             return (lambda params, inputs: {"same": inputs["text"]}), {}
+        """,
+    )
+    write_model(
+        models,
+        "wide",
+        """
+        import jax.numpy as jnp
+
+        inputs, outputs = {"x": "FP32[1]"}, {"y": "FP32[2097152]"}
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": jnp.broadcast_to(inputs["x"], 1 << 21)}), {}
         """,
     )
     options = {
@@ -248,6 +262,8 @@ JACOBIAN = {"inputs": ROW, "jac_inputs": ["state.x"], "jac_outputs": ["y"]}
         ("vector_jacobian_product", {**BACK, "cotangent_vector": {}}, "cotangent_vector is"),
         ("vector_jacobian_product", {**BACK, "cotangent_vector": {"y": encoded(X[0])}}, r"rows \[4\], \[3\] is expected"),
         ("jacobian_vector_product", {"inputs": ROW, "jvp_inputs": ["state.x"], "jvp_outputs": ["y"]}, "tangent_vector is None"),
+        ("apply", {"inputs": {"state.x": encoded(X[0]), "state.n": encoded(np.ones((60000, 1), "i4"))}},
+         "the rows of inputs have 1200000 bytes, at most 1000000 may be"),
         ("jacobian", {**JACOBIAN, "inputs": {"state.x": encoded(np.ones((67, 4), "f4")), "state.n": encoded(N[0])}},
          "the Jacobian takes 201 products, at most 200 may be"),
     ],
@@ -361,3 +377,67 @@ def test_certificates(daemon: DaemonProcess, tmp_path: Path) -> None:
         connection.request("GET", "/rows/health")
         assert json.loads(connection.getresponse().read()) == {"status": "ok"}
         connection.close()
+
+
+def test_no_part_of_an_answer_waits_for_an_acknowledgement() -> None:
+    server = listening(argparse.Namespace(address="127.0.0.1:0"))
+    with server, socket.create_connection(server.getsockname()), server.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+def test_connections_without_a_request_are_closed(daemon: DaemonProcess) -> None:
+    """Silent ones, those that send a header for ever, and those that ask no more; there are so many at most."""
+    options = ("--idle-timeout", "2", "--max-connections", "8")
+    with GatewayProcess(daemon.folder, *options, module="tensord_client.tesseract") as gateway:
+        place = ("127.0.0.1", gateway.port)
+        with contextlib.ExitStack() as opened:
+            silent, endless, asked = (opened.enter_context(socket.create_connection(place)) for _ in range(3))
+            asked.sendall(b"GET /rows/health HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert asked.recv(100).startswith(b"HTTP/1.1 200")
+            endless.sendall(b"GET /rows/health HTTP/1.1\r\nHost: here\r\nEver: ")
+            wait_until(lambda: not sent(endless, b"x"), "the header to end")
+            for each in (silent, asked):
+                each.settimeout(PATIENCE)
+                with contextlib.suppress(ConnectionError):
+                    while each.recv(1000):
+                        pass
+        with contextlib.ExitStack() as opened:
+            many = [opened.enter_context(socket.create_connection(place)) for _ in range(8 + 64 + 40)]
+            many[0].sendall(b"GET /rows/health HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert many[0].recv(100).startswith(b"HTTP/1.1 503")
+            with contextlib.suppress(ConnectionError):
+                many[-1].sendall(b"GET /rows/health HTTP/1.1\r\nHost: here\r\n\r\n")
+                assert many[-1].recv(100) == b""
+        wait_until(lambda: healthy(gateway), "the others to be forgotten")
+        assert gateway.stop() == 0
+    assert "Traceback" not in gateway.log
+
+
+def sent(connection: socket.socket, data: bytes) -> bool:
+    """Sends it; returns False if the connection was closed."""
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(data)
+        return True
+    return False
+
+
+def healthy(gateway: GatewayProcess) -> bool:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return ask(gateway, "/rows/apply", {"inputs": ROW})[0] == 200
+    return False
+
+
+def test_answers_that_nobody_reads_are_held_for_a_while(daemon: DaemonProcess) -> None:
+    """Their bytes count as those of requests; connections end."""
+    options = ("--idle-timeout", "3", "--max-held-bytes", "30000000")
+    with GatewayProcess(daemon.folder, *options, module="tensord_client.tesseract") as gateway:
+        body = json.dumps({"inputs": {"x": encoded(np.ones(1, "f4"))}}).encode()
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", gateway.port))
+            deaf.sendall(b"POST /wide/apply HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert deaf.recv(20).startswith(b"HTTP/1.1 200")
+            status, answer = ask(gateway, "/wide/apply", body)
+            assert (status, "bytes, at most 30000000 may be" in answer["detail"]) == (503, True), answer
+            wait_until(lambda: ask(gateway, "/wide/apply", body)[0] == 200, "the answer to be given up")
+        assert gateway.stop() == 0
