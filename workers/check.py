@@ -49,7 +49,10 @@ class Apart:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Returns what the daemon answers on success. Raises Unavailable: it does not load or unload models on request."""
+        """Returns what the daemon answers on success.
+
+        Raises Unavailable: the operation loads or unloads a model, and the daemon does not do so on request.
+        """
         if self._explicit or isinstance(operation, ModelReady):
             return b"true" if isinstance(operation, ModelReady) else b""
         raise Unavailable(NOT_EXPLICIT)

@@ -564,7 +564,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` of a loaded version, and those of its derivatives.
+        """Makes the ``ModelVersion`` of a loaded version and of each of its derivatives.
 
         Each instance gets an entry on the status page until the instance ends.
         """

@@ -48,9 +48,11 @@ Apply = Callable[..., dict[str, Any]]
 
 
 def declared_order(config: ModelConfig, module: ModuleType, described: Signature) -> int:
-    """Returns how many orders of derivatives a model has; 0: it has none. ``described``: all tensors of the model.
+    """Returns how many orders of derivatives a model has; 0: it has no derivatives.
 
-    Raises InvalidArgument: the value is malformed, or more than exported programs carry; Unsupported: it can have none.
+    ``described``: all tensors of the model.
+    Raises InvalidArgument: the declared value is malformed, or the exported programs contain fewer orders. Raises Unsupported:
+    the model cannot have derivatives.
     """
     # Exported programs carry theirs whether they are asked for or not.
     carried: int | None = getattr(module, "vjp_order", None)
@@ -75,7 +77,7 @@ def declared_order(config: ModelConfig, module: ModuleType, described: Signature
 
 
 def _why_none(config: ModelConfig, module: ModuleType, described: Signature) -> str:
-    """Returns why a model can have no derivatives; "": it can. ``described``: all its tensors."""
+    """Returns why a model can have no derivatives; "": it can."""
     why = ""
     if config.backend == "python":
         why = "a Triton Python model is no function of JAX"
@@ -103,7 +105,7 @@ def _why_none(config: ModelConfig, module: ModuleType, described: Signature) -> 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredDerivative:
-    """One derivative of a model: how it is declared, and its function, which takes the model's own parameters."""
+    """One derivative of a model: its declaration, and its function, which takes the model's parameters."""
 
     kind: str
     config: ModelConfig
@@ -123,11 +125,13 @@ def derivatives(
     """Yields the derivatives of a model.
 
     Args:
-      config, module: how the model is declared; the configuration is complete.
+      config: the model's complete configuration.
+      module: the model's model.py.
       described: the tensors that clients send and get.
-      apply: its function, from parameters and named arrays to named arrays.
+      apply: the model's function, from parameters and named arrays to named arrays.
+      parameters: the model's parameters.
       max_byte_size: how many bytes the inputs and outputs of a batch may have.
-      whole: whether the gradient by parameters is among them.
+      whole: whether to yield the gradient by the parameters, too.
     """
     own, names, exported = _Declarations(config, module, described), Names(config.name), hasattr(module, "vjp_order")
     into, out = _floating(described.inputs), _floating(described.outputs)
@@ -166,7 +170,7 @@ def _tensors(prefix: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 
 def _add(fields: Any, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
-    """Adds a tensor to a configuration. ``lead``: dims that come before its own."""
+    """Adds a tensor to a configuration. ``lead``: dims in front of the tensor's own."""
     data_type = model_config_pb2.DataType.Value(datatypes.to_model_config(spec.datatype))
     field = fields.add(name=spec.name, data_type=data_type, dims=(*lead, *spec.dims))
     if spec.reshaped:
@@ -174,14 +178,12 @@ def _add(fields: Any, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
 
 
 def _declared(spec: TensorSpec, lead: tuple[str, ...] = ()) -> str:
-    """Returns a tensor's declaration as in a model.py. ``lead``: dims that come before its own."""
+    """Returns a tensor's declaration as in a model.py, with ``lead`` in front."""
     axes = zip(spec.axes, spec.model_dims, strict=True)
     return f"{spec.datatype}[{', '.join([*lead, *(str(dim if axis is None else axis) for axis, dim in axes)])}]"
 
 
 class _Declarations:
-    """Declares the derivatives of one model."""
-
     def __init__(self, config: ModelConfig, module: ModuleType, described: Signature) -> None:
         self._config = config
         self._module = module
@@ -198,7 +200,7 @@ class _Declarations:
         rows: int,
         rows_lead: bool = False,
     ) -> DeclaredDerivative:
-        """Declares one derivative. ``rows``: its max_batch_size. ``rows_lead``: rows are the first axis of what it takes."""
+        """Declares one derivative. ``rows_lead``: whether its inputs begin with an axis of rows."""
         config, module = empty(), ModuleType(f"{kind} of {self._config.name}")
         config.CopyFrom(self._config)
         config.name = f"{self._config.name}.{kind}"
@@ -231,7 +233,7 @@ class _Declarations:
 
 
 def _fitting(tensors: list[TensorSpec], max_byte_size: int) -> int:
-    """Returns how many rows with these tensors a batch may have; sizes that vary count as 1."""
+    """Returns how many rows of these tensors a batch may have."""
     row = sum(spec.dtype.itemsize * math.prod(size for size in spec.model_dims if size != -1) for spec in tensors)
     rows = _MAX_ROWS
     while rows > 1 and rows * row > max_byte_size:
@@ -240,7 +242,7 @@ def _fitting(tensors: list[TensorSpec], max_byte_size: int) -> int:
 
 
 def _leaves(parameters: Any) -> dict[str, Any]:
-    """Returns the arrays among ``parameters`` that have derivatives, by name; empty: a datatype of theirs has no name."""
+    """Returns name -> array, for the parameters that have derivatives."""
     found = {
         parameter_name(keys): leaf
         for keys, leaf in jax.tree_util.tree_leaves_with_path(parameters)
@@ -264,7 +266,7 @@ def _spec(name: str, leaf: Any) -> TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFunction:
-    """A model's function, and the names of what it and its derivatives take and give."""
+    """A model's function, with the names of its tensors and of its derivatives' tensors."""
 
     apply: Apply
     names: Names
@@ -275,7 +277,7 @@ class _ModelFunction:
     outputs: list[str]
 
     def applied(self, derivative: _Kind, lifted: bool, exported: bool) -> Apply:
-        """Returns a ``derivative`` as a function of parameters and named arrays, of rows of them if it is to be ``lifted``."""
+        """Makes a function of parameters and arrays. ``lifted``: whether it takes rows of them."""
 
         def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             return derivative(self, parameters, given)
@@ -285,7 +287,7 @@ class _ModelFunction:
         return jax.vmap(of_names, (None, 0)) if lifted else of_names
 
     def own(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arrays that the function itself takes, also those that the server adds to a client's."""
+        """Returns the arrays that the model's function takes, without cotangents and tangents."""
         added = {
             *named(self.names.cotangent, dict.fromkeys(self.out)),
             *named(self.names.tangent, dict.fromkeys(self.into)),
@@ -293,7 +295,7 @@ class _ModelFunction:
         return {name: array for name, array in given.items() if name not in added}
 
     def of_floats(self, parameters: Any, given: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Returns a function from the floating inputs to the outputs, floating and other ones apart; and these inputs."""
+        """Returns a function of the floating inputs alone, and these inputs."""
         inputs = self.own(given)
 
         def apply(floats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -303,7 +305,7 @@ class _ModelFunction:
         return apply, chosen("", self.into, inputs)
 
     def by_parameters(self, leaves: list[str], max_rows: int) -> Apply:
-        """Returns the gradient by the parameters of these names, ``leaves``. ``max_rows`` 0: what it takes has no rows."""
+        """Returns the gradient by the parameters ``leaves``. ``max_rows``: 0: without a batch."""
 
         def gradient(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             cotangents, inputs = chosen(self.names.cotangent, self.out, given), self.own(given)
@@ -339,7 +341,7 @@ def _pull_back(function: _ModelFunction, parameters: Any, given: dict[str, Any])
 
 
 def _pulled(pull: Callable[..., Any], made: Mapping[str, Any], cotangents: dict[str, Any]) -> Any:
-    """Returns what ``pull`` makes of ``cotangents``. Raises InvalidArgument: one has not the shape of its output in ``made``."""
+    """Calls ``pull``. Raises InvalidArgument: a cotangent has another shape than its output."""
     for name, output in made.items():
         if (given := cotangents[name].shape) != output.shape:
             raise InvalidArgument(

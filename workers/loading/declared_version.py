@@ -36,7 +36,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """The model version of which a load makes a derivative, with the derivative's function."""
+    """The model version whose derivative is being loaded, and the derivative's function."""
 
     apply: Callable[..., Any]
     #: The model's parameters, as ``create`` returned them.

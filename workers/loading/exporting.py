@@ -53,17 +53,18 @@ def export_model(
     platforms: Sequence[str] | None = None,
     derivatives: int = 0,
 ) -> Path:
-    """Writes a model folder that is served without Python code, and returns it (implements ``tensord.models.export``).
+    """Writes a model folder that is served without Python code, and returns the folder. Implements ``tensord.models.export``.
 
     Args:
-      function: takes parameters and inputs (trees of arrays), returns a tree of outputs.
-      inputs: declarations of the inputs, as in a model.py.
+      function: takes parameters and inputs (trees of arrays), and returns a tree of outputs.
+      parameters: the parameters that are written to the folder.
+      inputs: the declarations of the inputs, as in a model.py.
       max_batch_size: the most rows; 0: no batches.
-      buckets: axis name -> sizes to compile.
+      buckets: axis name -> sizes to compile; None: there are none.
       platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
-      derivatives: how many orders of derivatives the program carries, in reverse.
-    Raises: InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
-    OSError: the folder cannot be written.
+      derivatives: for how many orders of derivatives, in reverse mode, the programs are exported; 0: for none.
+    Raises InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
+    Raises OSError: the folder cannot be written.
     """
     folder = Path(folder)
     config = model_config.empty(folder.name)
@@ -90,9 +91,9 @@ def write(
 ) -> Path:
     """Adds tensors to a configuration, and writes it to a model folder with exported programs. Returns the folder.
 
-    ``function`` takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
-    None: the default back end's. ``derivatives``: how many orders of them the programs carry. Raises InvalidArgument: the folder
-    is not empty, or the function cannot be exported.
+    ``function``: takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
+    None: the platform of the default back end. ``derivatives``: for how many orders of derivatives the programs are exported.
+    Raises InvalidArgument: the folder is not empty, or the function cannot be exported.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
@@ -211,10 +212,10 @@ def _complete(config: ModelConfig, inputs: Mapping[str, Declared], exported: exp
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str, derivatives: int) -> None:
-    """Writes a loaded version that has a model.py into ``folder`` as a new model. Raises ServingError if that fails.
+    """Writes a version that has a model.py into ``folder`` as a new model. Raises ServingError if that fails.
 
     ``platforms``: comma-separated, as jax.export names them; "": the platform of the device. ``derivatives``: how many orders of
-    them the new model has.
+    derivatives the new model has.
     """
     config = model_config.from_bytes(load.config)
     folders = (Path(load.version_path), Path(load.model_path))

@@ -278,10 +278,7 @@ class Loader:
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 
     def _created(self, load: VersionLoad, declared: DeclaredVersion, order: int) -> _Runnable:
-        """Calls ``create`` of model.py and prepares to run the function that it returns (jitted, on the host, or a generator).
-
-        ``order``: how many orders of derivatives it has.
-        """
+        """Calls ``create`` of model.py, and prepares the returned function to run."""
         config, module, described = load.config, load.module, declared.taken
         if load.is_host and described.states:
             raise Unsupported(
@@ -316,10 +313,7 @@ class Loader:
     def _derivatives(
         self, load: VersionLoad, declared: DeclaredVersion, function: Created, jitted: JaxModel | None, order: int
     ) -> tuple[LoadedModel, ...]:
-        """Loads the derivatives of a version, and theirs; those that cannot be traced or lowered are left out, and logged.
-
-        Raises InvalidArgument: neither its pull-back nor its push-forward can be traced.
-        """
+        """Loads a version's derivatives. Those that cannot be traced are left out and logged."""
         config, module, of = load.config, load.module, load.of
         if not order or jitted is None:
             return ()

@@ -42,9 +42,9 @@ class ModelTable:
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Adds a version and its derivatives, to which requests go from now on.
+        """Adds a version and its derivatives, which get requests from now on.
 
-        An earlier load of the same version drains; one that is held ends.
+        An earlier load of the same version drains. An earlier load that is held ends.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)
@@ -64,9 +64,9 @@ class ModelTable:
             self._drain(old, lambda: None)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """Ends version ``number`` and its derivatives: no new request goes to them.
+        """Ends a version and its derivatives, which get no new requests. ``number``: the number of the version.
 
-        ``done`` is called when requests and instances have ended.
+        ``done``: called when all requests and instances of the version have ended.
         """
         self.discard_held(name, number)
         version = self._take(name, number)
@@ -81,7 +81,7 @@ class ModelTable:
         self._drain(version, done)
 
     def _take(self, name: str, number: int) -> ModelVersion | None:
-        """Removes a version and its derivatives from those that serve, and returns the version; None: it does not serve."""
+        """Removes a version and its derivatives from the serving ones. Returns the version."""
         version = self._serving.get((name, number))
         for each in () if version is None else version.family:
             self._serving.pop((each.name, each.version), None)
@@ -148,7 +148,7 @@ class ModelTable:
         return len(self.draining) < drained
 
     def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
-        """Ends a version and its derivatives once they have finished their requests; calls ``done`` when all have ended."""
+        """Ends a version and its derivatives after their requests, then calls ``done``."""
         left = set(version.family)
 
         def ended(one: ModelVersion) -> None:

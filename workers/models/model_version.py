@@ -273,7 +273,7 @@ class ModelVersion:
 
     @property
     def family(self) -> list[ModelVersion]:
-        """This version and those of its derivatives."""
+        """This version and the versions of its derivatives."""
         return [*self.derivatives, self]
 
     @property

@@ -300,7 +300,7 @@ def _locks(fd: int) -> bool:
 
 
 def _tidy(directory_fd: int, *, empty: bool) -> None:
-    """Removes old temporary files and locks of killed processes, or with ``empty`` all of the cache's files."""
+    """Removes old temporary files and locks. ``empty``: removes all files of the cache."""
     for name in os.listdir(directory_fd):
         kept = empty and (name == _SECRET or name.endswith(SUFFIXES))
         with contextlib.suppress(OSError):

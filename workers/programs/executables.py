@@ -138,9 +138,9 @@ class Executables:
         self._lowering.traced.clear()
 
     def postpone(self) -> None:
-        """Leaves the executable of each bucket to be compiled when a batch first needs it; it is then kept as those of ``warm``.
+        """Postpones each bucket's executable until a batch needs it. Afterwards the executable is never evicted.
 
-        The first is lowered now, which shows whether there can be any. Raises what tracing or lowering raises.
+        The first program is lowered now, to find errors. Errors of tracing and lowering are raised unchanged.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         self._postponed = set(planned)
@@ -148,7 +148,7 @@ class Executables:
             self._lowering.check(*planned[0], self._lowering.lower(*planned[0], self._usual))
 
     def _are_apart(self, made: Executable, check: Callable[[], None]) -> bool:
-        """Checks as ``rows_apart`` that rows do not affect each other, by the program ``made`` and another one of its shapes."""
+        """Checks that rows do not affect each other; False: there was too little memory."""
         wanted = made.wanted
         if not self._lowering.traced[wanted]:  # the cache had the program
             self._lowering.lower(*wanted, self._usual)
@@ -275,10 +275,9 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for ``wanted``, a shape without a bucket or a postponed one; the caller passes it to ``add``.
+        """Compiles an executable for ``wanted``, whose shape has no bucket or was postponed. The caller passes it to ``add``.
 
-        Raises Internal if the model's outputs are not as declared or, of a postponed one, if rows affect each other; and whatever
-        tracing raises.
+        Raises Internal: outputs are not as declared, or rows affect each other. Errors of tracing are raised unchanged.
         """
         if self._mixes is not None:
             raise self._mixes
@@ -326,7 +325,7 @@ class Executables:
         return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:
-        """Returns the most rows that an executable takes for requests with these shapes; 0: none is ready, or postponed."""
+        """Returns the most rows of an executable for requests with these shapes; 0: no executable is ready or postponed."""
         known = self.made, self._unexpected, self._postponed
         return max((wanted.rows for made in known for wanted in made if wanted.shapes == shapes), default=0)
 

@@ -35,7 +35,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_needed(program: Any, held: int | None = None) -> int | None:
     """Returns how many bytes the outputs and temporary memory of a compiled program take; None: unknown.
 
-    ``held``: if given, its arguments count as well, except for this number of bytes.
+    ``held``: how many bytes of the arguments are in memory already. The other arguments are counted. None: no arguments are
+    counted.
     """
     try:
         found: Any = program.memory_analysis()
@@ -61,10 +62,10 @@ def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], prog
 
 
 def compile_error(error: Exception, requests: Sequence[RequestTensors], version: int, said: str) -> ServingError:
-    """Makes the error for requests whose program could not be compiled: Unavailable if memory ran out, otherwise Internal.
+    """Makes the error for requests whose program could not be compiled: Unavailable if memory ran out, else Internal.
 
-    A ServingError is returned as it is. The cause of an Internal error is logged. ``version``: the model's, for the log.
-    ``said``: the error as clients may read it.
+    A ServingError is returned unchanged. The cause of an Internal error is logged. ``version``: the model's version, for the log.
+    ``said``: the description of ``error`` for clients.
     """
     if isinstance(error, ServingError):
         return error
