@@ -311,13 +311,12 @@ class _Attempt:
 def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str, derivatives: int) -> None:
     """Writes the newest version of a model as a model without Python code: a program of jax.export and its parameters.
 
-    What the model's code prints goes to stderr.
-
-    ``device``: the device on which the model is loaded for this. ``folder``: the new model's folder, which is created if it is
-    missing. ``platforms``: the platforms on which the program can run, such as "cpu,cuda"; "": the platform of ``device``.
-    ``derivatives``: how many orders of derivatives the program carries.
-
-    Raises InvalidArgument: the model cannot be exported, or the folder has a version 1 already or cannot be written.
+    Args:
+      device: the device on which the model is loaded for this.
+      folder: the folder of the new model, which is created if it is missing.
+      platforms: the platforms on which the program can run, such as "cpu,cuda", or "" for the platform of ``device``.
+      derivatives: how many orders of derivatives the program carries.
+    Raises InvalidArgument if the model cannot be exported, or if the folder has a version 1 already or cannot be written.
     """
     if model.problem:
         raise InvalidArgument(f"model '{model.name}': {model.problem}")

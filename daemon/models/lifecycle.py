@@ -593,7 +593,7 @@ class Lifecycle:
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Returns the numbers of all versions of each model and derivative, by its name, whatever the versions' states."""
+        """Returns the numbers of all versions of each model and of each derivative, by the name of the model or derivative."""
         found: dict[str, list[int]] = {name: list(model.versions) for name, model in self.models.items()}
         for state in self.states():
             for each in state.derivatives:

@@ -196,10 +196,7 @@ class Operations:
     # Every worker that serves a Triton Python model is asked for its ``is_ready()``, and all must say that it is.
 
     async def _is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether a model version serves and is ready. ``number`` 0: the newest version.
-
-        If the model's code has ``is_ready()``, that must be true in all workers that serve the version.
-        """
+        """Returns whether a version serves and is ready. ``number`` 0 means the newest version."""
         name = original(name)[0]
         versions = self._models.lifecycle.models[name].versions if self._models.lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY]

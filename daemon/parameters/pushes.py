@@ -210,12 +210,8 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- a push
 
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
-        """Returns the number of a model's version that serves or, if none serves, is being loaded.
-
-        ``number``: the version that the client named; 0: the newest. ``lacking``: if True, a version counts like one that
-        serves if its pushed values were lost and it is not served for that reason. Raises NotFound: there is no such
-        version; Unavailable: the version cannot be served now.
-        """
+        """Returns the number of the version that serves or, if none serves, is being loaded."""
+        # ``lacking``: a version that lost its pushed values, and is not served for that reason, counts as served.
         check_not_derivative(model)
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}

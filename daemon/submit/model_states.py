@@ -47,7 +47,7 @@ class ModelStates:
         self.edition = 0
 
     def update(self, state: ModelState) -> None:
-        """Stores the state of a model's version and of its derivatives, and replaces the version's earlier state."""
+        """Stores the state of a model version and of its derivatives, in place of the earlier states."""
         former = self._models.get(state.name, {}).get(state.version)
         self._models.setdefault(state.name, {})[state.version] = state
         for gone in () if former is None else former.derivatives:
@@ -61,7 +61,7 @@ class ModelStates:
         self._changed(state.name)
 
     def remove(self, gone: ModelGone) -> None:
-        """Removes the state of the version that is ``gone``; does nothing if there is none."""
+        """Removes the states of the version that is ``gone`` and of its derivatives, if there are any."""
         state = self._remove(gone.name, gone.version)
         for each in () if state is None else state.derivatives:
             self._remove(each.name, gone.version)
