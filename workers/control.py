@@ -366,10 +366,9 @@ class _Profiler:
         self._thread = WorkThread("profiler", inbox)
 
     def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
-        """Records a profile of ``seconds`` seconds below ``folder``.
+        """Records a profile below ``folder``. Afterwards the loop calls ``done``.
 
-        Afterwards the loop calls ``done`` with None or an error. Raises InvalidArgument: the time is out of bounds, or another
-        profile is being recorded.
+        ``done`` gets None or an error. Raises InvalidArgument: the time is out of bounds, or another profile is being recorded.
         """
         if not 0 < seconds <= _MAX_PROFILE_SECONDS:
             raise InvalidArgument(

@@ -323,7 +323,7 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns the function that runs the programs, and the parameters that the programs take, by name.
+        """Returns the function that runs the programs, and the parameters by name.
 
         The arguments are not used. Raises InvalidArgument: the parameters do not fit the programs.
         """

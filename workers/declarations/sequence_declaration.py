@@ -67,7 +67,7 @@ class _CorrelationId(NamedTuple):
         return np.zeros(self.shape, self.spec.dtype)
 
     def array(self, controls: Controls) -> Array:
-        """Returns the array for a request. Raises InvalidArgument: the datatype cannot hold the correlation id."""
+        """Returns the array for a request. Raises InvalidArgument: the id does not fit."""
         given, datatype = controls.correlation_id, self.spec.datatype
         if datatype == "BYTES":
             if not isinstance(given, str):

@@ -61,7 +61,7 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Requests that may share a run, as the C extension sees them: one row each, of the same shapes."""
+    """Requests with one row of equal shapes, which the C extension may run together."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
@@ -121,7 +121,7 @@ class _Batch:
 
 
 class _Alone:
-    """Large requests of the same shapes, as the C extension sees them: each has a run of its own."""
+    """Large requests of equal shapes, each of which the C extension runs alone."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -346,7 +346,7 @@ class FastPath(Poller):
     def _learn_alone(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
     ) -> SlowReason | None:
-        """Has C answer each repeat of a large request in a run of its own. Returns why C cannot, or None."""
+        """Has C answer each repeat in a run of its own. Returns why C cannot, or None."""
         version, executable = request.version, execution.executable
         model = version.jitted
         if model is None or version.sequences is not None or not isinstance(executable, Executable):

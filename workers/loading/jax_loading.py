@@ -208,7 +208,7 @@ def _executables(
     functions: StepFunctions,
     parameters: Any,
 ) -> tuple[StepExecutables, Rows]:
-    """Places parameters on the device. Returns the programs of a stepped model and the layout of results."""
+    """Places parameters on the device. Returns a stepped model's programs and results' layout."""
     described, slots = buckets.signature, steps.rules.slots
     parts = [parted(load.flags.applied(function), parameters) for function in functions]
     rows = Rows(described)

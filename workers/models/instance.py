@@ -177,7 +177,7 @@ class Instance:
             pass
 
     def _begin(self) -> Instantiated | None:
-        """Creates the model, initialises it and warms it up. Returns None if that fails, after which the thread ends."""
+        """Creates, initialises and warms up the model. Returns None if that fails."""
         try:
             model = self._create()
             model.initialize()
@@ -192,7 +192,7 @@ class Instance:
         return model
 
     def _serve(self, model: Instantiated, job: _Job) -> bool:
-        """Carries out an entry of the instance's queue. Returns False after the last one, with which the model is closed."""
+        """Carries out an entry of the instance's queue. Returns False after the last one."""
         if isinstance(job, _Closing):
             model.close()
             self._inbox.post(job.closed)

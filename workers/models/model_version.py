@@ -212,7 +212,7 @@ class ModelVersion:
         return self.sets.commit(parameters, stays=held)
 
     def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-        """Sets the parameters of begun requests and sequences. Returns whether any keeps ``former``."""
+        """Sets the parameters of begun requests and sequences. Returns whether ``former`` stays."""
         # None is always the newest of main.
         now, held = None if new.name == MAIN_SET else new, False
         if self.sequences is not None:

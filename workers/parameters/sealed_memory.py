@@ -159,7 +159,7 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Copies ``parts`` one behind the other into this memory, which nobody uses. Errors of copying are raised unchanged."""
+        """Copies ``parts`` one behind the other into this memory, which nobody uses."""
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -172,14 +172,12 @@ class _Memory:
             at += part.byte_size
 
     def lend(self) -> int:
-        """Returns a descriptor by which others read the memory. The memory is in use while a duplicate or a mapping of it exists.
-
-        Raises OSError: there is no descriptor left, or /proc is not mounted.
-        """
+        """Returns a descriptor for readers. Raises OSError: no descriptor can be made."""
         if _seals(self.fd) & _RETURNING != _RETURNING:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _RETURNING)
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # The lock stays as long as a duplicate or a mapping of ``fd`` exists.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BaseException:
             os.close(fd)
@@ -197,10 +195,9 @@ class _Memory:
         return True
 
     def fix(self) -> int:
-        """Seals the memory so that not even this process can change it. Returns its file descriptor, which the caller closes.
+        """Seals the memory. Returns its file descriptor, which the caller closes.
 
-        No array may refer to the memory any more.
-        Raises Unavailable, and frees the memory, if another process can write to it.
+        No array may refer to the memory any more. Raises Unavailable, and frees the memory, if another process can write to it.
         """
         del self.content
         try:

@@ -43,7 +43,7 @@ def read(program: Any) -> Reading:
 
 
 def _passed(equation: Any) -> Any:
-    """Returns the branch of an error check that passes, which computes nothing; None: ``equation`` is no error check."""
+    """Returns the branch of an error check that passes; None: ``equation`` is no error check."""
     branches = equation.params.get("branches", ())
     calls = any(chain and "callback" in chain[-1].primitive.name for each in branches for chain, _ in steps(each))
     return next((each for each in branches if calls and not each.eqns), None)
