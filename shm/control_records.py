@@ -257,10 +257,7 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
 
 
 class Derivative(Record, frozen=True):
-    """Describes a derivative of a model version (``tensord.shm.common.derivatives``), which comes and goes with that version.
-
-    ``metadata`` and ``config`` are as in ``VersionTraits``, whose other fields are those of the version itself.
-    """
+    """Describes a derivative of a model version. ``metadata`` and ``config`` are as in ``VersionTraits``."""
 
     name: str
     metadata: bytes

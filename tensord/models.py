@@ -52,17 +52,17 @@ def export(
     """Writes a model folder that any tensord serves, without Python files in it.
 
     Args:
-      folder: the model's folder; its name is the model's name. Version 1 is written, which must not exist yet.
-      function: ``function(parameters, inputs)`` returns a dict of named arrays, or a tree of them. If ``max_batch_size`` is above
-        0, the first dimension of every array is the batch.
-      parameters: a pytree. Its arrays are written to a file of parameters; everything else in it becomes part of the program.
+      folder: the model's folder. Its name is the model's name. Version 1 is written, which must not exist yet.
+      function: ``function(parameters, inputs)`` returns a dict of named arrays, or a tree of arrays. If ``max_batch_size`` is
+        above 0, the first dimension of every array is the batch.
+      parameters: a pytree. Its arrays are written to a file of parameters. Everything else in it becomes part of the program.
       inputs: the datatype and dims of each input by its name, without the batch, such as
-        ``{"x": "FP32[4]", "ids": "INT64[sequence]"}``. It may also be a tree of such texts, as the function takes it: then an
-        array's name is the keys on the way to it, joined by dots.
-      max_batch_size: the most rows of one batch; 0: the arrays have no batch dimension.
-      buckets: for a named axis, the sizes that are compiled when the model is loaded; requests are padded to them with zeros.
-      platforms: the platforms that the program may run on, such as ``("cpu", "cuda")``. None: only the platform of this process.
-      derivatives: 1 or 2: the model has derivatives of so many orders, as far as they are pull-backs and of pull-backs.
+        ``{"x": "FP32[4]", "ids": "INT64[sequence]"}``. It may also be a tree of such texts. An array's name is then the keys
+        on the way to it, joined by dots.
+      max_batch_size: the most rows of one batch, or 0 if the arrays have no batch dimension.
+      buckets: the sizes of a named axis that are compiled when the model is loaded. Requests are padded to them with zeros.
+      platforms: the platforms that the program may run on, such as ``("cpu", "cuda")``. None means this process's platform.
+      derivatives: how many orders of derivatives, in reverse mode, the model has: 0, 1 or 2.
 
     Returns: the folder.
 

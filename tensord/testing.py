@@ -174,7 +174,7 @@ class _Served:
     """A model that this process serves, for clients in this process."""
 
     def __init__(self, worker: LocalWorker, version: ModelVersion, of: _Served | None = None) -> None:
-        """``of``: the model that ``version`` is a derivative of; None: it is none."""
+        """``of`` is the model that ``version`` is a derivative of, or None."""
         self._worker = worker
         self._version = version
         config = self.config = msgspec.json.decode(version.loaded.config)
@@ -197,7 +197,7 @@ class _Served:
         self.withdraw = lambda request: worker.post(functools.partial(worker.withdraw, request))
 
     def derivative(self, name: str) -> _Served:
-        """Returns the derivative of this name, which is loaded and unloaded with the model. Raises NotFound: it has none such."""
+        """Returns the model's derivative of this name. Raises NotFound if there is none."""
         if name not in self._derivatives:
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {lacks(*of_model(name))}")
         return self._derivatives[name]

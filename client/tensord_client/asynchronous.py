@@ -110,21 +110,21 @@ class AsyncModel(Calls):
         return await self._connection.ask(self.call(inputs, outputs, own))
 
     async def derivative(self, kind: str) -> AsyncModel:
-        """Returns a derivative of this model as a model, as ``Model.derivative``."""
+        """Returns a derivative of this model as a model, as ``Model.derivative`` does."""
         return await asyncio.to_thread(self._open, kind)
 
     async def pull_back(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
-        """Computes the product of ``cotangents`` and the model's derivative, as ``Model.pull_back``."""
+        """Computes the product of ``cotangents`` and the model's derivative, as ``Model.pull_back`` does."""
         asked = self._asked(PULL_BACK)
         return asked.result(await (await self.derivative(PULL_BACK))(asked.arrays(inputs, cotangents), **own))
 
     async def push_forward(self, inputs: Mapping[str, Any], tangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
-        """Computes the product of the model's derivative and ``tangents``, as ``Model.push_forward``."""
+        """Computes the product of the model's derivative and ``tangents``, as ``Model.push_forward`` does."""
         asked = self._asked(PUSH_FORWARD)
         return asked.result(await (await self.derivative(PUSH_FORWARD))(asked.arrays(inputs, tangents), **own))
 
     async def value_and_gradient(self, inputs: Mapping[str, Any], **own: Unpack[Own]) -> tuple[Answer, Answer]:
-        """Computes the outputs, and the gradient of the only floating one, as ``Model.value_and_gradient``."""
+        """Computes the outputs and the gradient of the model's only floating output, as ``Model.value_and_gradient`` does."""
         asked = self._asked(VALUE_AND_GRADIENT)
         return asked.parts(await (await self.derivative(VALUE_AND_GRADIENT))(asked.arrays(inputs, {}), **own))
 
@@ -193,7 +193,7 @@ class AsyncModel(Calls):
 
     @property
     def parameters(self) -> AsyncModelParameters:
-        """Returns an object that lists and drops the model's parameter sets, and pushes new parameters into a parameter set."""
+        """Returns an object that lists and drops the model's parameter sets, and pushes new parameters into one."""
         model = Model(
             self._connection, self._description, self._asked_version, self.timeout, self._scheduling.parameter_set
         )
@@ -371,7 +371,7 @@ class AsyncModelParameters:
         return await asyncio.to_thread(self._sets.update, parameters, **how)
 
     async def gradient(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Any) -> Any:
-        """Computes the product of ``cotangents`` and the derivative by parameters, as ``ModelParameters.gradient``."""
+        """Computes the gradient by the model's parameters, as ``ModelParameters.gradient`` does."""
         return await asyncio.to_thread(functools.partial(self._sets.gradient, inputs, cotangents, **own))
 
     async def list(self) -> list[dict[str, Any]]:

@@ -36,16 +36,17 @@ FILE = re.compile(r"(?<![\w.\]/])(?:unix:)?/[^\s;,:'\")]+")
 
 
 def told(error: ServingError) -> str:
-    """Returns the text of an error as clients are told it, without paths."""
+    """Returns the text of an error for clients, without paths."""
     return FILE.sub("(a path)", error.message)
 
 
 def options(
     module: str, about: str | None, flags: Mapping[str, tuple[Any, str]], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Parses the arguments of a gateway's program, which has ``flags`` and those of all gateways.
+    """Parses the arguments of a gateway's program, which has ``flags`` and the flags of all gateways.
 
-    ``about``: the module's docstring. ``arguments`` None: those of this process.
+    ``module`` is the program's module, and ``about`` the module's docstring. If ``arguments`` is None, this process's
+    arguments are parsed.
     """
     parser = argparse.ArgumentParser(f"python -m {module}", description=str(about).partition("\n")[0])
     flag, many, number = {"action": "store_true"}, {"action": "append"}, {"type": _positive}
@@ -63,7 +64,7 @@ def _positive(text: str) -> float:
 
 
 def place(options: argparse.Namespace) -> tuple[str, int]:
-    """Returns the host and port of ``--address``. Raises InvalidArgument: it is not HOST:PORT."""
+    """Returns the host and port of ``--address``. Raises InvalidArgument if it is not HOST:PORT."""
     where = urlsplit(f"//{options.address}")
     if where.hostname is None or where.port is None:  # which would be all addresses of the host
         raise InvalidArgument(f"--address is '{options.address}', HOST:PORT is expected")
@@ -71,7 +72,10 @@ def place(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def listening(options: argparse.Namespace) -> socket.socket:
-    """Opens the socket at ``--address`` where clients connect. Raises: InvalidArgument: as ``place``.  OSError: it is in use."""
+    """Opens the socket at ``--address`` where clients connect.
+
+    Raises InvalidArgument if the address is not HOST:PORT, or OSError if it is in use.
+    """
     host, port = place(options)
     made = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Those that it accepts have it too. asyncio sets it for sockets alone that it makes by itself: without it an answer in two
@@ -81,7 +85,10 @@ def listening(options: argparse.Namespace) -> socket.socket:
 
 
 def keys(options: argparse.Namespace) -> list[bytes]:
-    """Reads the keys of ``--api-key-file``; without the flag there are none. Raises InvalidArgument: the file has no key."""
+    """Reads the keys in the file of ``--api-key-file``. Without this flag, there are none.
+
+    Raises InvalidArgument if the file has no key.
+    """
     found = Path(options.api_key_file).read_bytes().split() if options.api_key_file else []
     if options.api_key_file and not found:
         raise InvalidArgument("the file of --api-key-file has no key")
@@ -89,16 +96,17 @@ def keys(options: argparse.Namespace) -> list[bytes]:
 
 
 def is_known(headers: Sequence[bytes], given: Sequence[str]) -> bool:
-    """Returns whether a client may ask. All ``headers`` are compared, each in constant time.
+    """Returns whether a client may ask.
 
-    ``headers``: the Authorization header for each key; empty: everybody may. ``given``: the client's Authorization headers.
+    ``headers`` are the Authorization headers that are allowed. If there are none, everybody may ask. ``given`` are the
+    client's Authorization headers.
     """
     one = given[0].encode(errors="replace") if len(given) == 1 else b""
     return not headers or sum([hmac.compare_digest(header, one) for header in headers]) > 0
 
 
 def notify(state: bytes) -> None:
-    """Tells systemd about the service, if systemd has started it."""
+    """Tells systemd the state of the service, if systemd has started it."""
     if where := os.environ.get("NOTIFY_SOCKET", ""):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(state, where.replace("@", "\0", 1))
@@ -113,7 +121,7 @@ def stop_event() -> asyncio.Event:
 
 
 def without_bfloat16(values: Array, datatype: str) -> Array:
-    """Returns BF16 ``values`` as float32, which has all of them, for protocols without BF16; others are returned as they are."""
+    """Returns BF16 values as float32, and any other values unchanged."""
     if datatype != "BF16":
         return values
     made: Array = (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -121,7 +129,7 @@ def without_bfloat16(values: Array, datatype: str) -> Array:
 
 
 def main(module: str, run: Coroutine[Any, Any, None]) -> None:
-    """Runs a gateway as a program; an error that ends it becomes a line on stderr."""
+    """Runs a gateway as a program. An error that ends it becomes a line on standard error."""
     try:
         asyncio.run(run)
     except (ServingError, OSError, ValueError) as error:

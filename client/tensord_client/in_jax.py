@@ -97,7 +97,7 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
 
 
 class _Output(NamedTuple):
-    """An array that a request returns, without the axes that ``vmap`` added."""
+    """An output of a request, without the axes that ``vmap`` added."""
 
     name: str
     shape: tuple[int, ...]
@@ -105,10 +105,10 @@ class _Output(NamedTuple):
 
 
 class _ServedModel:
-    """A model, or a derivative of one, as it is asked by a program. JAX compares two of them by identity."""
+    """A model that a JAX program calls, or a derivative of a model."""
 
     def __init__(self, model: Model | None, of: _ServedModel | None = None, kind: str = "") -> None:
-        """``model`` None: the derivative ``kind`` of ``of``, which is looked up when it is needed."""
+        """If ``model`` is None, this is the derivative ``kind`` of ``of``, which is looked up at its first use."""
         self._model = model
         self.of = of
         self.kind = kind
@@ -118,7 +118,7 @@ class _ServedModel:
 
     @property
     def model(self) -> Model:
-        """The model, which is looked up now if it was not. Raises InvalidArgument: there is no such derivative."""
+        """Returns the model, which is looked up at its first use."""
         if self._model is None:
             assert self.of is not None
             self._model = self.of.model.derivative(self.kind)
@@ -126,23 +126,21 @@ class _ServedModel:
 
     @property
     def names(self) -> Names:
-        """How the derivatives of this model name what they take and give."""
         return Names(self.model.name)
 
     def derivative(self, kind: str) -> _ServedModel:
-        """Returns a derivative of this one, always the same object."""
+        """Returns a derivative of this model, always the same object."""
         return self._derivatives.setdefault(kind, _ServedModel(None, self, kind))
 
     def has(self, kind: str) -> bool:
-        """Returns whether the server has a derivative of this kind."""
         return self.model.has_derivative(kind)
 
     def rows(self, outer: tuple[int, ...]) -> int:
-        """Returns how many axes of its arrays say of what row an element is. ``outer``: the axes that ``vmap`` added."""
+        """Returns how many axes of the model's arrays number rows. ``outer`` are the axes that ``vmap`` added."""
         return len(outer) + bool(self.model.max_batch_size and not self.lifted)
 
     def __call__(self, given: Mapping[str, Array], wanted: Sequence[_Output], outer: tuple[int, ...]) -> list[Array]:
-        """Sends the requests for ``given`` inputs, and returns the ``wanted`` outputs. ``outer``: axes that ``vmap`` added."""
+        """Sends requests with the inputs ``given``, and returns the outputs ``wanted``."""
         model, names, lead = self.model, [output.name for output in wanted], self.rows(outer)
         known = {tensor.name: tensor for tensor in model.inputs}
         inputs = {name: _in_datatype(known.get(name), np.asarray(array)) for name, array in given.items()}
@@ -171,9 +169,9 @@ def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
 def _primitive() -> Any:
     """Makes JAX's primitive ``served``, once. Its parameters:
 
-    asked   the ``_ServedModel`` that is asked
+    asked   the model
     names   the inputs that come first among the arguments
-    linear  the inputs that come behind them, in which the outputs are linear
+    linear  the inputs after them, in which the outputs are linear
     wanted  the outputs
     outer   the sizes of the axes that ``vmap`` added, which come first in each array
     """

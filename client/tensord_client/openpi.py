@@ -150,7 +150,7 @@ class Gateway:
         self._keys = [b"Api-Key " + key for key in keys]
 
     async def admit(self, robot: Robot, request: Request) -> Response | None:
-        """Decides about a robot that connects. Returns a refusal, the answer to ``/healthz``, or None: it may."""
+        """Decides about a robot that connects. Returns a refusal, the answer to ``/healthz``, or None to accept."""
         path = request.path.partition("?")[0]
         if path == "/healthz":
             return robot.respond(200, "OK\n")
@@ -362,7 +362,8 @@ class Policy:
     def inputs(self, observation: Mapping[str, Any]) -> dict[str, Array]:
         """Makes the model's inputs of an observation, by name. The names of nested maps are joined by "/".
 
-        Raises InvalidArgument if a value does not fit its input, if the model has no such input, or if an input is missing.
+        Raises InvalidArgument if a value does not fit its input, if the model has no such input, or if a required input is
+        missing.
         """
         made: dict[str, Array] = {}
         for key, value in flat(observation, self._datatypes).items():
@@ -415,12 +416,15 @@ class Policy:
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the program's arguments; None: those of this process."""
+    """Parses the program's arguments. None means this process's arguments."""
     return gateway.options("tensord_client.openpi", __doc__, _FLAGS, arguments)
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Serves robots until SIGTERM or SIGINT. Raises: OSError: a file or the address cannot be used.  ServingError: no daemon."""
+    """Serves robots until SIGTERM or SIGINT.
+
+    Raises OSError if a file or the address cannot be used, or ServingError if there is no daemon.
+    """
     (host, port), keys = gateway.place(options), gateway.keys(options)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None
     if tls:

@@ -50,16 +50,19 @@ class ModelParameters:
         self.of: Any = None
 
     def gradient(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Any) -> Any:
-        """Computes the product of ``cotangents`` and the derivative of the model by its parameters, summed over all rows.
+        """Computes the product of ``cotangents`` and the model's derivative by its parameters, summed over all rows.
 
-        The model has to have derivatives. The parameters are those of the set that the model was looked up with.
+        The parameters are those of the set that the model was looked up with.
 
         Args:
+          inputs: the inputs of the model, as in a call of the model.
           cotangents: output name -> array of the output's datatype and shape, for each floating output.
-          own: as for a call of the model.
-        Returns: a tree with the gradient of each floating parameter, as ``update`` takes it: nested mappings by the parts of a
-          parameter's name, or an array if the model's parameters are one. Over a lane the arrays lie in shared memory.
-        Raises: InvalidArgument: the model has no derivatives, or an argument does not fit it.  ServingError: as a call's.
+          own: the request's other fields, such as ``priority``.
+        Returns: a tree with the gradient of each floating parameter, as ``update`` takes it. It is nested mappings by the
+        parts of
+          a parameter's name, or an array if the model's parameters are one array. Over a lane the arrays lie in shared memory.
+        Raises: InvalidArgument: the model has no derivatives, or an argument does not fit it.  ServingError: any other error of
+          the server.
         """
         asked = self.of._asked(PARAMETER_GRADIENT)
         answer = asked.result(self.of.derivative(PARAMETER_GRADIENT)(asked.arrays(inputs, cotangents), **own))

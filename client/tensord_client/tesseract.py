@@ -73,10 +73,10 @@ _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.
 
 
 class TesseractModel:
-    """A model as clients see it, with its derivatives. The shapes of ``inputs`` and ``outputs`` are those of a row."""
+    """A model with its derivatives, as clients see it. The shapes of ``inputs`` and ``outputs`` are those of one row."""
 
     def __init__(self, model: AsyncModel, derivatives: Mapping[str, AsyncModel], bounds: argparse.Namespace) -> None:
-        """Serves a ``model`` that was just looked up. ``bounds``: the program's options."""
+        """Serves ``model`` and its derivatives, by kind. ``bounds`` are the program's options."""
         self._model, self._bounds, self.made, self._batched = model, bounds, time.monotonic(), model.max_batch_size > 0
         self.inputs, self.outputs = (
             {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}
@@ -90,15 +90,15 @@ class TesseractModel:
         self._kinds.update((kind, (each, *known[kind])) for kind, each in derivatives.items())
 
     def schema(self) -> dict[str, Any]:
-        """Returns the OpenAPI document."""
+        """Returns the model's OpenAPI document."""
         has = {name: each[0] in self._kinds for name, each in _PRODUCTS.items()} | {"jacobian": len(self._kinds) > 1}
         title = {"title": self._model.name, "version": str(self._model.version)}
         return wire.openapi(title, [each for each in _ENDPOINTS if has.get(each, True)], self.inputs, self.outputs)
 
     async def answer(self, endpoint: str, body: Mapping[str, Any], hold: _Hold) -> dict[str, Any]:
-        """Returns what an endpoint answers to the ``body`` of a request. ``hold`` is told the bytes of what the model gives.
+        """Returns the answer of an endpoint to the ``body`` of a request. ``hold`` counts the bytes of the model's answers.
 
-        Raises: InvalidArgument: the request does not fit the model or exceeds a bound.  ServingError: the daemon's.
+        Raises: InvalidArgument: the request does not fit the model or exceeds a bound.  ServingError: any error of the daemon.
         """
         known, most = {name: each.datatype for name, each in self.inputs.items()}, self._bounds.max_body_bytes
         values = wire.by_name(flat(wire.tree(body.get("inputs")), known), self.inputs, "inputs")
@@ -143,7 +143,7 @@ class TesseractModel:
         return {path: point.gradient(name, found[name]) for name, path in by.items()}
 
     async def _jacobian(self, point: wire.Point, shapes: Any, by: _Paths, of: _Paths, hold: _Hold) -> dict[str, Any]:
-        """Returns the Jacobian of outputs by inputs, of products with unit vectors, which are rows of few requests."""
+        """Returns the Jacobian of outputs by inputs. Products with unit vectors are rows of few requests."""
         taken, given = {name: point.arrays[name].shape[1:] for name in by}, {name: shapes[name] for name in of}
         inputs, outputs = (sum(map(math.prod, each.values())) for each in (taken, given))
         back = PULL_BACK in self._kinds and (PUSH_FORWARD not in self._kinds or outputs <= inputs)
@@ -181,10 +181,7 @@ class TesseractModel:
         return self._kinds[kind]  # type: ignore[no-any-return]
 
     async def _rows(self, kind: str, part: _Part, rows: int, hold: _Hold) -> dict[str, Array]:
-        """Asks the model or a derivative for ``rows`` rows, as many at a time as it takes. Returns rows of what it gives.
-
-        ``part``: returns its inputs from one row to another.
-        """
+        """Asks the model or a derivative for ``rows`` rows. ``part(begin, end)`` returns the inputs of some rows."""
         model, prefix, _, given = self._asked(kind)
         tensors, parts, most = named(prefix, given), list[dict[str, Array]](), self._bounds.max_body_bytes
         # A row of a Jacobian may be all that a request may have.
@@ -209,7 +206,7 @@ class TesseractModel:
 
 
 class TesseractGateway:
-    """Answers clients' requests: reads them within bounds, finds their models, and makes JSON of what these give."""
+    """Answers clients' requests with JSON, within bounds."""
 
     def __init__(self, client: AsyncClient, options: argparse.Namespace) -> None:
         self._client, self._options, self._looking_up = client, options, asyncio.Lock()
@@ -265,7 +262,7 @@ class TesseractGateway:
         return status, b"application/json", json.dumps({"detail": detail}).encode()
 
     async def _respond(self, request: Request, hold: _Hold) -> tuple[bytes, dict[str, Any]]:
-        """Returns the content type of an answer, and what it says."""
+        """Returns the content type of an answer, and the answer's JSON object."""
         if not gateway.is_known(self._keys, request.headers.getlist("authorization")):
             raise HTTPException(401, "the API key is none of the gateway's: use http://api-key:KEY@HOST:PORT/MODEL")
         version = request.path_params.get("version", "0")
@@ -292,7 +289,7 @@ class TesseractGateway:
         return b"application/json+base64", answer
 
     async def _read(self, request: Request, hold: _Hold) -> dict[str, Any]:
-        """Reads the body of a request, whose bytes it holds."""
+        """Reads the JSON object in the body of a request."""
         content = bytearray()
         most, seconds = self._options.max_body_bytes, self._options.body_timeout
 
@@ -310,7 +307,7 @@ class TesseractGateway:
         return wire.parsed(content)
 
     async def _model(self, asked: tuple[str, int], age: float) -> TesseractModel:
-        """Returns a model, looked up at most ``age`` seconds ago. Raises ServingError: it is not served, or not ready."""
+        """Returns a model that was looked up at most ``age`` seconds ago."""
         async with self._looking_up:  # so that one connection to the daemon is enough
             found = self._served.get(asked)
             if found is None or time.monotonic() - found.made > age:
@@ -336,7 +333,7 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Says when it serves, and closes connections without a request. Signals are the program's own."""
+    """Logs when it serves, and closes connections without a request."""
 
     #: Seconds that a connection may be without a request.
     idle_timeout: float
@@ -365,7 +362,10 @@ class _Server(uvicorn.Server):
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Serves clients until SIGTERM or SIGINT. Raises: OSError: a file or the address cannot be used.  ServingError: no daemon."""
+    """Serves clients until SIGTERM or SIGINT.
+
+    Raises OSError if a file or the address cannot be used, or ServingError if there is no daemon.
+    """
     stop = gateway.stop_event()
     async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
         app, most, seconds = TesseractGateway(client, options).app, options.max_connections, options.stop_timeout
@@ -391,7 +391,6 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs the gateway as a program."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     gateway.main("tensord_client.tesseract", run(gateway.options("tensord_client.tesseract", __doc__, _FLAGS, None)))
 

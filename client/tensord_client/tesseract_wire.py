@@ -28,7 +28,7 @@ _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 def parsed(content: bytearray) -> dict[str, Any]:
-    """Parses the content of a request. Raises InvalidArgument: it is no object in JSON, or has too many values."""
+    """Parses the content of a request. Raises InvalidArgument if it is no JSON object or has too many values."""
     body = None
     # Each value and each container but the first has one of these before it; base64 has none.
     bound("the request has", sum(map(content.count, (b",", b"[", b"{"))), "values besides base64", MAX_VALUES)
@@ -40,11 +40,10 @@ def parsed(content: bytearray) -> dict[str, Any]:
 
 
 def read(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False) -> Array:
-    """Makes an array of a tensor's datatype of what came for it.
+    """Makes an array of a tensor's datatype. ``came`` is the value in the request, and ``path`` its name in errors.
 
-    ``most``: bytes that it may have. ``abstract``: True: a shape and a dtype came, which become zeros in no memory.
-
-    Raises InvalidArgument: it exceeds a bound, or is no array that may become this tensor.
+    ``most`` is the most bytes of the array. If ``abstract`` is true, a value may be only a shape and a dtype, which become
+    zeros without memory. Raises InvalidArgument if the value exceeds a bound or does not fit the tensor.
     """
     if not isinstance(came, _Encoded):  # texts, numbers, lists of them
         made = cast(path, came, tensor.datatype)
@@ -77,25 +76,25 @@ def read(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False
 
 
 def bound(what: str, number: int, unit: str, most: int) -> None:
-    """Raises InvalidArgument if ``number`` is above ``most``; ``what`` and ``unit`` stand before and behind it in the text."""
+    """Raises InvalidArgument if ``number`` is above ``most``. The text is ``what``, the number and ``unit``."""
     if number > most:
         raise InvalidArgument(f"{what} {number} {unit}, at most {most} may be")
 
 
 def dtype_for(tensor: Tensor) -> np.dtype[Any]:
-    """Returns the dtype of a tensor's arrays for clients. They have no BF16; float32 has all of its values."""
+    """Returns the dtype of a tensor's arrays for clients. For BF16 it is float32."""
     return DTYPES["FP32"] if tensor.datatype == "BF16" else tensor.dtype
 
 
 class _Encoded:
-    """An array as it came, in a tree whose other mappings are of inputs."""
+    """An array as it came, in a tree of inputs."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.given = given
 
 
 def tree(node: Any) -> Any:
-    """Returns a tree of inputs where each array is an ``_Encoded``."""
+    """Returns a tree of inputs in which each array is an ``_Encoded``."""
     if isinstance(node, dict):
         is_array = "shape" in node and "dtype" in node
         return _Encoded(node) if is_array else {key: tree(each) for key, each in node.items()}
@@ -103,20 +102,20 @@ def tree(node: Any) -> Any:
 
 
 def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns those tensors that have derivatives."""
+    """Returns the tensors of floating datatypes, which can have derivatives."""
     return {name: each for name, each in tensors.items() if each.datatype in FLOATING}
 
 
 def paths(name: str) -> Iterator[str]:
-    """Yields how clients may write a name: as it is, with dots, and with [0] for the items of a list."""
+    """Yields the ways in which clients may write a name: unchanged, with dots, and with [0] for the items of a list."""
     parts = name.replace("/", ".").split(".")
     yield from (name, ".".join(parts), ".".join(f"[{part}]" if part.isdigit() else part for part in parts))
 
 
 def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str, Any]:
-    """Returns values by names instead of paths, or the paths by names if they are a list.
+    """Returns the values by names instead of paths. If ``values`` is a list of paths, they become the values.
 
-    Raises InvalidArgument: no tensor has such a path.
+    Raises InvalidArgument if no tensor has such a path.
     """
     names = {path: name for name in tensors for path in paths(name)}
     if not isinstance(values, (dict, list)) or not values or not all(map(names.__contains__, map(str, values))):
@@ -128,14 +127,14 @@ def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str,
 
 
 class Point:
-    """The inputs of one request, in rows: ``arrays`` by name, each with ``rows`` rows as its first axis."""
+    """The inputs of one request: ``arrays`` by name, each with ``rows`` rows as its first axis."""
 
     def __init__(
         self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], batched: bool, most: int, abstract: bool
     ) -> None:
-        """``values``: what came for each input. ``most``, ``abstract``: as for ``read``.
+        """``values`` are the values in the request by input name. ``most`` and ``abstract`` are arguments of ``read``.
 
-        Raises InvalidArgument: a value does not fit its input.
+        Raises InvalidArgument if a value does not fit its input.
         """
         given = {name: read(name, each, tensors[name], most, abstract) for name, each in values.items()}
         #: The shape in which each input came, and the dtype.
@@ -157,7 +156,10 @@ class Point:
         bound("the rows of inputs have", sum(each.nbytes for each in self.arrays.values()), "bytes", most)
 
     def in_rows(self, name: str, array: Array, dimensions: int) -> Array:
-        """Returns an array with all rows. ``dimensions``: those of a row. Raises InvalidArgument: it has other rows."""
+        """Returns an array with all rows. ``dimensions`` is the number of a row's dimensions.
+
+        Raises InvalidArgument if the array has another number of rows.
+        """
         array = array if array.ndim > dimensions else array[None]
         if array.shape[0] not in (1, self.rows):
             raise InvalidArgument(f"'{name}' has {array.shape[0]} rows, and another input {self.rows}")
@@ -168,13 +170,13 @@ class Point:
         return rows if self.has_rows else rows[0, ...]
 
     def gradient(self, name: str, rows: Array) -> Array:
-        """Returns the gradient by an input, given that by each of its rows: in the shape and dtype in which the input came."""
+        """Returns the gradient by an input, made of the gradients by its rows. It has the input's own shape and dtype."""
         shape = self.shapes[name]
         rows = rows if rows.shape == shape else rows[0] if self.rows == 1 else rows.sum(0)
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)
 
     def block(self, name: str, rows: Array) -> Array:
-        """Returns the Jacobian by an input, given that of each row of an output by the input's same row."""
+        """Returns the Jacobian by an input, made of the Jacobians of each output row by the same input row."""
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:
             return rows[0, ...]
@@ -186,12 +188,12 @@ class Point:
 
 
 def slices(arrays: Mapping[str, Array]) -> Callable[[int, int], dict[str, Array]]:
-    """Returns a function that returns the rows of ``arrays`` from one to another."""
+    """Returns a function of ``begin`` and ``end`` that returns these rows of ``arrays``."""
     return lambda begin, end: {name: each[begin:end] for name, each in arrays.items()}
 
 
 def written(array: Any) -> Any:
-    """Returns an array as it is written in JSON."""
+    """Returns an array in the form in which JSON has it."""
     if array.dtype.kind == "O":
         return [each.decode(errors="replace") for each in array.ravel()]
     data = {"buffer": base64.b64encode(array.tobytes()).decode(), "encoding": "base64"}
@@ -201,9 +203,9 @@ def written(array: Any) -> Any:
 def openapi(
     title: Mapping[str, str], endpoints: Sequence[str], inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Returns the OpenAPI document of a model: endpoints, inputs, outputs, which of them have derivatives, and encodings.
+    """Returns the OpenAPI document of a model with its endpoints, inputs and outputs.
 
-    ``inputs``, ``outputs``: the model's, with the shapes of a row.
+    The shapes of ``inputs`` and ``outputs`` are those of one row.
     """
     schemas = dict[str, Any]()
     for side, tensors in (("Input", inputs), ("Output", outputs)):

@@ -31,13 +31,13 @@ FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
 
 
 def of_model(name: str) -> tuple[str, str]:
-    """Splits the name of a derivative into the name of its model and the kind of derivative; ("", "") for any other name."""
+    """Splits a derivative's name into its model's name and the kind of derivative. Any other name gives ("", "")."""
     model, _, kind = name.rpartition(".")
     return (model, kind) if model and kind in KINDS else ("", "")
 
 
 def original(name: str) -> tuple[str, int]:
-    """Returns the name of the model that a derivative is of, and the derivative's order: 1, 2 or, if it is none, 0."""
+    """Returns the name of a derivative's model, and the derivative's order, 1 or 2. Any other name has the order 0."""
     order = 0
     while (model := of_model(name)[0]) != "":
         name, order = model, order + 1
@@ -45,7 +45,7 @@ def original(name: str) -> tuple[str, int]:
 
 
 def check_not_derivative(name: str) -> None:
-    """Raises InvalidArgument if ``name`` is that of a derivative, which is no model that could be loaded, pushed into or set."""
+    """Raises InvalidArgument if ``name`` is a derivative's name. Derivatives cannot be loaded or changed by themselves."""
     model, order = original(name)
     if order:
         raise InvalidArgument(
@@ -54,7 +54,7 @@ def check_not_derivative(name: str) -> None:
 
 
 class Names:
-    """Names what the derivatives of one model take and give besides its inputs and outputs."""
+    """The prefixes of the names of cotangents, tangents and gradients, for the derivatives of one model."""
 
     def __init__(self, model: str) -> None:
         order = original(model)[1]
@@ -65,17 +65,17 @@ class Names:
 
 
 def named(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``arrays`` under names that begin with ``prefix``."""
+    """Returns ``arrays`` with ``prefix`` in front of each name."""
     return {prefix + name: array for name, array in arrays.items()}
 
 
 def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of these ``names`` among ``arrays``, where the names begin with ``prefix``."""
+    """Returns the arrays whose names are ``prefix`` and one of ``names``, without the prefix."""
     return {name: arrays[prefix + name] for name in names}
 
 
 def lacks(model: str, kind: str) -> str:
-    """Returns the error text for a ``model`` that lacks a ``kind`` of derivative."""
+    """Returns the error text for a model that has no derivative of this kind."""
     name, order = original(model)
     value = str(order + 1) if order else "True"
     needs = (
@@ -88,9 +88,9 @@ def lacks(model: str, kind: str) -> str:
 
 
 def described(name: str, own: T, derivatives: Mapping[str, T]) -> T:
-    """Returns ``own`` for the name of a model, and for that of a derivative its entry in ``derivatives``.
+    """Returns ``own`` for a model's name, or one of ``derivatives`` for the name of a derivative.
 
-    Raises InvalidArgument: there is no such derivative.
+    Raises InvalidArgument if there is no such derivative.
     """
     if of_model(name)[1] and name not in derivatives:
         raise InvalidArgument(lacks(*of_model(name)))
@@ -98,10 +98,10 @@ def described(name: str, own: T, derivatives: Mapping[str, T]) -> T:
 
 
 class DerivativeCall:
-    """What a derivative of a model is asked: makes the inputs of its request, and of its answer what the caller gets."""
+    """Makes the inputs of a request to a derivative, and the caller's result of its answer."""
 
     def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
-        """``max_batch_size``, ``inputs``, ``outputs``: those of the model itself."""
+        """``max_batch_size``, ``inputs`` and ``outputs`` are those of the model."""
         names = Names(model)
         self._inputs = inputs
         #: What is given besides the inputs, and what its names begin with.
@@ -113,16 +113,16 @@ class DerivativeCall:
         self._lifts = not max_batch_size and kind != PARAMETER_GRADIENT
 
     def arrays(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the derivative's inputs. ``more``: the cotangents or tangents by the names of outputs or inputs.
+        """Returns the derivative's inputs. ``more`` are cotangents by output name, or tangents by input name.
 
-        Raises InvalidArgument: a value cannot be an array.
+        Raises InvalidArgument if a value cannot be an array.
         """
         found = arrays(inputs, {tensor.name: tensor.datatype for tensor in self._inputs})
         found.update(named(self._prefix, arrays(more, {tensor.name: tensor.datatype for tensor in self._more})))
         return {name: array[None] for name, array in found.items()} if self._lifts else found
 
     def result(self, answer: Answer) -> Answer:
-        """Returns what was computed, by names of the model; it lies in the memory of ``answer``."""
+        """Returns the derivative's outputs by names of the model. They lie in the memory of ``answer``."""
         return self._part(answer, lambda name: True, self._made)
 
     def parts(self, answer: Answer) -> tuple[Answer, Answer]:

@@ -66,7 +66,7 @@ class Calls:
         self._derivatives: dict[str, Any] = {}
 
     def _open(self: C, kind: str) -> C:
-        """Looks up a kind of derivative when it is first asked for. Raises InvalidArgument: the model has none."""
+        """Looks up a kind of derivative at its first use."""
         if kind not in self._derivatives:
             name, version = f"{self.name}.{kind}", self._asked_version
             try:
@@ -80,7 +80,7 @@ class Calls:
         return found
 
     def has_derivative(self, kind: str) -> bool:
-        """Returns whether the server has a kind of derivative of this model, such as "pull_back"; asks it, at the first time."""
+        """Returns whether the server has a kind of derivative of this model, such as "pull_back"."""
         try:
             return self._open(kind) is not None
         except InvalidArgument:
@@ -188,10 +188,10 @@ class Model(Calls):
         return came.result() if isinstance(came, Pending) else came
 
     def derivative(self, kind: str) -> Model:
-        """Returns a derivative of this model as a model: a server serves it under the name ``NAME.KIND``.
+        """Returns a derivative of this model as a model. A server serves it under the name ``NAME.KIND``.
 
-        ``kind``: "pull_back", "push_forward", "value_and_gradient" or "parameter_gradient". Raises InvalidArgument: the model has
-        no such derivative.
+        ``kind`` is "pull_back", "push_forward", "value_and_gradient" or "parameter_gradient". Raises InvalidArgument if the
+        model has no such derivative.
         """
         return self._open(kind)
 
@@ -199,10 +199,12 @@ class Model(Calls):
         """Computes the product of ``cotangents`` and the model's derivative (a vector-Jacobian product) in one request.
 
         Args:
+          inputs: the inputs of the model, as in a call of the model.
           cotangents: output name -> array of the output's datatype and shape, for each floating output.
-          own: as for a call of the model.
+          own: the request's other fields, such as ``priority``.
         Returns: input name -> array of the input's datatype and shape, for each floating input.
-        Raises: InvalidArgument: the model has no pull-back, or an argument does not fit it.  ServingError: as a call's.
+        Raises: InvalidArgument: the model has no pull-back, or an argument does not fit it.  ServingError: any other error of the
+          server.
         """
         asked = self._asked(PULL_BACK)
         return asked.result(self._open(PULL_BACK)(asked.arrays(inputs, cotangents), **own))
@@ -211,20 +213,23 @@ class Model(Calls):
         """Computes the product of the model's derivative and ``tangents`` (a Jacobian-vector product) in one request.
 
         Args:
+          inputs: the inputs of the model, as in a call of the model.
           tangents: input name -> array of the input's datatype and shape, for each floating input.
-          own: as for a call of the model.
+          own: the request's other fields, such as ``priority``.
         Returns: output name -> array of the output's datatype and shape, for each floating output.
-        Raises: InvalidArgument: the model has no push-forward, or an argument does not fit it.  ServingError: as a call's.
+        Raises: InvalidArgument: the model has no push-forward, or an argument does not fit it.  ServingError: any other error of
+          the server.
         """
         asked = self._asked(PUSH_FORWARD)
         return asked.result(self._open(PUSH_FORWARD)(asked.arrays(inputs, tangents), **own))
 
     def value_and_gradient(self, inputs: Mapping[str, Any], **own: Unpack[Own]) -> tuple[Answer, Answer]:
-        """Computes the outputs, and the gradient of the only floating one, in one request and with one parameter set.
+        """Computes the outputs, and the gradient of the model's only floating output, in one request.
 
-        That output has one element in each row, and the gradient of a row is that of its element. ``own``: as for a call of the
-        model. Returns: output name -> array; and input name -> array, for each floating input. Raises: InvalidArgument: the
-        model has no such output, or no derivatives.  ServingError: as a call's.
+        This output must have one element in each row. The gradient of a row is the gradient of its element. ``own`` are the
+        request's other fields, such as ``priority``. Returns the outputs by name, and the gradient by each floating input by
+        name. Raises: InvalidArgument: the model has no such output, or no derivatives.  ServingError: any other error of the
+        server.
         """
         asked = self._asked(VALUE_AND_GRADIENT)
         return asked.parts(self._open(VALUE_AND_GRADIENT)(asked.arrays(inputs, {}), **own))
@@ -277,7 +282,7 @@ class Model(Calls):
 
     @property
     def parameters(self) -> Any:
-        """Returns an object (``ModelParameters``) that lists and drops parameter sets, pushes into them, and computes gradients.
+        """Returns a ``ModelParameters``, which lists and drops parameter sets, pushes into them, and computes gradients.
 
         Raises: Unsupported: this process serves the model itself.
         """
