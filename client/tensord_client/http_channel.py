@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import select
 import socket
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ _MAX_LINE = 256
 _RECEIVE = 64 << 10
 #: The most buffers for one system call; Linux accepts 1024.
 _PIECES = 64
+
+#: A status, a body's length and a chunk's size as HTTP has them; ``int`` takes more.
+_STATUS, _LENGTH, _CHUNK = (re.compile(each) for each in (rb"[1-9]\d\d", rb"\d{1,18}", rb"[0-9A-Fa-f]{1,15}"))
 
 Buffer = Union[bytes, memoryview]
 
@@ -101,7 +105,7 @@ class HttpResponse:
 
     def feed(self, data: Buffer) -> None:
         """Parses received bytes. Raises MalformedResponse if they are not valid HTTP."""
-        if not self.status:
+        while not self.status:
             self._head += data
             if not self._head.startswith(b"HTTP/1."[: len(self._head)]):
                 # HTTP/2 begins with a frame of settings, whose kind is the fourth byte.
@@ -116,15 +120,12 @@ class HttpResponse:
                 return
             data = bytes(self._head[end + 4 :])
             self._read_head(bytes(self._head[:end]))
-            if not self.status:
-                self.feed(data)
-                return
         self._take(memoryview(data))
 
     def _read_head(self, head: bytes) -> None:
         first, *lines = head.split(b"\r\n")
         words = first.split(b" ", 2)
-        if len(words) < 2 or not words[1].isdigit():
+        if len(words) < 2 or not _STATUS.fullmatch(words[1]):
             raise MalformedResponse("the answer is no HTTP/1.1")
         self._head = bytearray()
         if words[1][:1] == b"1":
@@ -143,12 +144,11 @@ class HttpResponse:
         if length is None:
             self._to_end, self.keep_alive = True, False
             return
-        try:
-            size = int(length)
-            text_size = size if json_size is None else int(json_size)
-        except ValueError:
-            raise MalformedResponse("a length in an answer's head is no number") from None
-        if not 0 <= text_size <= size:
+        if not all(each is None or _LENGTH.fullmatch(each) for each in (length, json_size)):
+            raise MalformedResponse("a length in an answer's head is no number")
+        size = int(length)
+        text_size = size if json_size is None else int(json_size)
+        if text_size > size:
             raise MalformedResponse(f"an answer of {size} bytes cannot begin with {text_size} bytes of JSON")
         if self._streams:
             self._left, self.whole = size, not size
@@ -194,7 +194,7 @@ class HttpResponse:
         json_size = self.fields.get(b"inference-header-content-length")
         if json_size is None or self._streams:
             return
-        if not json_size.isdigit() or int(json_size) > len(self.text):
+        if not _LENGTH.fullmatch(json_size) or int(json_size) > len(self.text):
             raise MalformedResponse(
                 f"an answer of {len(self.text)} bytes cannot begin with {json_size!r} bytes of JSON"
             )
@@ -231,10 +231,10 @@ class HttpResponse:
             if not line:
                 self._complete()
             return
-        try:
-            size = int(line.partition(b";")[0], 16)
-        except ValueError:
-            raise MalformedResponse("the size of a chunk is no number") from None
+        number = line.partition(b";")[0].rstrip()
+        if not _CHUNK.fullmatch(number):
+            raise MalformedResponse("the size of a chunk is no number")
+        size = int(number, 16)
         self._left = size + 2 if size else -2
 
     def end(self) -> None:

@@ -296,8 +296,11 @@ class AnswerOrder:
     def refuse(self, status: int, message: str) -> None:
         """Refuses the arriving request with the error ``status`` and ``message``, and closes the connection afterwards.
 
-        The error is written after the answers to earlier requests. Bytes that still arrive are discarded.
+        The error is written after the answers to earlier requests. Bytes that still arrive are discarded. Does nothing if the
+        connection is closing already.
         """
+        if self.closing:
+            return
         self.closing = True
         self._serving.answered.failed(str(status), message, account=self.account)
         self._refusal = error_response(status, message, CLOSE + self.origin_lines)

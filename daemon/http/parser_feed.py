@@ -355,8 +355,7 @@ class ParserFeed:
                 _log.exception("a request met a defect of the server")
                 order.refuse(500, DEFECT)
             except httptools.HttpParserError:
-                if not order.closing:
-                    order.refuse(400, "malformed HTTP request")
+                order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
         """Feeds ``data`` in small pieces. Raises HttpParserUpgrade with an offset in ``data``."""

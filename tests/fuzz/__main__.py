@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import run_folder
@@ -26,8 +24,6 @@ _BUILD = ROOT / "build"
 _FLAGS = "-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 #: The engine, which brings libFuzzer and the sanitizers' runtime of its own.
 _ENGINE = "atheris>=3,<4"
-_DONE = re.compile(r"Done (\d+) runs")
-_REACHED = re.compile(r"cov: (\d+)")
 
 
 def tools() -> tuple[str, Path]:
@@ -45,7 +41,7 @@ def tools() -> tuple[str, Path]:
 
 
 def prepare() -> dict[str, str]:
-    """Builds the copy. Returns the environment for one target's process. Raises SystemExit: a tool or a part in C is missing."""
+    """Builds the copy. Returns the environment for fuzzing. Raises SystemExit: a tool or a part in C is missing."""
     compiler, engine = tools()
     copied(copy := _BUILD / "fuzz")
     built(copy, {"CC": compiler, "LDSHARED": f"{compiler} -shared", "CFLAGS": f"{_FLAGS} -g -O1"})
@@ -58,29 +54,15 @@ def prepare() -> dict[str, str]:
     }
 
 
-def fuzz(name: str, seconds: int, environment: dict[str, str]) -> bool:
-    """Fuzzes one target; prints how often it ran and how much it reached. Returns True where nothing was found."""
-    corpus, finds = _BUILD / "corpus" / name, _BUILD / "finds"
-    corpus.mkdir(parents=True, exist_ok=True)
-    finds.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.fuzz.one", name, str(corpus), f"-max_total_time={seconds}", "-max_len=8192"]
-    command += ["-timeout=60", "-rss_limit_mb=4096", f"-artifact_prefix={finds}/{name}-"]
-    done = subprocess.run(
-        command, cwd=_BUILD / "fuzz", env=environment, capture_output=True, text=True, errors="replace"
-    )
-    runs, reached = _DONE.search(done.stderr), _REACHED.findall(done.stderr)
-    print(f"{name}: {runs[1] if runs else '?'} runs, {reached[-1] if reached else '?'} places reached", flush=True)
-    if done.returncode:
-        print(done.stdout[-4000:], done.stderr[-8000:], sep="\n", file=sys.stderr)
-    return not done.returncode
-
-
 def main() -> int:
     """Fuzzes what the command line names. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=int, default=30, help="for each target (default: 30)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of what is chosen by chance (default: another one each time)"
+    )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="targets at the same time (default: one a core)"
     )
@@ -92,15 +74,10 @@ def main() -> int:
         return 0
     remove = run_folder.make()
     try:
-        # Imported here, as it reads the run's folder.
-        from tests.fuzz.targets import TARGETS
-
-        if unknown := [name for name in options.target if name not in TARGETS]:
-            parser.error(f"no target is called {', '.join(unknown)}; there are {', '.join(TARGETS)}")
         environment = prepare()
-        with ThreadPoolExecutor(options.jobs) as jobs:
-            results = jobs.map(lambda name: fuzz(name, options.seconds, environment), options.target or TARGETS)
-            return int(not all(list(results)))
+        numbers = map(str, (options.seconds, options.seed, options.jobs))
+        command = [sys.executable, "-m", "tests.fuzz.one", str(_BUILD), *numbers, *options.target]
+        return subprocess.run(command, cwd=_BUILD / "fuzz", env=environment).returncode
     finally:
         remove()
 

@@ -1,29 +1,85 @@
-"""Fuzzes one target in this process, by libFuzzer: ``python -m tests.fuzz.one TARGET [libFuzzer's arguments]``.
+"""Fuzzes targets by libFuzzer: ``python -m tests.fuzz.one BUILD SECONDS SEED JOBS [TARGET ...]``, which __main__.py starts.
 
-``python -m tests.fuzz`` starts it, with the environment that it needs.
+    imports, with counters ─▶ fork ─▶ a target: libFuzzer, until the time is over or something is found
+                              fork ─▶ the next one ...                               JOBS at the same time
+
+The imports take longest. They begin no thread, so that the process may fork behind them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import re
 import sys
 import tempfile
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
+_DONE = re.compile(r"Done (\d+) runs")
+_REACHED = re.compile(r"cov: (\d+)")
 
-def main(name: str, arguments: list[str]) -> None:
-    """Fuzzes until libFuzzer ends the process: with status 0 if it found nothing."""
+
+def main(build: Path, seconds: int, seed: int, jobs: int, names: list[str]) -> int:
+    """Fuzzes targets, or all if none is named; prints of each how often it ran and how much it reached.
+
+    ``build``: corpora, logs and finds are written there. Returns the exit status; 1: something was found.
+    """
     import atheris
 
-    with atheris.instrument_imports(include=["tensord", "tensord_client"], enable_loader_override=False):
+    # It names each module.
+    with (
+        contextlib.redirect_stderr(io.StringIO()),
+        atheris.instrument_imports(include=["tensord", "tensord_client"], enable_loader_override=False),
+    ):
         from tests.fuzz.targets import TARGETS
-    target: Any = TARGETS[name]
+    if unknown := [name for name in names if name not in TARGETS]:
+        sys.exit(f"fuzz: no target is called {', '.join(unknown)}; there are {', '.join(TARGETS)}")
+    assert threading.active_count() == 1
+    warnings.filterwarnings(
+        "ignore", "os.fork", RuntimeWarning
+    )  # JAX may have threads, and nothing here has used it yet
+    for folder in ("logs", "finds", *(f"corpus/{name}" for name in TARGETS)):
+        (build / folder).mkdir(parents=True, exist_ok=True)
+    left, running, status = list(names or TARGETS), dict[int, str](), 0
+    while left or running:
+        if left and len(running) < jobs:
+            name = left.pop(0)
+            if (pid := os.fork()) == 0:
+                _fuzz(atheris, build, name, TARGETS[name], [f"-max_total_time={seconds}", f"-seed={seed}"])
+            running[pid] = name
+            continue
+        pid, ended, used = os.wait4(-1, 0)
+        status |= _report(build, running.pop(pid), ended, used.ru_utime + used.ru_stime)
+    return status
+
+
+def _fuzz(atheris: Any, build: Path, name: str, target: Any, arguments: list[str]) -> None:
+    """Never returns: libFuzzer ends the process."""
+    log = os.open(build / "logs" / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for fd in (1, 2):
+        os.dup2(log, fd)
     with tempfile.TemporaryDirectory(prefix="tensord-fuzz-") as seeds:
         for number, content in enumerate(target.corpus(name)):
             Path(seeds, str(number)).write_bytes(content)
-        atheris.Setup([f"{name}", *arguments, seeds], target.run)
+        arguments += ["-max_len=8192", "-timeout=60", "-rss_limit_mb=4096", f"-artifact_prefix={build}/finds/{name}-"]
+        atheris.Setup([name, *arguments, str(build / "corpus" / name), seeds], target.run)
         atheris.Fuzz()
+    os._exit(1)
+
+
+def _report(build: Path, name: str, ended: int, seconds: float) -> int:
+    log = (build / "logs" / name).read_text(errors="replace")
+    runs, reached = _DONE.search(log), _REACHED.findall(log)
+    said = f"{runs[1] if runs else '?'} runs in {seconds:.0f} s of a processor, {reached[-1] if reached else '?'} places reached"
+    print(f"{name}: {said}", flush=True)
+    if ended:
+        print(log[-12_000:], file=sys.stderr)
+    return int(ended != 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:]))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
+import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +23,7 @@ import hpack
 import msgpack
 import numpy as np
 import safetensors
-from tensord_client import openpi
+from tensord_client import http_channel, openpi
 
 from tensord.config import model_config
 from tensord.config.options import Arenas, Expert, Options
@@ -47,7 +49,7 @@ from tensord.shm.messages import (
 )
 from tensord.shm.record import decoder, encoder
 from tensord.workers.parameters import layout
-from tests.client import test_lane_header, test_openpi_wire
+from tests.client import test_http_channel, test_lane_header, test_openpi_wire
 from tests.client.test_wire import read_alike
 from tests.daemon.grpc import frame_client, test_hpack_decoder, test_http2, test_request_codec, test_walk
 from tests.daemon.grpc.requests import TYPED, Infer, Parameter
@@ -274,6 +276,9 @@ def _called() -> Iterable[bytes]:
     yield grpc_connection.call(1, _INFER, 9) + grpc_connection.call(3, _INFER, 9)
     block = grpc_connection.head_of(frame_client.INFER, (b"grpc-timeout", b"5S"), (b"a-bin", b"AAA"))
     yield grpc_connection.call(1, _INFER, 9, block) + frames.frame(frames.RST_STREAM, 0, 1, frames.number(8))
+    block = grpc_connection.head_of(frame_client.INFER, (b"grpc-encoding", b"gzip"))
+    packed = frame_client.prefixed(gzip.compress(_INFER, mtime=0), 1)
+    yield grpc_connection.opened(1, "", block) + frames.frame(frames.DATA, frames.END_STREAM, 1, packed)
     yield grpc_connection.opened(1, frame_client.STREAM) + 2 * grpc_connection.message(1, _INFER, 9)
 
 
@@ -440,7 +445,34 @@ def _connections() -> Iterable[bytes]:
     yield post + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + plain
     yield post + binary + plain
     yield post + b"Expect: 100-continue\r\nConnection: close\r\n" + binary
+    packed = gzip.compress(body, mtime=0)
+    yield post + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed
     yield b"GET /v2/models/nothing/infer HTTP/1.0\r\n\r\n"
+
+
+def _answer_to_a_client(content: bytes) -> None:
+    """Reads an answer as a client does, in one piece and in pieces of three bytes: it is the same answer, or is refused."""
+    if _LONG.search(content):
+        return  # memory for a long body is made as soon as its head has come
+
+    def read(streams: bool, step: int) -> object:
+        response = http_channel.HttpResponse(streams)
+        try:
+            for at in range(0, len(content), step):
+                response.feed(content[at : at + step])
+        except http_channel.MalformedResponse as error:
+            return type(error)
+        tail = None if response.tail is None or not response.whole else response.tail.tobytes()
+        # Of memory that nothing was received in yet nobody reads.
+        text = bytes(response.text) if response.whole else b""
+        return response.status, response.fields, response.keep_alive, response.whole, text, tail, bytes(response.stream)
+
+    for streams in (False, True):
+        assert read(streams, max(1, len(content))) == read(streams, 3)
+
+
+#: A length that takes more than some MB.
+_LONG = re.compile(rb"[0-9a-fA-F]{7}")
 
 
 def _chunks(content: bytes) -> None:
@@ -549,6 +581,10 @@ TARGETS = {
     "json": Target(_json, tuple(_jsons())),
     "json_in_pieces": Target(_json_in_pieces, tuple(_texts())),
     "connections": Target(_connection, tuple(_connections())),
+    "answers_to_clients": Target(
+        _answer_to_a_client,
+        (test_http_channel.BINARY, test_http_channel.CHUNKED, test_http_channel.EMPTY, test_http_channel.CONTINUED),
+    ),
     "chunks": Target(_chunks, (test_chunk_sizes.framed([(b"abc", b";a=b"), (b"d", b"")], b"X: y\r\n"),)),
     "strings": Target(_strings, (b"\2\0\0\0ab" + struct.pack("<I", 0), np.array([1, 7], "<u4").tobytes())),
     "parameters": Target(
