@@ -297,7 +297,7 @@ def fetch(
 
 
 def _sha256(value: str | None) -> str:
-    """Returns a SHA-256 checksum of the right form, or "" for None."""
+    """Returns the checksum, or "" for None. Raises click.BadParameter if it has not 64 hexadecimal digits."""
     if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise click.BadParameter(f"'{value}' has not 64 hexadecimal digits")
     return value or ""

@@ -180,7 +180,7 @@ _REFUSED = {
 
 
 class FlagCommand(click.Command):
-    """A click command that accepts all flags besides its own parameters."""
+    """A click command that accepts all flags of the daemon besides its own parameters."""
 
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **words)

@@ -25,7 +25,7 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether a page of any guarded mapping was missing."""
+    """Returns whether any ``Guarded`` of this process has ``faults``."""
     return available and _guard.any()
 
 

@@ -74,11 +74,8 @@ Instruction = ForDispatcher | SegmentClosed
 class LaneEnd:
     """One end of a lane, with its own arena and the mapped arena of the other end. Base class of both ends.
 
-    The life of a segment of this end ("here") that the other end ("there") maps:
-
-        announce ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
-           ▲                              ╰─ SegmentRefused: no descriptor is left there ─╮
-           ╰───────────────────────────── before its next use ────────────────────────────╯
+    A segment is announced by SegmentOpened, with its descriptor, and then mapped by the other end. SegmentClosed ends that.
+    If the other end has no descriptor left, it answers SegmentRefused. The segment is announced again before its next use.
     """
 
     def __init__(
@@ -442,7 +439,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of ``lease``, or frees the lease and returns an error."""
+        """Announces the segment of ``lease``. If that fails, frees the lease and returns the error as an answer."""
         try:
             self.announce(lease[0])
         except Unavailable as error:
@@ -457,7 +454,7 @@ class WorkerLane(LaneEnd):
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Removes the WireVersion from the first records of a lane, and checks it."""
+    """Removes the WireVersion from the first records of a lane. Returns True, or raises InvalidArgument for another version."""
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
         if fds and not records:

@@ -89,7 +89,7 @@ class Pool:
         return None
 
     def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
-        """Takes a request's connection back, for the first queued request or as an idle one.
+        """Takes a request's connection back. The first queued request gets it, or it is idle.
 
         ``channel`` is None if the connection is closed. The first queued request may then open another one.
         """

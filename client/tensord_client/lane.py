@@ -518,7 +518,7 @@ class LaneConnection(Sender):
             raise
 
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
-        """Returns whether a refused request may be sent to another worker or version."""
+        """Returns whether another worker or version may take the request that ``by`` refused. Waits for one up to ``until``."""
         before = self.known(call)
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
@@ -605,7 +605,7 @@ if wire is not None:
             self._lock = wire.Lock()
 
         def _found(self, call: Call) -> Answer | Pending[Answer]:
-            """Sends the request, and keeps what the next call in C needs. The caller has the lock."""
+            """Sends the request from Python, and prepares the next call to run in C. The caller has the lock."""
             connection, opened = self._connection, self._connection.opened
             now = opened[0]
             came = connection.exchange(call)

@@ -298,7 +298,7 @@ def _bounded(number: int, what: str, most: int) -> int:
 
 
 class _Message:
-    """Counts the values of one message, and makes arrays of its maps."""
+    """Bounds the number of values in one message, and turns its maps that encode arrays into arrays."""
 
     arrays = values = 0
 

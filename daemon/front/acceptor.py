@@ -147,11 +147,8 @@ class Acceptor:
 class AcceptLimit:
     """Decides how many connections a front accepts in one iteration of the event loop. Sans-I/O.
 
-    After a single connection, a second ``accept`` mostly finds none, so it is tried seldom. While many connections come, more
-    of them are accepted in each iteration. Each number here is what one iteration accepts, and "?" is a second ``accept`` in
-    vain:
-      single:  1 1? 1 1 1? 1 1 1 1 1? ...
-      many:    1 2 4 8 ... 64
+    While many connections come, the number doubles in each iteration, up to 64. While they come one by one, a second
+    ``accept`` is tried ever more rarely.
     """
 
     __slots__ = ("_alone", "_skips", "room")

@@ -87,7 +87,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     __slots__ = ("_schedulings", "_submitter", "_table")
 
     def __init__(self, table: ModelStates, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
-        """Makes an empty cache of at least ``count`` messages. If ``count`` is 0, nothing is cached."""
+        """Makes an empty cache of the last ``count`` messages. If ``count`` is 0, nothing is cached."""
         super().__init__(count)
         self._table = table
         self._submitter = submitter
@@ -191,7 +191,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes the shared part of a message, or returns None if it is invalid alone."""
+        """Decodes ``rest``, a message without scheduling parameters and tensor bytes. Returns None if it is invalid."""
         try:
             return decode_head(rest, has_raw, self._table)[0]
         except ServingError:

@@ -150,7 +150,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Checks in steps how arrays are nested. Returns False if they are not nested."""
+        """Returns False for a flat array. Raises an error if nested arrays do not have this shape. Yields in between."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()

@@ -262,7 +262,7 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, limit: int = 0) -> None:
-        """Begins to check a chunked body of at most ``limit`` or ``max_body_byte_size`` bytes."""
+        """Begins to check a chunked body of at most ``limit`` or ``max_body_byte_size`` bytes, whichever is more."""
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(limit, http.max_body_byte_size), http.max_head_byte_size)
 
@@ -299,9 +299,9 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses ``data``, which are bytes from the client, and caches the head of a request in them.
+        """Parses bytes from the client. If they are the head of one request and at most its body, the head is cached.
 
-        ``between``: whether no request was arriving or unanswered when the bytes came. Then a request begins with them.
+        ``between``: whether the bytes came while no request was arriving or unanswered, so that they begin a request.
         """
         order, messages = self._order, self.messages
         if order.receiving is None:

@@ -50,7 +50,7 @@ class PreparedRequests:
     """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
-        """Creates an empty cache of at least ``count`` kinds of requests, and of at least ``count`` JSON texts.
+        """Creates an empty cache of the last ``count`` kinds of requests and the last ``count`` JSON texts.
 
         ``inline_byte_size``: the most bytes of a tensor that is sent to a worker within the request's record.
         """
@@ -129,7 +129,7 @@ class PreparedRequests:
         return request
 
     def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
-        """Returns the scheduling in ``given``, and the text of all other parameters."""
+        """Splits a request's parameters. Returns its scheduling, and ``repr`` of all others ("" if there are none)."""
         # As text: 1, 1.0 and true are equal, and not the same.
         text = repr(given)
         known = self._parts[text]

@@ -137,7 +137,7 @@ class Agent:
 
 
 class _AgentAnswer(asyncio.Protocol):
-    """Sends a client one line, and waits up to 2 s for the client to close."""
+    """Answers an agent check of HAProxy with the line that ``line`` returns. Waits up to 2 s for the client to close."""
 
     def __init__(self, line: Callable[[], bytes]) -> None:
         self._line = line

@@ -276,9 +276,8 @@ class Models:
     async def _bring(
         self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
     ) -> str:
-        """Loads a model. Returns the reason why the load failed, or ""."""
-        # ``within``: the ensembles for which the model is loaded, the outermost first. ``again``: an ensemble is loaded again
-        # because a member changed. ``asked``: somebody named the model, so that unchanged files are loaded as well.
+        # Returns the reason why the load failed, or "". ``within``: the ensembles for which the model is loaded, outermost first.
+        # ``again``: a member of the ensemble has changed. ``asked``: the model was named, so unchanged files are loaded as well.
         self._wanted.add(found.name)
         if not found.chosen:
             self._refuse(found.name, found.problem)

@@ -138,7 +138,7 @@ def _locked(folder: Path) -> int:
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files by their paths in the model's folder, if all paths are allowed."""
+    """Returns the files by their paths in the model's folder. Raises InvalidArgument if a path is malformed or given twice."""
     found: dict[str, bytes] = {}
     for given, content in files.items():
         path = given.lstrip("/")

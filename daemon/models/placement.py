@@ -35,9 +35,9 @@ def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each:
 
     Args:
       devices: the devices of the workers that several models share.
-      rate_limited: whether the rate limiter is on. Then the workers that count the model's resources are chosen.
+      rate_limited: if true, only devices are returned whose workers count the model's rate-limiter resources.
       each: how many GPUs each worker has. A worker is named by the first of its GPUs.
-    Raises InvalidArgument if the model names GPUs that no worker has, or if two settings ask for different single workers.
+    Raises InvalidArgument if the model names GPUs that no worker has, or if its settings contradict each other.
     """
     chosen = _shared(config, devices, rate_limited, each)
     return _alone(config, chosen) if model_checks.is_isolated(config) else chosen
@@ -52,7 +52,7 @@ def _alone(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shared(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
-    """Returns the devices of a model, as if it were not isolated."""
+    """Returns the devices of a model. The arguments are those of ``place``."""
     chosen = _named(config, devices, each)
     together = config.parameters[TOGETHER].string_value if TOGETHER in config.parameters else ""
     if rate_limited and model_checks.is_isolated(config) and _needs(config):
@@ -110,12 +110,12 @@ def _named(config: ModelConfig, devices: Sequence[str], each: int) -> tuple[str,
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device of the worker that has a GPU."""
+    """Returns the device of the worker that has GPU ``gpu``, if each worker has ``each`` GPUs."""
     return device_name(gpu - gpu % each)
 
 
 def _sharing(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices whose workers count the rate-limiter resources of a model."""
+    """Returns those of the ``chosen`` devices whose workers count the rate-limiter resources of a model."""
     needs = _needs(config)
     if len(chosen) < 2 or not needs:
         return chosen

@@ -388,7 +388,7 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """Returns the content of a file of at most ``limit`` bytes, or None if there is none."""
+    """Returns the content of a file, or None if there is no such file. Raises FileTooLarge if it exceeds ``limit`` bytes."""
     try:
         with open(path, "rb", opener=model_folder.regular) as file:
             content = file.read(limit + 1)

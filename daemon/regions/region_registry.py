@@ -125,7 +125,7 @@ class RegionRegistry:
             return RegisteredRegion("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
-        """Replaces a region on every worker by ``renewal``, unless a worker refuses it."""
+        """Replaces ``region`` on every worker by ``renewal``, if none refuses. ``end``: readable once the owner ends, or -1."""
         name = region.request.name
         region.state = RegionState.RENEWING
         region.changed.clear()
@@ -173,7 +173,7 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Returns the device of the workers on a request's GPU, or "" if none has a GPU."""
+        """Returns the device of the workers on the request's GPU, or "" if all workers run on the CPU."""
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
             return ""
@@ -189,7 +189,7 @@ class RegionRegistry:
         return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
-        """Registers a region on every worker that can use it, also on new ones."""
+        """Registers a region on every worker that can use it, also on new ones. ``renews``: it replaces a region there."""
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # All others get the descriptor of the first: one object, whatever becomes of the name.
             several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]

@@ -42,7 +42,7 @@ class BusyPoll:
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
         """Polls for a moment for the answer to the only request in flight, which was just sent.
 
-        Soon after several requests were in flight, the event loop is only kept from sleeping.
+        If several requests were in flight shortly before, the event loop is kept from sleeping instead.
         Args:
           ready: takes a timeout in ms, and returns a true value if the lane of the worker can be read.
           receive: reads from the lane of ``worker``. It returns False if no more can come.

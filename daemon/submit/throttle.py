@@ -169,8 +169,7 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        A waiting request is also returned, without room for its answer, if other answers of its connection must follow that
-        answer. Of each connection one such request is returned at a time.
+        If a connection has no request in flight, its first request that ``holds_up`` others is returned even without room.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

@@ -148,7 +148,7 @@ class SpanExporter:
     def _parts(
         self, trace_id: bytes, own: bytes, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
-        """Queues the spans inside the span of a request."""
+        """Queues the spans below the span ``own`` of a request. ``offset``: wall clock minus CLOCK_MONOTONIC in ns."""
         at = dict(moments)
         run = own
         for name, begins, ends in _PARTS:

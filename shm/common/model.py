@@ -66,7 +66,7 @@ class Calls:
         self._derivatives: dict[str, Any] = {}
 
     def _open(self: C, kind: str) -> C:
-        """Looks up a kind of derivative at its first use."""
+        """Returns the derivative of this kind. The first call looks it up."""
         if kind not in self._derivatives:
             name, version = f"{self.name}.{kind}", self._asked_version
             try:

@@ -194,7 +194,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Makes ``caller`` the current one in the block. Afterwards calls ``caller.port.ran``, if it is set."""
+    """Makes ``caller`` known to the code that runs in the block."""
     token = _current.set(caller)
     try:
         yield caller

@@ -160,7 +160,7 @@ class MetricRegistry:
             value.sum += by
 
     def set(self, kind: MetricKind, value: Value, to: float) -> None:
-        """Sets the value of a gauge. Raises Unsupported: the metric is no gauge."""
+        """Sets the gauge ``value`` to the number ``to``. Raises Unsupported if ``kind`` is no gauge."""
         if kind is not MetricKind.GAUGE:
             raise _unsupported()
         with self._lock:

@@ -277,7 +277,10 @@ class _ModelFunction:
     outputs: list[str]
 
     def applied(self, derivative: _Kind, lifted: bool, exported: bool) -> Apply:
-        """Makes a function of parameters and arrays. ``lifted``: whether it takes rows of them."""
+        """Returns ``derivative`` as a function of parameters and arrays. ``lifted``: whether the arrays have rows.
+
+        ``exported``: whether the model calls an exported program.
+        """
 
         def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             return derivative(self, parameters, given)
@@ -305,7 +308,7 @@ class _ModelFunction:
         return apply, chosen("", self.into, inputs)
 
     def by_parameters(self, leaves: list[str], max_rows: int) -> Apply:
-        """Returns the gradient by the parameters ``leaves``. ``max_rows``: 0: without a batch."""
+        """Returns a function that computes the gradient by the parameters ``leaves``. ``max_rows``: 0 without a batch."""
 
         def gradient(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             cotangents, inputs = chosen(self.names.cotangent, self.out, given), self.own(given)
@@ -341,7 +344,7 @@ def _pull_back(function: _ModelFunction, parameters: Any, given: dict[str, Any])
 
 
 def _pulled(pull: Callable[..., Any], made: Mapping[str, Any], cotangents: dict[str, Any]) -> Any:
-    """Calls ``pull``. Raises InvalidArgument: a cotangent has another shape than its output."""
+    """Calls ``pull``. Raises InvalidArgument if a cotangent has another shape than its output in ``made``."""
     for name, output in made.items():
         if (given := cotangents[name].shape) != output.shape:
             raise InvalidArgument(

@@ -359,7 +359,7 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """True if no model runs step by step, and the work of the loop's last program is known to fit into one iteration."""
+        """True if no model runs step by step, and the program that ran last is known to fit into one iteration of the loop."""
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
@@ -419,7 +419,7 @@ class Dispatcher:
             done += self._run_batch(version, self._clock()) + 1 / _CALLS
 
     def _run_batch(self, version: ModelVersion, now_ns: int) -> float:
-        """Runs a version's next batch. Returns the run's share of an iteration's work."""
+        """Runs a version's next batch. Returns its work as a fraction of what one iteration of the loop may do."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self._share = 0.0
@@ -515,7 +515,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds waiting requests to ``batch``. Returns the program that runs all of them."""
+    """Adds waiting requests to ``batch``. Returns the program that runs ``batch``; None: ``grouped`` has none."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

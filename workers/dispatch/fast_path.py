@@ -87,7 +87,7 @@ class _Batch:
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """Name, first address and bytes from row to row of each input in all programs."""
+        """The name of each input, its address for the first row, and the bytes from row to row. All programs share it."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
@@ -422,7 +422,7 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns a plan for repeats of an execution's request, and its outputs' names."""
+    """Returns the plan for answers to requests like this execution's, and the outputs' names by number; None: no plan."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:

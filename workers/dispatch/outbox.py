@@ -212,7 +212,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Makes and stores a plan for repeats of a request; None: impossible."""
+        """Makes and stores the plan for answers to requests that differ only in data; None: no plan is possible."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -243,7 +243,7 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Sends a result. Returns False without room, or the error to send instead."""
+        """Sends a result. Returns True, or False if the arena lacks room, or the error to send instead."""
         if request.submitter.closed:
             self.end(request)
             return True
@@ -281,7 +281,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until the arena has room. Returns an error if too much waits."""
+        """Queues an answer until the arena has room. Returns True, or an error if too much waits."""
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)

@@ -41,7 +41,7 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Registers a submitter's lane, so that ``wait`` also answers its requests. The epoll watches its socket already."""
+        """Registers a submitter's lane, so that ``wait`` may answer its requests. The lane's socket must be in the epoll."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Unregisters a submitter's lane that has ended."""

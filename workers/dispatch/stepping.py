@@ -144,7 +144,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Groups slots by their requests' lanes. Other slots are answered separately."""
+        """Groups ``slots`` by their requests' lanes. Members that are not in ``slots`` leave."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)

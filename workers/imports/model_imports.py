@@ -317,7 +317,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Makes placeholders for module names that several models have. It must be the last on ``sys.meta_path``."""
+    """Makes a ``PlainName`` if a model imports its own module by a short name. It must be the last on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -147,7 +147,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
 
 
 def _declared_names(load: VersionLoad) -> _Names:
-    """Adds model.py's tensors to the configuration. Returns names that do not fit in it."""
+    """Adds model.py's tensors to the configuration. Returns the declarations that it has no field for."""
     config, module = load.config, load.module
     triton = hasattr(module, "TritonPythonModel")
     config.backend = config.backend or ("python" if triton else "jax")

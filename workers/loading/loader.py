@@ -175,7 +175,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Logs ``error``, and returns the error with which the load fails."""
+        """Returns the error with which the load fails. Logs that ``what`` failed if ``error`` is unexpected."""
         # Whatever else went wrong: Cancelled, or DeviceLost below, is raised instead.
         cancellation.check()
         if isinstance(error, (Internal, InvalidArgument, Unsupported)):
@@ -470,7 +470,7 @@ class Loader:
 
 
 def _without_counts(config: ModelConfig, maker: InstanceMaker) -> bytes:
-    """Serialises a configuration without what a regrouping may change."""
+    """Serialises a configuration without its instance groups' counts, default names and other workers' GPUs."""
     rest = model_config.empty()
     rest.CopyFrom(config)
     for index, group in enumerate(rest.instance_group):

@@ -89,7 +89,7 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Wraps ``apply`` so that it takes a list of the arrays in ``parameters`` instead of the tree. Returns both.
+    """Returns ``apply`` as a function of the list of all arrays in the tree ``parameters``, and that list.
 
     If all leaves of the tree are arrays, returns the arguments unchanged.
     """

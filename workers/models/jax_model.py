@@ -160,11 +160,10 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the program for each number of rows from 1 to ``most``; None: none is compiled.
+        """Returns the program for each number of rows from 1 to ``most``, or None where no program is compiled.
 
-        If one call can run several requests, the list has a program for each number of requests from 1 to ``grouped_calls.MOST``
-        instead. The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. ``key``: the
-        batch's shapes.
+        ``key``: the batch's shapes. If one call can run several requests, the list is by number of requests instead, from 1 to
+        ``grouped_calls.MOST``. If outputs have to be cut, inputs are ragged or sequence state varies in size, the list is empty.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.

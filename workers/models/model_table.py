@@ -93,13 +93,13 @@ class ModelTable:
         self.held[version.name, version.version] = version
 
     def serve_held(self, name: str, number: int) -> None:
-        """Lets requests go to a held version. Does nothing if there is no such version."""
+        """Lets requests go to the version that ``hold`` has stored. Does nothing if there is none."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.add(version)
 
     def discard_held(self, name: str, number: int) -> None:
-        """Ends a held version. Does nothing if there is no such version."""
+        """Ends the version that ``hold`` has stored. Does nothing if there is none."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.discard(version)

@@ -212,7 +212,7 @@ class ModelVersion:
         return self.sets.commit(parameters, stays=held)
 
     def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-        """Sets the parameters of begun requests and sequences. Returns whether ``former`` stays."""
+        """If ``moves``, begun requests and sequences use ``new`` from now on. Returns whether any of them keeps ``former``."""
         # None is always the newest of main.
         now, held = None if new.name == MAIN_SET else new, False
         if self.sequences is not None:
@@ -288,7 +288,7 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Raises the batch limits of shapes without a bucket to the rows of the programs compiled for them."""
+        """For each shape without a bucket, allows batches of as many rows as the largest program compiled for that shape."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:

@@ -315,7 +315,7 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Leases a leaf's region. Returns the leaf, and a function that copies its bytes."""
+    """Leases the region of a leaf. Returns the leaf, and a function that copies its bytes from the region."""
     dtype = DTYPES.get(place.datatype)
     if dtype is None or dtype.hasobject:
         raise InvalidArgument(f"{making.what}: leaf '{name[:256]}' has datatype '{place.datatype[:32]}'")
@@ -330,7 +330,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region. Returns a function that copies from ``offset`` on."""
+    """Leases a region until ``making`` is closed. Returns a function that copies its bytes from ``offset`` on to an array."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

@@ -161,7 +161,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """Yields the directory's file descriptor, unless other users can change it."""
+        """Yields the directory's file descriptor. Raises PermissionError if other users can change the directory."""
         with self._opened() as (directory_fd, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")
@@ -251,7 +251,7 @@ def _read_secret(directory_fd: int) -> bytes:
 
 
 def _bytes(directory_fd: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Returns all bytes of a file. ``others``: permissions that it must not have."""
+    """Returns all bytes of a file. Raises ValueError if its mode has a bit of ``others``."""
     try:
         # O_NONBLOCK, because opening a pipe would wait.
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)

@@ -225,7 +225,7 @@ class ExecutableCache:
     def good_rows(self, key: str, *, found: bool = False) -> bool:
         """Returns whether a note under ``key`` says that a model's rows are independent.
 
-        ``found``: whether to write the note first.
+        ``found``: whether this was just found out, so that the note is written.
         """
         if self._directory is not None and found:
             with contextlib.suppress(OSError):

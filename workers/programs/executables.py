@@ -148,7 +148,7 @@ class Executables:
             self._lowering.check(*planned[0], self._lowering.lower(*planned[0], self._usual))
 
     def _are_apart(self, made: Executable, check: Callable[[], None]) -> bool:
-        """Checks that rows do not affect each other; False: there was too little memory."""
+        """Raises Internal if rows affect each other. Returns False if there was too little memory to find out."""
         wanted = made.wanted
         if not self._lowering.traced[wanted]:  # the cache had the program
             self._lowering.lower(*wanted, self._usual)
@@ -176,7 +176,7 @@ class Executables:
         return first
 
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
-        """Compiles or loads the executables of all buckets."""
+        """Compiles the executables of all buckets, or loads them from the cache. ``first``: the first one, if it is lowered."""
         several = self._usual.several
 
         def make(wanted: Wanted) -> tuple[CompiledProgram, bool]:

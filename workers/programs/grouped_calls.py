@@ -220,7 +220,7 @@ class GroupedProgram:
         return [(place.name, address_of(place.array), stacks[part.row].strides[0]) for place, part in pairs]
 
     def gather(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies requests' inputs to the memory. Returns the number of bytes.
+        """Copies requests' inputs to the input memory of the program. Returns the number of bytes.
 
         Raises ValueError: there are more than ``rows`` requests.
         """
@@ -444,8 +444,9 @@ class GroupedCalls:
         """Compiles the programs that run several requests of an executable's shape in one call. Thread-safe.
 
         Returns an empty list if such a call might compute other results than single runs, or if there is no memory.
-        ``make``: gets the input shapes, the number of requests in a call (None: any), and a function that compiles the program
-        for that number; returns the program, from a cache or compiled. Errors of tracing the model are raised unchanged.
+        ``lengths``: the numbers of requests for which programs are made. ``make``: returns a program. It gets the input shapes,
+        a number of requests (None: any), and a function that compiles the program for a number.
+        Errors of tracing the model are raised unchanged.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
         numbers, shapes = maker.numbers(lengths), single.wanted.shapes
@@ -470,7 +471,7 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests to choose a program if ``waiting`` requests wait."""
+    """Returns ``waiting``, or MOST if one call for MOST requests is enough for a program of this ``weight``."""
     # One call is enough for a tiny program of which more than half is used.
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

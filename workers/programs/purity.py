@@ -103,13 +103,12 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
-    """Yields a pair for each operation of a program and of the programs inside it, and at the end one for the results.
+    """Yields a chain and its operands for each operation of a program and of the programs inside it, and then for the results.
 
-    The first item of the pair is a tuple of nested operations, outermost first, of which the last is the operation itself. The
-    second item lists the operands (at the end: the results). For each it has the numbers of the arguments of the outermost
-    program on which the operand depends, and the operand's value if it is a constant, else None. ``arguments``: for each
-    argument, the numbers of the arguments of the outermost program on which it depends. ``outer``: the operations around
-    ``program``. Returns such numbers for each result.
+    A chain is a tuple of nested operations, outermost first. The last of them has the operands. An operand is a pair: the
+    set of arguments of the outermost program (as numbers) on which it depends, and its value if it is a constant, else None.
+    ``arguments``: such a set for each argument of ``program``. ``outer``: the operations around ``program``.
+    Returns such a set for each result.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)

@@ -147,7 +147,7 @@ def probe(
 
 
 def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float) -> str | None:
-    """Runs programs on generated inputs. Returns a sentence with an output that depends on more than its row; None: none does.
+    """Runs programs on generated inputs. Returns a sentence on an output of which a row depends on other rows, or None.
 
     ``inputs``: the inputs of the program for ``rows`` rows, at least 2. ``epsilon``: the relative rounding error of the coarsest
     numbers that the program computes with. Errors of programs are raised unchanged.
@@ -195,9 +195,9 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
 
 
 def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilon: float) -> tuple[Array, float]:
-    """Returns where two arrays differ by more than noise and rounding, and the largest absolute value in ``made``.
+    """Returns where ``one`` and ``other`` differ by more than noise and rounding, and the largest absolute value in ``made``.
 
-    ``made``: an output. ``noisy``: the same output, computed again once or more. ``epsilon``: the relative rounding error. For
+    ``made`` and ``noisy``: an output of several equal runs, which differ by noise. ``epsilon``: the relative rounding error. For
     integers, which are not rounded, the second result is 0.0.
     """
     noise = max(np.max(distances(made, each), initial=0.0) for each in noisy)
@@ -212,7 +212,7 @@ def nudged(array: Array, epsilon: float) -> Array:
 
 
 def distances(one: Any, other: Any) -> Array:
-    """Returns how far the elements of two arrays are from each other; 0 if one of them is not finite."""
+    """Returns the absolute differences of two arrays' elements. A difference that is not finite is given as 0."""
     wide = np.complex128 if np.iscomplexobj(one) else np.float64
     apart = np.abs(np.asarray(one).astype(wide) - np.asarray(other).astype(wide))
     return np.where(np.isfinite(apart), apart, 0.0)

@@ -19,7 +19,7 @@ _UNTRIED = re.compile("(?<!pure_)callback|ffi_call|custom_call|pallas")
 
 
 class Reading(NamedTuple):
-    """What was read in a program. ``may_be_tried``: whether it may be run on generated inputs."""
+    """Facts about a traced program. ``may_be_tried``: whether it may be run on generated inputs."""
 
     may_be_tried: bool
     #: Whether it has ``while`` loops.
@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 
 
 def read(program: Any) -> Reading:
-    """Returns the ``Reading`` of a traced program (a ``Jaxpr``)."""
+    """Finds the facts of a ``Reading`` in a traced program, a ``Jaxpr``."""
     equations, finfo = [chain[-1] for chain, _ in steps(program) if chain], cast("Any", jnp.finfo)
     exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
     names = {each.primitive.name for each in equations}

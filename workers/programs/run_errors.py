@@ -35,8 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_needed(program: Any, held: int | None = None) -> int | None:
     """Returns how many bytes the outputs and temporary memory of a compiled program take; None: unknown.
 
-    ``held``: how many bytes of the arguments are in memory already. The other arguments are counted. None: no arguments are
-    counted.
+    If ``held`` is given, the arguments are counted as well, less the ``held`` bytes of them that are in memory already.
     """
     try:
         found: Any = program.memory_analysis()

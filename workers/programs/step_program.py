@@ -136,7 +136,7 @@ class StepPrograms:
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
         """Calls the author's ``step`` for the first slots. Returns packed results and the next carry.
 
-        ``unmasked``: BOOL for each of these slots, whether its request takes part.
+        ``unmasked``: a BOOL for each of the first slots, which says whether the slot takes part.
         """
         own, live = carry
         count = unmasked.shape[0]
@@ -180,7 +180,7 @@ class StepPrograms:
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
     def _checked(self, function: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Returns a function's outputs as arrays. Raises Internal: they are not as declared."""
+        """Returns a function's outputs as arrays. Raises Internal if one has not the shape ``lead`` plus declared dims."""
         what = f"model '{self._signature.model}': {function} returned"
         if not isinstance(outputs, dict):
             raise Internal(f"{what} {type(outputs).__name__} as its outputs, a dict of arrays is expected")

@@ -299,7 +299,7 @@ class InferenceRequest:
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def _check(self, names: object) -> None:
-        """Checks the arguments that a model has given."""
+        """Raises an error if the request or ``names``, the requested outputs as the model gave them, is invalid."""
         if self._correlation_id is None:
             raise TypeError("InferenceRequest: correlation_id cannot be None")
         if not isinstance(self._correlation_id, int | str):

@@ -56,10 +56,10 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: tuple[object, ...] = ()
     ) -> Question:
-        """Returns the cache key of a request. The key refers to the memory of ``arrays``, the inputs by name.
+        """Returns the cache key of a request. The key does not copy ``arrays``, the inputs by name.
 
-        ``load``: stands for one load of a model version by its identity. ``outputs``: the names of the outputs, if the model's
-        answer depends on which ones are requested. ``parameters``: equal exactly if the model computes with the same parameters.
+        ``load``: an object for each load of a model version. ``outputs``: the outputs' names, if the model's answer depends on
+        which are requested. ``parameters``: a value that identifies the parameters that the model computes with.
         """
         wanted = tuple(sorted(outputs))
         digest = hashlib.blake2b(repr((id(load), hash(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)

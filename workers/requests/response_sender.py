@@ -90,7 +90,7 @@ class ResponseKind:
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
-        """Encodes a response; None: its outputs have other datatypes or shapes. Any thread may call it."""
+        """Encodes a response. Returns None if it has other datatypes or shapes than this kind. Any thread may call it."""
         if len(result) != len(self._parts) and not request.outputs:
             return None
         contents: list[bytes] = []
@@ -414,7 +414,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues responses on the lane, which ``kind`` has encoded.
+        """Queues the ``records`` on the lane. They are responses that ``kind`` has encoded.
 
         The lane must have room. The first response of a request must not be among them.
         """
@@ -433,7 +433,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Counts a response's bytes as not yet taken by the client. Returns the number; 0 for None."""
+        """Counts a response's bytes as not yet taken by the client. Returns the number; 0 for None. ``final``: no more follow."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():
@@ -477,7 +477,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Copies the arrays that the model may still change. Returns the bytes of all arrays."""
+    """Replaces arrays that the model may still change by copies. Returns how many bytes all arrays have."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

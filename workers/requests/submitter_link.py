@@ -192,7 +192,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """How many leases were given back so far: on a front's lane, or on all lanes of a client's user."""
+        """How many leases were given back so far on this lane or, if it is a client's, on all lanes of that client's user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property

@@ -159,7 +159,10 @@ class RequestTimeline:
 
 
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Begins a traced request's timeline. ``context``: the trace, if it names this request; None: no trace is known."""
+    """Begins a traced request's timeline at ``queued_ns``, when the request was queued.
+
+    ``context``: a trace, which is ignored if it is for another request.
+    """
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:
         timeline.context = context
@@ -175,7 +178,7 @@ def timeline_end(parameters: tuple[str, int] | None) -> bytes:
 
 
 def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as records. A span that is still open ends now."""
+    """Returns the spans as records. An open span ends now. ``within``: for each call of another model, the span around it."""
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []

@@ -55,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Returns and removes the parts to ask now: first parts that were woken, then parts that are due, by time."""
+        """Removes and returns the parts of the loop that have work now or whose time has come. Woken parts come first."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

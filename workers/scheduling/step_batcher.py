@@ -143,7 +143,7 @@ class StepBatcher(QueuePlanner[W]):
             self._leave(request)
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Frees the slot of a request that takes part in no further step. No other request fails."""
+        """Frees the slot of a request that takes part in no further step. Returns an empty list: no other request fails."""
         self._leave(request)
         return []
 
@@ -162,7 +162,7 @@ class StepBatcher(QueuePlanner[W]):
         return list(self._holders)
 
     def _leave(self, request: W, marked_free: bool = False) -> bool:
-        """Frees a request's slot. Returns False if the request has no slot."""
+        """Frees a request's slot, or returns False if it has none. ``marked_free``: whether the device has freed the slot."""
         holder = self._holders.pop(request, None)
         if holder is None:
             return False

@@ -57,12 +57,12 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape that the input ``spec`` has in a batch. It is ragged, or the worker makes it from a ragged input.
+    """Returns the shape of the input ``spec`` in a batch. The input is ragged, or the worker makes it from a ragged input.
 
     Args:
-      source: that ragged input; ``spec`` itself if clients send it.
+      source: the ragged input from which ``spec`` is made; ``spec`` itself if it is ragged.
       rows: the number of rows of the batch.
-      units: for how many units of ``unit(source)`` elements all rows together have room.
+      units: the room for ``source`` in the batch, in units of ``unit(source)`` elements.
       most: the most elements of ``source`` that one request of the batch may have.
     """
     if spec.of_batch is None:
@@ -186,11 +186,11 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns the signature with the batch inputs and batch outputs that a checked configuration declares.
+    """Returns ``described`` with the batch inputs and batch outputs that a checked configuration declares.
 
-    The worker makes a batch input from a ragged input, and divides a batch output among requests like a ragged input.
-    ``segments``: the result of ``declare_ragged``.
-    Raises InvalidArgument: such an input is not ragged, or an input that is not ragged has one of its axes.
+    Each of them has a source, a ragged input. The worker computes a batch input from the source, and gives each request as many
+    elements of a batch output as it has in the source. ``segments``: the source of each SEGMENT_IDS input.
+    Raises InvalidArgument: a source is not ragged, or a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [
