@@ -23,7 +23,9 @@ import hpack
 import msgpack
 import numpy as np
 import safetensors
-from tensord_client import http_channel, openpi
+from tensord_client import http_channel, openpi, tesseract_wire
+from tensord_client.common import tensors
+from tensord_client.common.tensors import flat
 
 from tensord.config import model_config
 from tensord.config.options import Arenas, Expert, Options
@@ -568,6 +570,39 @@ def _observations() -> Iterable[bytes]:
     yield msgpack.packb({"x": array(b"\0" * 4, ">i2", [1, 2]), "l": [None, True, [b"a", {"k": -1}]]})
 
 
+def _point(content: bytes) -> None:
+    """Reads a request of a client of tesseract-core; what is accepted is the same once it was written as an answer."""
+    known = {name: each.datatype for name, each in _INPUTS.items()}
+    with contextlib.suppress(tesseract_wire.InvalidArgument):
+        body = tesseract_wire.parsed(bytearray(content))
+        for abstract in (False, True):
+            values = tesseract_wire.by_name(flat(tesseract_wire.tree(body.get("inputs")), known), _INPUTS, "inputs")
+            point = tesseract_wire.Point(values, _INPUTS, True, 1 << 20, abstract)
+            for name, rows in point.arrays.items():
+                array = point.output(rows)
+                if array.dtype.kind != "O" and _INPUTS[name].datatype != "BF16":
+                    written = tesseract_wire.tree(json.loads(json.dumps(tesseract_wire.written(array))))
+                    again = tesseract_wire.read(name, written, _INPUTS[name], 1 << 20)
+                    assert (again.shape, again.tobytes()) == (array.shape, array.tobytes())
+
+
+_INPUTS = {
+    "x": tensors.Tensor("x", "FP32", (-1,)),
+    "n.0": tensors.Tensor("n.0", "INT8", (2,)),
+    "t": tensors.Tensor("t", "BYTES", (1,)),
+    "b": tensors.Tensor("b", "BF16", ()),
+}
+
+
+def _points() -> Iterable[bytes]:
+    three = tesseract_wire.written(np.array([1.5, 2, 3], np.float32))
+    yield json.dumps({"inputs": {"x": three, "n": [[1, 2]], "t": "text", "b": 2.5}}).encode()
+    yield json.dumps({"inputs": {"x": {"shape": [2, 3], "dtype": "float64", "data": None}, "b": [1, 2]}}).encode()
+    yield json.dumps(
+        {"inputs": {"x": [[1, 2], [3, 4]], "n.[0]": tesseract_wire.written(np.ones((2, 2), np.int8))}}
+    ).encode()
+
+
 TARGETS = {
     "requests": Target(_requests_of_a_lane, tuple(_requests())),
     "answers": Target(read_alike, _ANSWERS),
@@ -591,6 +626,7 @@ TARGETS = {
         _parameters, (layout_bytes(test_layout.LEAVES), test_layout.header({"a": test_layout.ONE}, b"ab"))
     ),
     "observations": Target(_observation, tuple(_observations())),
+    "points": Target(_point, tuple(_points())),
     "configurations": Target(
         _configuration,
         (
