@@ -83,6 +83,9 @@ class SequenceRouting:
         record, state = request.record, model.state
         key = request.sequence = model.keys.key(record.sequence_id)
         first = self._starts.get(key)
+        if first is not None and not record.sequence_start and record.request_id < first.record.request_id:
+            # It has waited since before that START: its own sequence went with its worker.
+            raise lost_sequence(model.state.name, record.sequence_id)
         if first is None or first is request or first.record.request_id not in self._in_flight:
             # Of the only worker there is nothing has to be read, unless others had sequences that were lost.
             alone = len(self._workers) == 1 and not self._lost
@@ -98,7 +101,8 @@ class SequenceRouting:
                 worker = max(self._candidates(state, gpu), key=lambda each: _rank(key, each), default=None)
         else:
             worker = first.worker
-            if record.sequence_start and worker is not None:
+            # Where that one has to be sent again, this one stays behind it.
+            if record.sequence_start and worker is not None and not worker.closed:
                 self._note(key, request)
         if worker is None or worker.closed:
             return None

@@ -304,6 +304,40 @@ def test_who_asks_before_the_fence_waits_for_it(fleet: Fleet) -> None:
         front.find(waiting)
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_what_waits_for_a_fence_runs_in_no_later_sequence_of_its_id(fleet: Fleet, answered: bool) -> None:
+    """1. A worker dies with a sequence. 2. Its client sends a step, and, unanswered, a START. 3. The worker is fenced."""
+    front = fleet.front()
+    admit(fleet, 0, 5)
+    front.workers[0].closed = True
+    step, start = front.make(5), front.make(5, "S")
+    assert front.find(step) is None
+    home = front.find(start)
+    assert home in (1, 2)
+    admit(fleet, home, 5)
+    if answered:
+        del front.in_flight[start.record.request_id]
+    front.bury(0)
+    with pytest.raises(Unavailable, match="sequence 5 of model 'm' was lost"):
+        front.find(step)
+    assert front.send(5) == home
+
+
+def test_a_start_stays_behind_one_of_its_id_whose_worker_died(fleet: Fleet) -> None:
+    front = fleet.front()
+    first = front.make(5, "S")
+    home = front.find(first)
+    assert home is not None
+    front.workers[home].closed = True
+    second, step = front.make(5, "S"), front.make(5)
+    assert [front.find(each) for each in (second, step)] == [None, None]
+    assert front.bury(home) == ([], [first])
+    moved = front.find(first)
+    assert moved is not None
+    assert [front.find(each) for each in (second, step)] == [moved, moved]
+    assert front.routing._starts[KEYS.key(5)] is second
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_what_waited_begins_elsewhere_in_its_order(fleet: Fleet, known: bool) -> None:
     """``known``: the worker had admitted it, or not even read it."""
