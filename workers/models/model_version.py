@@ -190,6 +190,8 @@ class ModelVersion:
             return batch
         for request in batch:
             live: LiveSequence[Request] = request.live
+            if request.chosen is None and request.controls.start:
+                table.hold(live, None)  # what the sequence before it, of its id, went on with
             if isinstance(request.chosen, str) and request.controls.start:
                 # Where it has been dropped meanwhile, the run finds that out.
                 if (named := sets.newest(request.chosen)) is None:

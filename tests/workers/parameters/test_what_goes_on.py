@@ -102,6 +102,22 @@ def test_a_sequence_that_names_a_set_gets_it_each_time(loop: PushingLoop, tmp_pa
             assert value(answer) == number + 1000 * turn
 
 
+@pytest.mark.parametrize("config", [DIRECT % "", INSTANCES], ids=["loop", "instances"])
+def test_a_sequence_that_is_begun_anew_has_what_is_newest(loop: PushingLoop, tmp_path: Path, config: str) -> None:
+    """1. A sequence begins, with main or a set. 2. A push to main. 3. A START of its id, which still lives."""
+    write_model(tmp_path, "m", STATEFUL, f'name: "m" {config}')
+    loop.load(tmp_path / "m")
+    loop.push("m", numbered(5), 1, "a")
+    for id, name in ((1, None), (2, "a")):
+        for set, start, number in ((name, True, 5 if name else 0), (None, False, 5 if name else 0), (None, True, 7)):
+            if number == 7:
+                loop.push("m", numbered(7), 10 * id)
+            step(loop, id, start=start, end=number == 7, set=set)
+            (answer,) = loop.answers(1)
+            assert value(answer) == number + 1000 * (not start)
+        loop.push("m", numbered(0), 10 * id + 1)
+
+
 STEPPED = """
     import jax.numpy as jnp
     import numpy as np
