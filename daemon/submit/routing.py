@@ -139,11 +139,6 @@ class Routing:
             return self._table.expect(model, version).state == "LOADING"
         return False
 
-    def is_step(self, request: InFlight) -> bool:
-        """Returns whether a request belongs to a sequence."""
-        state = self.state_of(request.prepared)
-        return bool(request.record.sequence_id) and state is not None and state.sticky
-
     def gpu_of(self, prepared: PreparedRequest) -> str:
         """Returns the GPU with the regions of a request if only workers on that GPU may run it, or ""."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)

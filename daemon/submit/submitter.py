@@ -211,7 +211,7 @@ class Submitter:
             return  # it waits for room, or was never sent
         if request.worker is not None:
             self._take_back(request)
-        elif not self._routing.is_step(request):
+        elif not request.record.sequence_id:
             self._finish(request)
         # A step of a sequence that waits here goes to its worker when it is its turn, and is cancelled there: that ends the
         # sequence. If it were only left out, those behind it would run on another state.

@@ -382,6 +382,19 @@ def test_who_waits_for_a_worker_is_sent_in_order(setting: Setting) -> None:
     assert worker.idle(0.01)
 
 
+def test_a_step_that_is_cancelled_keeps_its_place_until_its_model_is_known(setting: Setting) -> None:
+    """Whether the model keeps sequences is not known while it loads: without the START the step would run in another sequence."""
+    setting.submitter.model_changed(ModelState("m", 1, "LOADING"))
+    start, step = setting.ask(sequence_id=5, sequence_start=True), setting.ask(sequence_id=5)
+    setting.cancel(start.request_id)
+    start.cancelled = True
+    worker = setting.open_worker()
+    setting.ready(worker, sticky=True, config=b"{}")
+    setting.turn()
+    assert [worker.next().request_id for _ in range(2)] == [start.request_id, step.request_id]
+    assert worker.cancelled == [start.request_id]
+
+
 def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
     """
     1. Its worker has it no more when two requests come there; one of them is cancelled.
