@@ -91,7 +91,7 @@ class Submitter:
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         #: All that are in flight, in order of arrival.
         self._in_flight: dict[int, InFlight] = {}
-        #: The requests that no worker can run now, in order of arrival, each with the time at which it gives up.
+        #: The requests that no worker can run now, each with the time at which it gives up.
         self._waiting: dict[InFlight, float] = {}
         self._worker_wait = options.requests.worker_wait
         #: Set, and replaced, with every change of a model.
@@ -193,9 +193,10 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the waiting requests for which there is a worker now."""
-        waiting, self._waiting = self._waiting, {}
-        for request, gives_up in waiting.items():
+        """Sends the waiting requests for which there is a worker now, in order of arrival, in which steps of sequences run."""
+        # Those of a dead worker, which came before others that waited for its fence, are behind them.
+        waiting, self._waiting = sorted(self._waiting.items(), key=lambda each: each[0].record.request_id), {}
+        for request, gives_up in waiting:
             if request.record.request_id in self._in_flight:
                 self._send_again(request)
                 if request in self._waiting:
@@ -597,11 +598,10 @@ class Submitter:
         late: list[InFlight] = []
         for request, gives_up in list(self._waiting.items()):
             ended = request.record.request_id not in self._in_flight
-            if gives_up > now and not ended:
-                break
-            del self._waiting[request]
-            if not ended:
-                late.append(request)
+            if gives_up <= now or ended:
+                del self._waiting[request]
+                if not ended:
+                    late.append(request)
         return late
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:

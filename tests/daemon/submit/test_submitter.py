@@ -395,6 +395,23 @@ def test_a_step_that_is_cancelled_keeps_its_place_until_its_model_is_known(setti
     assert worker.cancelled == [start.request_id]
 
 
+def test_steps_stay_in_order_around_a_fence(setting: Setting) -> None:
+    """1. A worker dies with a START. 2. A sequence of their id is begun anew. 3. The fence comes, one more step, and a worker."""
+    first = setting.open_worker()
+    setting.ready(first, sticky=True, config=b"{}")
+    steps = [setting.ask(sequence_id=5, sequence_start=True)]
+    setting.turn()
+    first.die()
+    setting.turn()
+    steps += [setting.ask(sequence_id=5, sequence_start=start) for start in (True, False)]
+    setting.submitter.fence(WorkerFenced(first.incarnation))
+    steps.append(setting.ask(sequence_id=5, sequence_end=True))
+    second = setting.open_worker()
+    setting.ready(second, sticky=True, config=b"{}")
+    setting.turn()
+    assert [second.next().request_id for _ in steps] == [step.request_id for step in steps]
+
+
 def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
     """
     1. Its worker has it no more when two requests come there; one of them is cancelled.
