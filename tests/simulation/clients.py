@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from tensord.shm.errors import ServingError, Unavailable
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RequestRecord, Slice
 from tensord.shm.operations import MAIN_SET, LoadModel, MemorySource, PushParameters, UnloadModel
+from tests.simulation import sequences
 from tests.simulation.history import Change, History
 from tests.simulation.processes import Daemon, FrontProcess
 from tests.simulation.scheduler import SECOND
+from tests.simulation.sequences import Sequences, Step
 
 #: An answer is x * OF_X + (number of the files) * OF_FILES + (number of the push).
 OF_X, OF_FILES = 1_000_000_000, 10_000
@@ -49,6 +52,8 @@ class Ask:
     #: It kills who runs it; and how often it has.
     deadly: bool = False
     kills: int = 0
+    #: Of a sequence.
+    step: Step | None = None
     request: Any = None
 
     def __str__(self) -> str:
@@ -78,21 +83,41 @@ class Clients:
         #: Answers whose memory a client still reads.
         self.held: list[tuple[FrontProcess, SubmitterLane, Any]] = []
         self.counts: Counter[str] = Counter()
+        self._sequences = Sequences(history)
         #: The daemon is being stopped, and may refuse anything.
         self.refused = False
 
     # --------------------------------------------------------------------------------------------------------- requests
 
     def ask(self, front: FrontProcess, model: str, size: int, deadly: bool = False) -> None:
-        number = len(self.asks) + 1
-        deaths = len(self.history.deaths)
-        ask = Ask(number, model, front, self.scheduler.clock.now_ns, size, deaths=deaths, deadly=deadly)
-        self.asks[number] = self.open[number] = ask
-        self.scheduler.tell(f"{ask} ({'deadly' if deadly else f'{size * 8} bytes'}) at {front}")
-        front.call_soon(lambda: self._send(ask))
+        what = "deadly" if deadly else f"{size * 8} bytes"
+        self._begin(Ask(len(self.asks) + 1, model, front, self.scheduler.clock.now_ns, size, deadly=deadly), what)
+
+    def step(self, fronts: list[FrontProcess], chance: random.Random | None = None) -> bool:
+        """Has the client of a sequence send its next step, or, without ``chance``, its last. Returns whether there is one."""
+        number, now_ns = len(self.asks) + 1, self.scheduler.clock.now_ns
+        known = self._sequences
+        drawn = known.next(fronts, number, now_ns, chance) if chance else known.last(fronts, number, now_ns)
+        if drawn is None:
+            return False
+        front, step = drawn
+        what = f"sequence {step.run.number}{' START' * step.start}{' END' * step.end}"
+        self._begin(Ask(number, sequences.MODEL, front, now_ns, 1, step=step), what)
+        return True
+
+    def _begin(self, ask: Ask, what: str) -> None:
+        ask.deaths = len(self.history.deaths)
+        self.asks[ask.number] = self.open[ask.number] = ask
+        self.scheduler.tell(f"{ask} ({what}) at {ask.front}")
+        ask.front.call_soon(lambda: self._send(ask))
 
     def _send(self, ask: Ask) -> None:
         if ask.gone:
+            if ask.step is not None:
+                ask.step.run.cut = True
+            return
+        if ask.step is not None and ask.step.run.cut:
+            self._close(ask, "cancelled")
             return
         if not ask.front.serves:
             self._close(ask, "its front has stopped")
@@ -102,7 +127,7 @@ class Clients:
         lease: Lease | None = None
         try:
             state = ask.front.front.table.expect(ask.model)
-            array = np.full(ask.size, ask.number, np.int64)
+            array = np.full((1, 1) if ask.step else ask.size, ask.number, np.int64)
             prepared = PreparedRequest(ask.model, 0, (PreparedTensor("x", "INT64", array.shape),))
             if array.nbytes > submitter.inline_byte_size:
                 lease = submitter.loan(array.nbytes)
@@ -120,6 +145,9 @@ class Clients:
                 (content,),
                 str(ask.number),
                 received_ns=ask.begun_ns,
+                sequence_id=ask.step.run.number if ask.step else 0,
+                sequence_start=ask.step is not None and ask.step.start,
+                sequence_end=ask.step is not None and ask.step.end,
             )
             leases = () if lease is None else (lease,)
             ask.request = ClientRequest(ask=ask, clients=self, record=record, numbered=numbered, leases=leases)
@@ -142,7 +170,10 @@ class Clients:
     def _close(self, ask: Ask, outcome: str) -> None:
         self.open.pop(ask.number, None)
         ask.outcome, ask.request = outcome, ask.request if ask.gone else None
-        self.counts[outcome.split(":")[0]] += 1
+        kind = outcome.split(":")[0]
+        self.counts[kind] += 1
+        if ask.step is not None:
+            self._sequences.closed(ask.step, kind)
 
     def release(self) -> None:
         """Has clients finish reading answers."""
@@ -187,7 +218,11 @@ class Clients:
         if not record.code:
             (content,) = record.contents
             value = lane.view(content) if isinstance(content, Slice) and lane is not None else content  # type: ignore[assignment]
-            self._judge_value(ask, np.frombuffer(bytes(value), np.int64))
+            values = np.frombuffer(bytes(value), np.int64)
+            if ask.step is None:
+                self._judge_value(ask, values)
+            else:
+                self._judge_step(ask, ask.step, values.tolist())
         else:
             self._judge_error(ask, record.code, record.message)
         if record.lease is not None:
@@ -200,16 +235,29 @@ class Clients:
             defect(f"{ask} got other values than it asked for: {values}")
         x, rest = divmod(first, OF_X)
         files, push = divmod(rest, OF_FILES)
+        self._judge_files(ask, x, files)
+        if why := history.why_not_push(ask.model, push, ask.begun_ns):
+            defect(f"{ask} got an answer of push {push}: {why}")
+        self.scheduler.tell(f"{ask} is answered by load {files}, push {push}")
+        self._close(ask, "answered")
+
+    def _judge_files(self, ask: Ask, x: int, files: int) -> None:
+        history, defect = self.history, self.scheduler.defect
         if x != ask.number:
             defect(f"{ask} got the answer of {x}")
-        least = history.least_files(ask.model, ask.begun_ns)
+        # A sequence ends on the load where it began.
+        least = 0 if ask.step and not ask.step.start else history.least_files(ask.model, ask.begun_ns)
         if not least <= files <= history.files[ask.model]:
             defect(f"{ask} got an answer of load {files}; load {least} had been answered before it was asked")
         if history.is_down(ask.model, ask.begun_ns):
             defect(f"{ask} got an answer although the model had been unloaded before it was asked")
-        if why := history.why_not_push(ask.model, push, ask.begun_ns):
-            defect(f"{ask} got an answer of push {push}: {why}")
-        self.scheduler.tell(f"{ask} is answered by load {files}, push {push}")
+
+    def _judge_step(self, ask: Ask, step: Step, values: list[int]) -> None:
+        x, _, steps, files, push = values
+        self._judge_files(ask, x, files)
+        if why := self._sequences.why_not(step, ask.begun_ns, self.scheduler.clock.now_ns, values):
+            self.scheduler.defect(f"{ask} of sequence {step.run.number} got a wrong answer: {why}")
+        self.scheduler.tell(f"{ask} is answered as step {steps} by load {files}, push {push}")
         self._close(ask, "answered")
 
     def _was_troubled(self, ask: Ask) -> bool:
@@ -230,6 +278,8 @@ class Clients:
             or (code == "INTERNAL" and "was given up" in message and deaths - ask.deaths >= 2)
             or self.refused
         )
+        if ask.step is not None:
+            excused |= bool(self._sequences.excuse(ask.step, self.scheduler.clock.now_ns, code, message))
         if not excused:
             self.scheduler.defect(f"{ask} failed without a reason: {code}: {message}")
         self._close(ask, f"error: {message}")
@@ -246,6 +296,7 @@ class Clients:
 
     def change(self, kind: str, front: FrontProcess, model: str, number: int) -> None:
         change = Change(kind, model, number, self.scheduler.clock.now_ns, front, deaths=len(self.history.deaths))
+        change.moves = kind == "push" and number % 2 == 1
         self.history.changes[model].append(change)
         self.scheduler.tell(f"{change} at {front}")
         front.run_soon(self._carry_out(change))
@@ -255,7 +306,7 @@ class Clients:
         operation: Any = {
             "load": LoadModel(change.model),
             "unload": UnloadModel(change.model),
-            "push": PushParameters(change.model, 0, MAIN_SET, MemorySource(len(content))),
+            "push": PushParameters(change.model, 0, MAIN_SET, MemorySource(len(content)), move_sequences=change.moves),
         }[change.kind]
         memory = _sealed(content) if change.kind == "push" else -1
         front = change.front.front
@@ -281,7 +332,10 @@ class Clients:
         fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
         if fronts and not self.refused:
             self.scheduler.clock.now_ns += 1
-            self.ask(self.scheduler.chance.choice(fronts), change.model, 1)
+            if change.model == sequences.MODEL:
+                self.step(fronts, self.scheduler.chance)
+            else:
+                self.ask(self.scheduler.chance.choice(fronts), change.model, 1)
 
 
 def _safetensors(number: int) -> bytes:

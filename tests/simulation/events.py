@@ -9,6 +9,7 @@ from dataclasses import dataclass
 #: How often what happens, beside each other.
 KINDS = {
     "ask": 60,
+    "step": 25,
     "deadly ask": 0.5,
     "cancel": 4,
     "load": 5,

@@ -23,6 +23,8 @@ class Change:
     ended_ns: int = 0
     #: The workers that had died before.
     deaths: int = 0
+    #: A push that sequences which have begun go on with.
+    moves: bool = False
 
     @property
     def done(self) -> bool:

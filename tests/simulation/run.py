@@ -11,9 +11,11 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +49,11 @@ class Outcome:
 
 def simulate(seed: int, turns: int, events: Sequence[Event] | None = None) -> Outcome:
     """Runs a daemon for so many turns, with the events of the seed or others."""
+    with _silence():
+        return _simulated(seed, turns, events)
+
+
+def _simulated(seed: int, turns: int, events: Sequence[Event] | None) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     world = World(seed, folder)
     before = _descriptors()
@@ -84,6 +91,18 @@ def shrunk(outcome: Outcome, turns: int, most: int = 200) -> Outcome:
                 at += size
         size //= 2
     return best
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Has nobody complain of what a dead process leaves in this one, where the kernel would take it: coroutines, sockets."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def _nothing(process: Process) -> None:

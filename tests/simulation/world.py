@@ -25,13 +25,16 @@ from tensord.config.options import (
 )
 from tensord.daemon.processes.shutdown import DaemonPhase
 from tensord.shm.errors import ServingError
+from tests.simulation import sequences
 from tests.simulation.clients import PATIENCE_NS, WORKER_WAIT, Clients
 from tests.simulation.events import Event
 from tests.simulation.history import Change, History
 from tests.simulation.processes import ChildProcess, Daemon, FrontProcess, WorkerProcess
 from tests.simulation.scheduler import SECOND, Scheduler
 
-MODELS = ("a", "b")
+#: Models that are asked without further ado, and all.
+PLAIN = ("a", "b")
+MODELS = (*PLAIN, sequences.MODEL)
 #: What a front counts that is 0 when it is idle.
 _AT_REST = ("in_flight", "waiting_for_worker", "throttled", "answers_held", "leases")
 
@@ -161,6 +164,12 @@ class World:
     def _is_later(self, than_ns: int) -> bool:
         return self.scheduler.clock.now_ns > than_ns
 
+    def _is_quiet(self) -> bool:
+        """Returns whether no client waits for anything; has those end their sequences that have some."""
+        fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
+        ended = fronts and self.clients.step(fronts)
+        return not (ended or self.clients.open or self.history.pending())
+
     def _settle(self) -> None:
         """Lets everything come to rest, and checks that nothing is left."""
         scheduler, clients, pending = self.scheduler, self.clients, self.history.pending
@@ -168,7 +177,7 @@ class World:
             process.stopped, process.weight, process.sends_left, process.dies_in_run = False, 1.0, -1, False
         scheduler.wake()
         clients.release()
-        self._until(lambda: not clients.open and not pending(), "every request and every change has its end")
+        self._until(self._is_quiet, "every request and every change has its end")
         if scheduler.fault:
             scheduler.tell(f"open: {', '.join(map(str, (*clients.open.values(), *pending())))}")
             return
@@ -238,9 +247,12 @@ class World:
         match event.kind:
             case "ask" if fronts:
                 for _ in range(chance.choice((1, 1, 1, 4))):
-                    clients.ask(chance.choice(fronts), chance.choice(MODELS), chance.choice((1, 1, 1, 100, 5000)))
+                    clients.ask(chance.choice(fronts), chance.choice(PLAIN), chance.choice((1, 1, 1, 100, 5000)))
             case "deadly ask" if fronts:
-                clients.ask(chance.choice(fronts), chance.choice(MODELS), 1, deadly=True)
+                clients.ask(chance.choice(fronts), chance.choice(PLAIN), 1, deadly=True)
+            case "step" if fronts:
+                for _ in range(chance.choice((1, 1, 3))):
+                    clients.step(fronts, chance)
             case "cancel" if clients.open:
                 clients.cancel(chance.choice(list(clients.open.values())))
             case "load" | "unload" | "push" if fronts:
@@ -294,7 +306,7 @@ class World:
     def _opened(self, front: FrontProcess) -> None:
         """Has clients ask a front as soon as it can be asked."""
         if self._began and not self.clients.refused:
-            for model in MODELS:
+            for model in PLAIN:
                 self.clients.ask(front, model, 1)
 
     def _write(self, model: str) -> int:
@@ -302,5 +314,9 @@ class World:
         number = self.history.files[model] = self.history.files[model] + 1
         folder = self._folder / model / "1"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model.py").write_text(_SOURCE.format(files=number))
+        source = _SOURCE
+        if model == sequences.MODEL:
+            source = sequences.SOURCE
+            (folder.parent / "config.pbtxt").write_text(sequences.CONFIG)
+        (folder / "model.py").write_text(source.format(files=number))
         return number

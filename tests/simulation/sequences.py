@@ -1,0 +1,220 @@
+"""Clients that send steps of sequences, and what each step may be answered.
+
+A step may be sent while others of its sequence are in flight, through the same front then. Where one fails, what was lost is
+begun anew; now and then its client asks once more before, and must be refused.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.history import History
+from tests.simulation.scheduler import SECOND
+
+MODEL = "s"
+#: ``y`` of a step: x, x of its START, how many steps have run, the files, the push.
+SOURCE = """
+import numpy as np
+
+host = True
+
+def create(path, config, device):
+    states = {{}}
+
+    def apply(params, inputs):
+        rows = []
+        for x, start, who in zip(*(inputs[name][:, 0].tolist() for name in ("x", "START", "CORRID"))):
+            first, steps = (x, 0) if start else states.get(who, (0, 0))
+            states[who] = first, steps + 1
+            rows.append([x, first, steps + 1, {files}, int(params["k"])])
+        return {{"y": np.array(rows, np.int64)}}
+    return apply, {{"k": np.int32(0)}}
+"""
+CONFIG = """
+max_batch_size: 4
+input { name: "x" data_type: TYPE_INT64 dims: 1 }
+output { name: "y" data_type: TYPE_INT64 dims: 5 }
+sequence_batching {
+  max_sequence_idle_microseconds: 100000000
+  oldest { max_candidate_sequences: 3 }
+  control_input { name: "START" control { kind: CONTROL_SEQUENCE_START bool_false_true: [ false, true ] } }
+  control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+}
+"""
+#: There are more clients than slots, so some sequences wait.
+_IDS = 6
+_IDLE_NS = 100 * SECOND
+_LOST, _NO_START = "was lost when its worker died", "must specify the START flag"
+
+
+@dataclass(eq=False)
+class Run:
+    """A sequence from a START on."""
+
+    #: Its correlation id.
+    number: int
+    #: The number of the ask that began it.
+    start: int
+    begun_ns: int
+    #: The workers that had died before.
+    begun_deaths: int
+    #: The workers that had died before it could be lost: until its START is answered, what is known of the one before counts.
+    deaths: int
+    answered: int = 0
+    #: When it was last answered.
+    answered_ns: int = 0
+    #: Steps of which nobody knows whether they ran: their client or their front has gone.
+    unsure: int = 0
+    #: The files and the push of its last answer.
+    files: int = -1
+    push: int = -1
+    #: It need not be there any more.
+    broken: bool = False
+    #: A client was told that it is lost.
+    lost: bool = False
+    #: The next step is a START.
+    over: bool = False
+    #: A step went before its front had read it: nothing behind it is sent.
+    cut: bool = False
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A client that has one sequence after the other."""
+
+    #: The correlation id of the next one.
+    number: int
+    run: Run | None = None
+    in_flight: int = 0
+    #: The front that was asked last.
+    front: Any = None
+    #: A step was cancelled, which overtakes nothing at that front.
+    cancelled: bool = False
+    #: A step was an END, behind which a START of the same id would be another sequence.
+    ends: bool = False
+
+
+@dataclass(eq=False)
+class Step:
+    """What an ask of a sequence says besides."""
+
+    sequence: Sequence
+    run: Run
+    start: bool
+    end: bool
+
+
+class Sequences:
+    """The clients of all sequences."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._all = [Sequence(number + 1) for number in range(_IDS)]
+
+    def next(self, fronts: list[Any], number: int, now_ns: int, chance: random.Random) -> tuple[Any, Step] | None:
+        """Draws a step and the front to ask. Returns None if the client has to wait for what is in flight."""
+        sequence = chance.choice(self._all)
+        if sequence.in_flight and (sequence.ends or sequence.front not in fronts):
+            return None
+        if sequence.cancelled and sequence.front not in fronts:
+            self._renumber(sequence)
+        front = sequence.front if sequence.in_flight or sequence.cancelled else chance.choice(fronts)
+        run = sequence.run
+        start = run is None or (run.over and not (run.lost and chance.random() < 0.5)) or chance.random() < 0.03
+        if run is None or start:
+            deaths = len(self._history.deaths)
+            before = deaths if run is None else run.begun_deaths
+            run = sequence.run = Run(sequence.number, number, now_ns, deaths, before)
+        step = Step(sequence, run, start, chance.random() < 0.1)
+        run.over |= step.end
+        sequence.in_flight, sequence.front, sequence.ends = sequence.in_flight + 1, front, step.end
+        return front, step
+
+    def _renumber(self, sequence: Sequence) -> None:
+        """Gives the client's next sequence another id, because nobody knows what still comes of this one."""
+        sequence.number += _IDS
+        sequence.cancelled, sequence.run = False, None
+
+    def closed(self, step: Step, outcome: str) -> None:
+        """Notes that a step has its end."""
+        step.sequence.in_flight -= 1
+        if outcome in ("answered", "error"):
+            return
+        step.run.unsure += 1
+        step.run.broken = step.run.over = True
+        if outcome == "cancelled":
+            step.sequence.cancelled = True
+            # What was begun anew behind it is one with it as long as it waits.
+            if step.sequence.run is not None:
+                step.sequence.run.broken = step.sequence.run.over = True
+        elif step.sequence.run is not None and step.sequence.run.number == step.run.number:
+            self._renumber(step.sequence)
+
+    def last(self, fronts: list[Any], number: int, now_ns: int) -> tuple[Any, Step] | None:
+        """Returns an END of a sequence of which nothing is in flight; None: there is no such sequence."""
+        for sequence in self._all:
+            if sequence.run is not None and not (sequence.run.over or sequence.in_flight):
+                sequence.run.over, sequence.in_flight, sequence.front = True, 1, fronts[0]
+                return fronts[0], Step(sequence, sequence.run, False, True)
+        return None
+
+    def why_not(self, step: Step, begun_ns: int, now_ns: int, values: list[int]) -> str:
+        """Returns what is wrong with an answer that is not an error; "": nothing."""
+        _, first, steps, files, push = values
+        run = step.run
+        if run.lost:
+            return "its sequence was said to be lost"
+        if first != run.start:
+            return f"it has the state of START {first} in place of START {run.start}"
+        run.answered, run.answered_ns = run.answered + 1, now_ns
+        if not run.answered <= steps <= run.answered + run.unsure:
+            return f"it is step {steps}, and {run.answered} were answered"
+        if run.files >= 0 and files != run.files:
+            return f"it is of load {files}, and its sequence began with load {run.files}"
+        why = ""
+        if run.push < 0:
+            why = self._history.why_not_push(MODEL, push, begun_ns)
+        elif push != run.push or not self._reloaded(run):
+            why = self._why_not_moved(run, push, begun_ns)
+        run.files, run.push = files, push
+        if step.start:
+            step.sequence.cancelled, run.deaths = False, run.begun_deaths
+        return f"it is of push {push}: {why}" if why else ""
+
+    def _reloaded(self, run: Run) -> bool:
+        return any(each.kind == "load" and each.may_last(run.begun_ns) for each in self._history.changes[MODEL])
+
+    def _why_not_moved(self, run: Run, push: int, begun_ns: int) -> str:
+        """Returns why a step after the first may not have run with that push."""
+        moving = [each for each in self._history.changes[MODEL] if each.moves and each.may_last(run.begun_ns)]
+        if push != run.push and not any(each.number == push and not each.error for each in moving):
+            return f"the sequence had push {run.push}, and nothing moved it"
+        found = next(
+            (each for each in self._history.changes[MODEL] if each.kind == "push" and each.number == push), None
+        )
+        since_ns = max(run.begun_ns, 0 if found is None or found.error is None else found.ended_ns)
+        missed = next((each for each in moving if each.begun_ns > since_ns and each.ended_before(begun_ns)), None)
+        return "" if missed is None else f"{missed} had moved it before it was asked"
+
+    def excuse(self, step: Step, now_ns: int, code: str, message: str) -> str:
+        """Notes that a step has failed. Returns what it may have failed of, because it is a step; "": nothing."""
+        run, history = step.run, self._history
+        died = len(history.deaths) > run.deaths
+        broken = run.broken or step.sequence.cancelled
+        was_lost, had_none = _LOST in message, _NO_START in message
+        unloaded = any(each.kind == "unload" and each.may_last(run.begun_ns) for each in history.changes[MODEL])
+        excuse = ""
+        if was_lost:
+            excuse = "a worker has died" if died else ""
+        elif had_none and (broken or run.lost or died or unloaded):
+            excuse = "its sequence was broken off"
+        elif had_none and now_ns - run.answered_ns > _IDLE_NS * 0.9:
+            excuse = "it was silent too long"
+        elif code == "CANCELLED" and broken:
+            excuse = "a step of its sequence was cancelled"
+        run.lost |= was_lost
+        run.over |= was_lost or had_none or step.start
+        run.broken |= step.start or step.end
+        return excuse
