@@ -89,7 +89,7 @@ class Pool:
         return None
 
     def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
-        """Takes a request's connection back. The first queued request gets it, or it is idle.
+        """Takes back a request's connection. Gives it to the first queued request, or keeps it idle.
 
         ``channel`` is None if the connection is closed. The first queued request may then open another one.
         """
@@ -521,7 +521,7 @@ class Waiter:
                 os.read(self._wakes, 4096)
 
     def _ends(self) -> bool:
-        """Returns whether the thread is to end now, and then closes its file descriptors."""
+        """If the thread has to end now, closes its file descriptors and returns True."""
         with self._lock:
             if self._new or self._dropped or not self._closed:
                 return False

@@ -167,13 +167,13 @@ def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
 
 @functools.cache
 def _primitive() -> Any:
-    """Makes JAX's primitive ``served``, once. Its parameters:
+    """Makes JAX's primitive ``served``, once. It calls a model. Its parameters:
 
     asked   the model
-    names   the inputs that come first among the arguments
-    linear  the inputs after them, in which the outputs are linear
+    names   the names of the first arguments, which are inputs of the model
+    linear  the names of all other arguments, in which the outputs are linear
     wanted  the outputs
-    outer   the sizes of the axes that ``vmap`` added, which come first in each array
+    outer   the sizes of the axes that ``vmap`` added. They are the first axes of every array.
     """
     import jax as library
     from jax.extend.core import Primitive

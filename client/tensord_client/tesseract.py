@@ -240,7 +240,7 @@ class TesseractGateway:
             self._held -= own
 
     async def _answer(self, request: Request, hold: _Hold) -> tuple[int, bytes, bytes]:
-        """Returns the status, the content type and the content of an answer."""
+        """Returns status, content type and content of an answer. ``hold`` gets the byte size of what is kept in memory for it."""
         try:
             kind, told = await self._respond(request, hold)
             content = json.dumps(told, default=wire.written).encode()

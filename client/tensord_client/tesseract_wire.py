@@ -156,7 +156,7 @@ class Point:
         bound("the rows of inputs have", sum(each.nbytes for each in self.arrays.values()), "bytes", most)
 
     def in_rows(self, name: str, array: Array, dimensions: int) -> Array:
-        """Returns an array with all rows. ``dimensions`` is the number of a row's dimensions.
+        """Returns ``array`` with as many rows as the other inputs have. A single row, of ``dimensions`` dimensions, is repeated.
 
         Raises InvalidArgument if the array has another number of rows.
         """

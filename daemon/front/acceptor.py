@@ -99,7 +99,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, connections: int) -> bool:
-        """Returns whether this front has fewer connections than when it last left one to others."""
+        """Returns whether new connections replace ended ones: this front has fewer than when it last let others accept."""
         if connections < self._most:
             self._most = min(self._most, connections + _MOST_REPLACED)
             return True

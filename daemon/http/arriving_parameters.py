@@ -128,7 +128,7 @@ class _Pushed:
 
 
 def _sizes(request: Request) -> tuple[int | None, int | None]:
-    """Returns the sizes of the JSON, None if all is JSON, and of the body, None if unknown."""
+    """Returns the size of the JSON, or None if there is only JSON, and the size of the body, or None if it is unknown."""
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Unsupported("Unsupported compression type")
     length = request.headers.get("content-length")

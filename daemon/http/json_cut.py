@@ -153,7 +153,7 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Finds the offset behind the value that ``opening`` matched; ``start``: only a JSON parser finds it. Yields in between."""
+    """Returns the offset behind the value that ``opening`` matched, or ``start`` if a JSON parser must read the value."""
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))
         return end + 1 if view[end - 1] != _BACKSLASH else start
@@ -171,7 +171,7 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 
 
 def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
-    """Finds the offset behind an array of strings; ``start``: only a JSON parser finds it. Yields in between."""
+    """Returns the offset behind an array of strings, or ``start`` if a JSON parser must read it."""
     at, inside = start + 1, False
     while at < len(view):
         piece = bytes(view[at : at + _PIECE_BYTE_SIZE])

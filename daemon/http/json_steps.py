@@ -150,7 +150,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Returns False for a flat array. Raises an error if nested arrays do not have this shape. Yields in between."""
+        """Returns False for a flat array, and True for nested arrays of the tensor's shape. Other nesting raises an error."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()

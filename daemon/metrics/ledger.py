@@ -143,7 +143,7 @@ class OwnMetricsLedger:
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Keeps the last counters of ended workers, and drops the sums of models that are not in ``served``.
+        """Adds the counters of ended workers to the sums, and drops the sums of models that are not in ``served``.
 
         ``incarnations``: the numbers of the worker processes that have not ended.
         """

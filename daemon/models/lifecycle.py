@@ -222,7 +222,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version. A version that does not serve stays only in the repository index."""
+        """Begins to unload a version if it serves, and stops loads of it. The repository index keeps the version."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()

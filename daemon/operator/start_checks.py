@@ -99,7 +99,7 @@ def _sockets(options: Options) -> Iterator[tuple[str, str]]:
 
 
 def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot write or create a file, or "". A missing folder in ``made_at_start`` is no reason."""
+    """Returns why this user cannot write or create a file, or "". A missing folder below ``made_at_start`` is no reason."""
     if path.is_dir():
         return "Is a directory"
     if not path.exists():
@@ -108,7 +108,7 @@ def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot create a file in a folder, or "". A missing folder in ``made_at_start`` is no reason."""
+    """Returns why this user cannot create a file in a folder, or "". A missing folder below ``made_at_start`` is no reason."""
     if not folder.exists() and f"{folder}/".startswith(made_at_start):
         return ""
     if not folder.is_dir():

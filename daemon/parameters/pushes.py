@@ -295,7 +295,7 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Loads a version again with the values of a push, because earlier ones were lost."""
+        """Loads a version whose pushed values were lost, with the values in ``memory``. Returns ``content`` once it serves."""
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
             raise Unavailable(

@@ -39,7 +39,7 @@ class ListenError(Exception):
 def named(section: str, port: str = "port") -> Iterator[None]:
     """Adds the option at fault, such as ``http.port``, to the text of a ListenError that the ``with`` block raises.
 
-    ``section``: the section of the option. ``port``: the key of the option, if the error has the key "port".
+    ``section``: the option's section. ``port``: the name of the option for a port, if it is not "port".
     """
     try:
         yield

@@ -125,7 +125,7 @@ class RegionRegistry:
             return RegisteredRegion("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
-        """Replaces ``region`` on every worker by ``renewal``, if none refuses. ``end``: readable once the owner ends, or -1."""
+        """Replaces ``region`` on every worker by ``renewal``, if none refuses. ``end`` is readable once its owner ends."""
         name = region.request.name
         region.state = RegionState.RENEWING
         region.changed.clear()

@@ -176,5 +176,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns the bytes in a ``share`` (0 to 1) of the largest size of an arena. A share of 1 means no limit."""
+    """Returns the bytes of a ``share`` of an arena at its largest size. A share of 1 or more returns sys.maxsize: no limit."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

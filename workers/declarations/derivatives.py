@@ -277,10 +277,7 @@ class _ModelFunction:
     outputs: list[str]
 
     def applied(self, derivative: _Kind, lifted: bool, exported: bool) -> Apply:
-        """Returns ``derivative`` as a function of parameters and arrays. ``lifted``: whether the arrays have rows.
-
-        ``exported``: whether the model calls an exported program.
-        """
+        """Returns ``derivative`` as a function of parameters and arrays. ``lifted``: of arrays with a first axis for rows."""
 
         def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             return derivative(self, parameters, given)

@@ -87,7 +87,7 @@ class _Batch:
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """The name of each input, its address for the first row, and the bytes from row to row. All programs share it."""
+        """The name, first address and bytes from row to row of each input. All programs share this memory."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:

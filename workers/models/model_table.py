@@ -127,7 +127,7 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def is_coming(self, name: str, number: int) -> bool:
-        """Returns whether version ``number`` (0: any) is being loaded or is held."""
+        """Returns whether version ``number`` (0: any) is being loaded, or is loaded and does not get requests yet."""
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:

@@ -202,7 +202,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens or makes (0700) a directory. ``stack`` closes its descriptor."""
+    """Opens the directory ``name`` in ``above``, and makes it if it is missing. ``stack`` closes its descriptor."""
     try:
         directory_fd = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:

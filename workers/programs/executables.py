@@ -325,7 +325,7 @@ class Executables:
         return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:
-        """Returns the most rows of an executable for requests with these shapes; 0: no executable is ready or postponed."""
+        """Returns the most rows of an executable, compiled or yet to be compiled, for requests with these shapes; 0: none."""
         known = self.made, self._unexpected, self._postponed
         return max((wanted.rows for made in known for wanted in made if wanted.shapes == shapes), default=0)
 

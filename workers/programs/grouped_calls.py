@@ -278,7 +278,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns for each number of requests what to pass to ``compile``; None: one program fits all numbers."""
+        """Returns the argument of ``compile`` for each number of requests. It is None if one program takes any number."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property

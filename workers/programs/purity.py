@@ -82,7 +82,7 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
 
 
 def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> object:
-    """Returns a value that is equal for operations that do the same in two traces."""
+    """Returns what an operation of ``steps`` does, as a value to compare with the same operation of another trace."""
     kinds = [(each.primitive.name, [str(made.aval) for made in each.outvars]) for each in chain[-1:]]
     given = [value for each in chain[-1:] for value in each.params.values()]
     numbers = [value for value in given if all(isinstance(each, (int, float)) for each in jax.tree.leaves(value))]

@@ -229,7 +229,10 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses with these outputs that are not last ones, or None. Thread-safe."""
+        """Returns the encoder of a model version's small responses with these outputs, or None. Thread-safe.
+
+        The encoder is not for the last response of a request.
+        """
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

@@ -154,7 +154,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns for which responses a step may run now that a tensor has come."""
+        """Returns the iterations of step ``number`` that a new tensor may make ready."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

@@ -68,7 +68,6 @@ class DirectBatcher(Generic[S]):
             self._limits.pop(key, None)
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns which numbers of rows with this batching key form a batch without delay; empty: every batch is delayed."""
         return () if self._delay_ns else (range(1, self._limits.get(key, self._rules.slots) + 1),)
 
     def end_delays(self) -> None:

@@ -40,9 +40,9 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Sets whether the loop will call ``run`` without being woken.
+        """Sets whether the loop calls ``run`` without being woken.
 
-        Returns whether the loop must call ``run`` before it waits.
+        Returns True if ``looks`` is False and functions are queued. The loop must then call ``run`` before it waits.
         """
         self._looks = looks
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
