@@ -86,7 +86,7 @@ def without_effect(config: ModelConfig) -> list[str]:
 
 
 def _given(message: Any, prefix: str) -> Iterator[str]:
-    """Yields the paths, such as "a.b", of unused fields that a message sets."""
+    """Yields the paths, such as "a.b", of fields that a message sets and the server does not use. ``prefix`` begins a path."""
     for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
         value = getattr(message, field.name)

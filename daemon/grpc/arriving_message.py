@@ -190,7 +190,7 @@ class ArrivingMessage(Receiver):
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Frees the arena memory of the message, and discards what still arrives."""
+        """Makes ``refused`` the message's error, frees its arena memory, and discards what still arrives."""
         self.is_placed = True
         self.rest = NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.

@@ -85,11 +85,10 @@ class Floods:
         self._resets_given -= max(0, left - _MAX_RESETS)
 
     def ping(self, now: float, busy: bool, answers: int) -> None:
-        """Counts a ping that came at ``now``, in seconds.
+        """Counts a ping that came at ``now``, in seconds. Raises Violation if too many pings in a row came too early.
 
-        No ping is too early while a call is open or after an answer.
-        ``busy``: whether a call is open. ``answers``: how many answers were sent since the connection began.
-        Raises Violation if too many pings in a row came too early.
+        A ping is too early if it comes less than ``min_ping_interval`` after the last one. While a call is open (``busy``), and
+        after an answer, no ping is too early. ``answers``: how many answers were sent since the connection began.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

@@ -68,7 +68,7 @@ class Ledger:
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Keeps the last counters of ended workers, and drops the sums of versions that are not in ``served``.
+        """Adds the counters of ended workers to the sums, and drops the sums of versions that are not in ``served``.
 
         ``incarnations``: the numbers of the worker processes that have not ended.
         """

@@ -110,8 +110,8 @@ class ProcessSlots:
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Calls ``start`` after a delay, to replace a dead process, if a process of its name is still needed then.
 
-        If ``start`` raises OSError, it is called again after another delay. If no process of this name was ever ready, and the
-        dead one cannot use its device or is at least the fifth in a row, ``gives_up`` is called first.
+        If ``start`` raises OSError, it is called again after another delay. As long as no process of this name was ready,
+        ``gives_up`` is called first, if ``dead`` cannot use its device or if at least five have died.
         ``doing``: what the process did, for the log, such as " while loading model 'm' version 1", or "" if that is not known.
         """
         if not self._needs(dead):

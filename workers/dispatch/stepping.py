@@ -200,7 +200,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Adds a model version whose steps ``step`` runs, until it has no more requests."""
+        """Makes ``step`` run a model version as well, until the version has no more requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)

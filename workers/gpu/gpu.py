@@ -79,7 +79,7 @@ class DeviceInputs:
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Chooses where each input lies. ``inputs``: name, dtype and shape of each input of the program."""
+        """Chooses an offset in device memory for each input. ``inputs``: name, dtype and shape of each input of the program."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0

@@ -202,7 +202,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Removes the arrays from the device if the leaves are in host memory. Returns the arrays, which the caller drops."""
+        """If the leaves are also in host memory, returns the arrays on the device. They leave it once the caller drops them."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:

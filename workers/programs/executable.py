@@ -300,10 +300,10 @@ class Executable(ABC):
         rows: int,
         regions: Mapping[str, Region],
     ) -> SingleRun | None:
-        """Returns an object that runs repeats of a prepared request one at a time, without batches; None: that is not possible.
+        """Returns an object that runs a prepared request of ``rows`` rows again and again, each time alone, or None.
 
-        ``inputs``: each input and its number of bytes. ``names``: an output's number in ``plan`` -> its name. ``regions``: the
-        regions that the request names.
+        ``lane``: the lane of the request. ``inputs``: each input and its number of bytes. ``plan``: the parts of its answer.
+        ``names``: output number in ``plan`` -> name. ``regions``: the regions that the request names.
         """
         return None
 

@@ -26,8 +26,8 @@ if available:
 class PlannedOutput(NamedTuple):
     """Describes where one output lies in the results of a run, and where its rows go in a request's answer.
 
-    Row n of the batch begins at byte ``start + n * step`` of the results. If ``in_lease``, the program writes the rows into a
-    lease of the response arena instead, from byte ``start`` on.
+    In the results, row n of the batch begins at byte ``start + n * step``. If ``in_lease``, the output is not in the results: the
+    program writes the rows into a lease of the response arena, from byte ``start`` of the lease on.
     """
 
     #: The number of the content among those of the run.

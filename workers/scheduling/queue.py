@@ -289,8 +289,8 @@ class RequestQueue(Generic[W]):
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
         """Puts back requests that were taken but could not run, ahead of later ones, even if the queue is full.
 
-        ``requests`` must be in the order of their arrival, and older than all waiting requests with their keys. Of two requests
-        with one replace key only the newer one stays. Returns each such pair.
+        ``requests`` must be in the order of their arrival. Waiting requests with the same batching key must be later ones. Of two
+        requests with one replace key only the newer one stays. Returns each such pair.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
