@@ -118,7 +118,7 @@ def in_order(config: ModelConfig) -> list[int]:
 
 
 def _unconnected(config: ModelConfig, tensor: str, written: dict[str, int], writable: set[str]) -> str:
-    """Returns an input, not in ``writable``, of the step that writes ``tensor``, or ""."""
+    """Returns an input of the step that writes ``tensor``, which is not in ``writable``; "": no step writes ``tensor``."""
     if tensor not in written:
         return ""
     step = config.ensemble_scheduling.step[written[tensor]]
@@ -217,7 +217,7 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds the tensors in ``fields`` to ``known``, unless two declarations differ."""
+    """Adds the tensors in ``fields`` to ``known``. Raises InvalidArgument if a known one has another type or shape."""
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
         before = known.setdefault(tensor, said)

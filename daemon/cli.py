@@ -219,9 +219,10 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Makes the check run as the user ``name``. None means the user of tensord.service if root calls, else the caller.
+    """Makes ``check`` run as the user ``name``. None means the user of tensord.service if root calls, else the caller.
 
-    Returns the caller's working directory if this process runs in the sandbox of tensord.service, else None.
+    Returns None. But if ``check`` has started this process in the sandbox of tensord.service, returns the caller's working
+    directory.
     """
     from tensord.daemon import service_user
 

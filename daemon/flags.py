@@ -282,7 +282,7 @@ def settings(ctx: click.Context) -> list[Setting]:
 def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
     """Rewrites the flags of a command line as ``--name=value``. Flags of Triton that change nothing in tensord are left out.
 
-    ``own``: the options of the command itself, each with whether it takes a value. These and the arguments stay as they are.
+    ``own``: option of the command itself -> whether it takes a value. Own options and arguments are not rewritten.
     Raises ConfigurationError if a flag is unknown, refused or lacks its value.
     """
     found: list[str] = []

@@ -117,7 +117,7 @@ class AnswerLease:
             self._memory.held.sizes[self._memory, key] = byte_size
 
     def release(self) -> None:
-        """Gives the memory back to the worker. The message may be sent later. Idempotent."""
+        """Gives the memory back to the worker, which learns of it now or later. Idempotent."""
         try:
             key = self._key.pop()
         except IndexError:

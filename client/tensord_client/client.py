@@ -173,7 +173,7 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address, or serves a repository of models in this process."""
+    """Connects to the server at ``address``. If the address is a folder of models, serves them in this process."""
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode
@@ -231,7 +231,7 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
 
 
 def _who_may(path: str, status: os.stat_result, access: int) -> str:
-    """Returns which group or user has the access to ``path`` that this user lacks."""
+    """Returns a sentence: which group, or else which user, may use ``path``. ``access``: the mode bits needed."""
     # Imported where it is needed: a client's start is to be quick.
     import grp
     import pwd

@@ -30,8 +30,8 @@ class ResultsHeld(ServingError):
     def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
         """Makes the error of a process that uses ``held`` answers and may use ``limit``.
 
-        If the server refused a request for want of memory, ``byte_size`` is the size of these answers, and ``refusal`` the
-        text of the server's error.
+        If the server refused a request for want of memory, ``byte_size`` is the total size of the held answers, and ``refusal``
+        is the server's error text.
         """
         size, most = (f" of {byte_size} bytes", "") if refusal else ("", f", at most {limit} may be")
         super().__init__(
@@ -64,7 +64,7 @@ def from_status(status: int, message: str) -> ServingError:
 
 
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
-    """Makes the error. It is InvalidArgument if an output is too large for the caller's memory."""
+    """Makes an error ``kind`` with a plainer text, or InvalidArgument if ``message`` says that an output is too large."""
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))
     return kind(in_plain_words(message))

@@ -345,7 +345,7 @@ class HttpConnection:
 
 
 class _Get(HttpExchange):
-    """A request without inference. Its result is JSON, or None, and header fields."""
+    """A request that runs no model. Returns the answer's JSON, or None if it is empty, and its header fields."""
 
     def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:

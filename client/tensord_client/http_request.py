@@ -80,7 +80,7 @@ class Pool:
             pending.grant(channel)
 
     def _usable(self) -> HttpChannel | None:
-        """Removes an idle connection that can still be used from the pool and returns it."""
+        """Takes idle connections out of the pool until one can still be used. Returns that one, or None."""
         while self._idle:
             channel, since = self._idle.pop()
             if time.monotonic() - since < _IDLE and not channel.is_readable:

@@ -129,7 +129,7 @@ class _ServedModel:
         return Names(self.model.name)
 
     def derivative(self, kind: str) -> _ServedModel:
-        """Returns a derivative of this model, always the same object."""
+        """Returns this model's derivative ``kind``, such as "pull_back". Calls with one kind return one object."""
         return self._derivatives.setdefault(kind, _ServedModel(None, self, kind))
 
     def has(self, kind: str) -> bool:

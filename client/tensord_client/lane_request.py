@@ -163,7 +163,7 @@ class LaneRequest(Submission, Pending[Answer]):
             self.notify()
 
     def mark_astray(self) -> None:
-        """Stores that this request has no lane. The thread that waits for the answer has to send it."""
+        """Notes that this request has lost its lane. The thread that waits for its answer has to send it anew."""
         self.astray_at = time.monotonic()
         # In this order, so that whoever claims it counts it no more.
         self._connection.laneless.add(self)
@@ -248,7 +248,7 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.attach(loop)
 
     def watch(self) -> None:
-        """Lets the lane's thread read the lane. Without a lane, a background thread sends the request again."""
+        """Makes a background thread receive the answer. If the request has lost its lane, that thread sends it anew."""
         lane = self.lane
         if self.astray:
             self._connection.send_again_soon(self)
@@ -308,7 +308,7 @@ class LaneRequest(Submission, Pending[Answer]):
 
 
 class Sender:
-    """Base class of ``LaneConnection``. It sends requests that have no lane again, or fails them."""
+    """Sends requests anew that have lost their lane, or makes them fail. Base class of ``LaneConnection``."""
 
     is_closed = False
     held: HeldResults
@@ -342,11 +342,11 @@ class Sender:
         raise NotImplementedError
 
     def send_again(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request that has no lane again. Does nothing if another thread does so.
+        """Sends a request anew, because it has lost its lane. Does nothing if another thread does so.
 
         ``until`` is the time of ``time.monotonic()`` in seconds at which to stop waiting for a lane, or None for no deadline.
 
-        Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
+        Raises: ServingError: the request may not be sent anew, or no lane was found.  WaitEnded: ``until`` has passed.
         """
         if not pending.claim():
             return

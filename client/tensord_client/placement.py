@@ -50,7 +50,7 @@ class Slot:
         self.segments = segments
 
     def give_back(self) -> None:
-        """Makes this memory available to a later request of the same kind. Called once its own request was answered."""
+        """Offers this memory to later requests. Call it once the request that uses the memory is answered."""
         self._slots.add(self)
 
 

@@ -87,7 +87,7 @@ def dtype_for(tensor: Tensor) -> np.dtype[Any]:
 
 
 class _Encoded:
-    """An array as it came, in a tree of inputs."""
+    """An array of a request that is not decoded yet."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.given = given
@@ -166,7 +166,7 @@ class Point:
         return np.broadcast_to(array, (self.rows, *array.shape[1:]))
 
     def output(self, rows: Array) -> Array:
-        """Returns an output as the client gets it."""
+        """Returns ``rows`` as an output for the client. Removes the first axis if the client's inputs do not have it."""
         return rows if self.has_rows else rows[0, ...]
 
     def gradient(self, name: str, rows: Array) -> Array:

@@ -181,9 +181,9 @@ class ClientLane:
             return request_id
 
     def announce(self, segments: Sequence[int]) -> None:
-        """Tells the worker which of the client's segments were closed, and sends it the segments that it lacks.
+        """Tells the worker which memory segments are closed, and sends it those of ``segments`` that it does not have.
 
-        The caller has ``lock``. ``segments`` are the numbers of the segments that the worker needs for the next request.
+        The caller has ``lock``. ``segments`` are the numbers of the segments that the next request uses.
         """
         if self.memory.closures[0] is not self.known_closures[0]:
             self.known_closures[0] = self.memory.closures[0]
@@ -425,7 +425,7 @@ class ClientLane:
         return self.exchange
 
     def _follow(self, request: Any, until: float | None) -> bool:
-        """Sleeps while another thread reads the socket. Returns False, with ``reading`` locked, if this thread must read."""
+        """Waits while other threads read the socket. False: this thread has locked ``reading`` and must read now."""
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
         self.followers[waiter] = None
@@ -622,7 +622,7 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether the daemon may give more lanes: workers are still to come, or one of several lanes has ended."""
+        """Returns whether to ask the daemon for more lanes: workers are still starting, or one of several lanes has ended."""
         if self.coming:
             return True
         lanes = self.lanes

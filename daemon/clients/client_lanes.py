@@ -51,7 +51,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _OpenLane:
-    """A client's lane, until its worker has reported that the lane is closed."""
+    """A client's lane that its worker has not yet reported as closed."""
 
     worker: WorkerProcess
     owner: str

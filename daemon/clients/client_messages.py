@@ -51,7 +51,7 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 class Register(msgspec.Struct, forbid_unknown_fields=True):
     """Asks to register the memfd sent with this message as a region.
 
-    ``byte_size`` and ``offset``, a multiple of a page, are in bytes.
+    ``byte_size`` and ``offset`` are in bytes. ``offset`` is a multiple of the page size.
     """
 
     name: str

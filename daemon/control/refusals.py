@@ -27,7 +27,7 @@ _NEVER_NS = 1 << 63
 
 
 def uncounted(refusal: Refusal) -> None:
-    """Does nothing, in place of a function that counts refusals."""
+    """Does nothing. The default for a function that counts refusals."""
 
 
 class Refusals:

@@ -85,12 +85,12 @@ class SharedCounters:
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns, by reason, how many requests the fronts in row number ``row`` have ever refused."""
+        """Returns, by reason, how many requests the front with row ``row``, and the dead ones before it, have refused."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns, by status code, how many answers the fronts in row number ``row`` have ever given."""
+        """Returns, by status code, how many answers the front with row ``row``, and the dead ones before it, have given."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
@@ -122,7 +122,7 @@ class FrontCounters:
         self._at = row * _WORDS
 
     def serve(self, serving: bool) -> None:
-        """Sets whether this front accepts connections. If so, fronts with more connections leave new ones to it."""
+        """Sets whether this front accepts connections. If so, fronts with more connections leave new ones to this front."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:

@@ -160,9 +160,9 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Sets how many connections the next iteration may accept.
+        """Adapts the limit of the next iteration to how many connections were waiting.
 
-        ``taken``: how many connections the present iteration has accepted, of at most ``room``.
+        ``taken``: how many connections this iteration accepted. ``room``: how many it was allowed to accept.
         """
         if taken < room:
             self.room = 1

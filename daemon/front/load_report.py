@@ -28,7 +28,7 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the format of load report that a header value asks for: "text", "json" or "bin", or "" for none."""
+    """Returns the format that a header names for the report of this host's load: "text", "json", "bin", or "" for none."""
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 

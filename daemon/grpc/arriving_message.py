@@ -54,13 +54,13 @@ NOWHERE = memoryview(b"")
 class ArrivingMessage(Receiver):
     """Receives one gRPC message in pieces, into the arena if it has large tensors, else into a buffer.
 
-    The message must be ended by ``take`` or ``drop``.
+    Call ``take`` or ``drop`` at the end.
     Args:
       flag: the first byte of the message. If it is 0, the message is not compressed.
       byte_size: the length of the message.
       submitter: reserves memory in the arena for the tensors of a large request. If it is None, the message is buffered.
       account: counts the arena memory for the connection.
-      on_room: called once the message no longer waits for arena memory. It got the memory, or was refused.
+      on_room: called once the message has got the arena memory that it waited for, or was refused it.
       on_placed: called with the message once all of it has arrived in the arena.
     """
 

@@ -105,8 +105,7 @@ class InferCall(Call):
           asked: the request.
           prepared: the part of the answer that repeats, such as the names and shapes of the outputs.
           record: the rest of the answer, with the code and text of an error.
-          parts: the answer as pieces of a ModelInferResponse. It is empty for an error, for an answer that only says that no
-          further response comes, and for each of several responses to a call that accepts a single one.
+          parts: the pieces of the ModelInferResponse. It is empty if there is none, as for an error or the end of responses.
           sent: must be called once the answer was written to the client. If it is None, nothing is called.
         """
 

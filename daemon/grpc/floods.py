@@ -54,7 +54,7 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Allows the client more frames and resets. ``seconds``: the time since the last call of this method."""
+        """Allows the client the frames and resets of ``seconds`` more seconds, the time since the last call."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 

@@ -94,7 +94,7 @@ def _violation(error: ValueError | OverflowError) -> Violation:
 
 
 def _understood(common: bytes) -> CallHead:
-    """Converts the packed header fields that many calls share to the head of a call."""
+    """Makes the head of a call from the packed header fields ``common``, which other calls have too."""
     raw = fields(common)
     check_common(raw)
     said = dict(metadata(raw))

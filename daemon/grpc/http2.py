@@ -235,7 +235,7 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles a frame, and returns the cost of that besides the cost of receiving it."""
+        """Handles a frame. Returns its extra cost, above the cost of receiving any frame."""
         if kind == HEADERS:
             return self._headers(number, flags, payload)
         if kind == frames.CONTINUATION:

@@ -113,7 +113,7 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends a request of a known kind. Returns None if it must be decoded in full."""
+        """Sends a request with the same prepared part as ``known``. Returns None if it must be decoded in full instead."""
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
             return None

@@ -245,10 +245,7 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the scheduling parameters of a request.
-
-    Returns None if ``decode_head`` must decode the whole request instead.
-    """
+    """Decodes the scheduling parameters of a request. Returns None if there are others among them, or one is invalid."""
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if PARAMETERS.keys() >= given.keys():

@@ -232,7 +232,7 @@ class Stream:
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Gives the client the full time again, because the message got its arena memory."""
+        """Restarts the time that the client has to send its message, because the message got its arena memory."""
         self.partial_since = 0.0
         self._note()
         self.grant()
@@ -240,8 +240,8 @@ class Stream:
     def frame_arrived(self, flags: int) -> None:
         """Handles the end of a DATA or HEADERS frame with these flags.
 
-        If the frame ends the client's side, the call is told so. Then an incomplete message is refused. Otherwise the client may
-        be granted more window.
+        If the frame ends the client's side, the call learns of it, or an incomplete message is refused. Any other frame may
+        cause the client to be granted more window.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:

@@ -213,7 +213,7 @@ class StreamInfer(InferCall):
         return self._order.holds_up(asked)
 
     def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
-        """Calls ``send`` once all earlier requests are answered, or ``sent`` if that fails."""
+        """Calls ``send`` once all earlier requests are answered. If the call has ended or ``send`` fails, calls ``sent``."""
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:
             self.stream.held = True

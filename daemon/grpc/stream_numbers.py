@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """Names the reasons why a stream is not open."""
+    """What happened to a stream that is not open."""
 
     #: Nobody has used it yet.
     IDLE = "idle"

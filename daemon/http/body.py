@@ -30,7 +30,7 @@ _THROWN_AWAY = 64 << 10
 class CollectedBody:
     """Collects a request body that is small, or of unknown length, in ordinary memory.
 
-    ``limit``: the most bytes that the body may have. If ``limit`` is 0, the body must stay small.
+    ``limit``: the most bytes that the body may have, or 0 for a body that is certainly small.
     """
 
     __slots__ = ("_first", "_limit", "_more", "_pages", "received")

@@ -24,12 +24,11 @@ class Late(enum.Enum):
 
 
 class ClientDeadlines:
-    """Tracks since when a connection waits for its client, and finds missed deadlines.
+    """Tracks since when a connection waits for its client, and finds missed deadlines. Times are monotonic seconds.
 
-    ``now``: since when the connection waits for the first request, in monotonic seconds.
-    The connection waits for the next request since ``idle_since``, for the rest of a head since ``head_since``, for the rest
-    of a body since ``body_since``, and for the client to read answers since ``stalled_since``. Each is in monotonic seconds,
-    and 0 if the connection does not wait for that.
+    ``now``: when the connection began to wait for the first request.
+    ``idle_since``, ``head_since``, ``body_since`` and ``stalled_since`` say when the connection began to wait for the next
+    request, for the rest of a head, for the rest of a body, and for the client to read answers. 0 means that it does not.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")

@@ -440,7 +440,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes an answer that no cached JSON head fits."""
+        """Encodes and writes a whole answer, because no cached JSON head fits it."""
         if record.lease is not None and lane is not None:
             self._unwritten = (lane, record.lease)
         if record.code:

@@ -396,8 +396,8 @@ class Generate(Generation):
 class GenerateStream(Generation):
     """One request to generate_stream, which is answered with one server-sent event for each response.
 
-    An event is ``data: <JSON>`` and an empty line. An error is an event too. But if an error is the whole answer, and no
-    internal error, the answer is an HTTP error status.
+    An event is ``data: <JSON>`` and an empty line. An error is an event too. But if the whole answer is a single error and
+    its code is not Internal, the client gets an HTTP error status instead.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS

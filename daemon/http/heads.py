@@ -54,9 +54,9 @@ class Heads(BoundedCache[bytes, InferHead]):
         Args:
           max_byte_size: the most bytes of a request's head.
           max_fields: the most header fields of a request.
-          cuts: whether header lines without effect are left out of the keys. It must be False if a rule of the operator depends
-          on headers.
-          count: how many heads are cached at least. A count above ``MAX_COUNT`` means ``MAX_COUNT``.
+          cuts: whether heads count as equal if they differ only in header lines without effect. It must be False if a rule of
+          the operator depends on headers.
+          count: how many heads to cache, ``MAX_COUNT`` at most.
           joins: whether the front reads the ``traceparent`` header.
         """
         # Each by its bytes, and by what of them matters.

@@ -101,7 +101,7 @@ class Messages:
         self.body_left = 0
 
     def close(self) -> None:
-        """Drops the parser, because the connection is closed, and tells this to processes that watch the connection."""
+        """Drops the parser, because the connection is closed. Also closes the ``ConnectionEnd``."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 
@@ -325,7 +325,7 @@ class ParserFeed:
                 self._serving.heads.learn(data[:size], meaning)
 
     def _feed(self, data: bytes, between: bool) -> None:
-        """Feeds ``data`` to the parser, up to the limit of one iteration of the event loop."""
+        """Feeds at most one iteration's part of ``data`` to the parser. ``between``: whether a new request begins with it."""
         order, messages = self._order, self.messages
         messages.begun = 0
         half_line, self._half_line = self._half_line, data.endswith(b"\r")

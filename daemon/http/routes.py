@@ -112,7 +112,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """Returns routes for paths that lack a name, or have a name too many. Their handlers answer with an error."""
+        """Returns the routes that only answer with an error. Their paths lack a name, or name a repository."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
@@ -122,7 +122,7 @@ class Routes:
         ]
 
     def undescribed(self) -> list[Endpoint]:
-        """Returns the route of the OpenAPI description, which that description leaves out."""
+        """Returns the route of the OpenAPI description. The description itself does not list this route."""
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:
@@ -197,7 +197,7 @@ class Routes:
         return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Raises NotFound, because the connections answer inference requests themselves."""
+        """Raises NotFound. Inference requests are answered by the connections and do not get here."""
         raise NotFound("Not Found")
 
     async def statistics(self, request: Request) -> Response:

@@ -92,7 +92,7 @@ _Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 @dataclass(slots=True)
 class Collection:
-    """Gathers what the metrics show from all parts of the daemon, and keeps the counters of workers that have ended."""
+    """Gathers the values of the daemon's metrics from its parts. Keeps the counters of workers that have ended."""
 
     _workers: WorkerPool
     _fronts: Fronts

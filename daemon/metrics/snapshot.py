@@ -14,7 +14,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Holds the metrics of all worker processes that have had one name. A process that replaces a dead one gets its name."""
+    """The metrics of the worker ``name``. They include the counts of dead processes that had this name."""
 
     name: str
     device: str
@@ -34,7 +34,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Holds the metrics of all front processes that have had one name. A process that replaces a dead one gets its name."""
+    """The metrics of the front ``name``. They include the counts of dead processes that had this name."""
 
     name: str
     protocol: str

@@ -118,7 +118,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from files that a client sent, by their paths in its folder."""
+        """Loads a model from a client's files. ``files``: path in the model's folder -> content."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -315,7 +315,7 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Loads the members of an ensemble, and returns it with what follows from them."""
+        """Loads the members of an ensemble, unless ``again``. Returns it with configuration, devices and fingerprint."""
         if again:  # because a member changed: then members are only checked
             return self.ensembles.check(found, self._supervisor.workers.devices)
         name, within = found.name, (*within, found.name)
@@ -364,7 +364,7 @@ class Models:
         self._note_refused(name, reason)
 
     def _still_served(self, name: str) -> str:
-        """Returns the end of a log line that says which versions of the model still serve."""
+        """Returns text for the end of a log line: which versions of the model still serve, or ""."""
         model = self.lifecycle.models.get(name)
         served = (
             [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
@@ -436,7 +436,7 @@ class Models:
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads a version on the workers that lacked its parameters, because a client has sent them."""
+        """Loads a version on the workers that do not have it. Call it after a push of the version's parameters."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:

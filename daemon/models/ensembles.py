@@ -32,7 +32,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """An ensemble as it was loaded last."""
+    """The state of an ensemble and its members at the ensemble's last load."""
 
     found: FoundModel
     #: The fingerprint that each member had then.
@@ -89,7 +89,7 @@ class Ensembles:
         return model_config.parse_json(described(name, version.described.config, derivatives).decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices whose workers have all members, or () if every worker has them."""
+        """Returns the devices whose workers have all members. An empty tuple stands for all devices."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -202,7 +202,7 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns the fingerprint of each member, or "" if not all versions of the member are loaded."""
+        """Returns the fingerprint of each member's loaded model. It is "" if not all versions of the member are loaded."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
@@ -289,10 +289,10 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Publishes that the ensemble ``found`` is LOADING, while the ``with`` block loads its members.
+        """Publishes the ensemble ``found`` as LOADING while the ``with`` block loads its members.
 
-        Nothing is published if a version of the ensemble is in use. If the block raises, the former state is published again.
-        ``known``: the former entry of the ensemble in the lifecycle, or None.
+        Nothing is published if a version of the ensemble is in use. If the block raises, the earlier state is published.
+        ``known``: the entry of the ensemble in the lifecycle before this load, or None if it has none.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]

@@ -131,7 +131,7 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: ModelEntry) -> bool:
-        """Returns whether a worker still has to answer a load of the model."""
+        """Returns whether a worker is loading the model or will load it."""
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
@@ -303,7 +303,7 @@ class Lifecycle:
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns instructions to load a version on workers that lacked its parameters, because a push has brought them.
+        """Returns instructions to load a version, after a push of its parameters, on the workers that do not have it.
 
         The list is empty while the version is being loaded.
         """
@@ -459,7 +459,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Begins the loads on a worker that waited for other loads."""
+        """Sends a worker the loads that were postponed until its other loads ended."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -473,9 +473,9 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
-        """Gives up the versions that have no device in ``usable``, the devices that workers can use now.
+        """Gives up each version that can run on none of the devices in ``usable``, the devices that workers can use now.
 
-        Such a version is loaded by the first worker that starts on one of its devices.
+        A worker that starts later on a device of a given-up version loads that version.
         ``why``: the reason if no worker can start on any device, or "" if only some devices are broken.
         """
         out: list[Instruction] = []

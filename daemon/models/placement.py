@@ -154,7 +154,7 @@ def _needs(config: ModelConfig) -> list[Any]:
 
 
 def _least_bound(config: ModelConfig) -> int:
-    """Returns the smallest ``max_queue_size`` of the model's queues, or 0."""
+    """Returns the smallest nonzero ``max_queue_size`` of the model's queues; 0: every queue is unlimited."""
     batching = config.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     return min((policy.max_queue_size for policy in policies if policy.max_queue_size), default=0)

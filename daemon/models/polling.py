@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def _state(model: FoundModel) -> tuple[str, tuple[int, ...], str]:
-    """Returns the values by which a poll detects that a model must be loaded again."""
+    """Returns what polls compare to find a changed model: its fingerprint, versions and error."""
     return model.fingerprint, model.chosen, model.error
 
 
@@ -27,7 +27,7 @@ class Changes:
     """Compares polls of the repositories and decides which models have changed since they were loaded. Sans-I/O."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """Stores the models ``found``, which are already being loaded."""
+        """Begins with the models ``found``, which are already being loaded."""
         self._acted = {name: _state(model) for name, model in found.items()}
         self._seen = dict(self._acted)
 

@@ -152,7 +152,7 @@ def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
 def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
     """Checks that there is room for the workers that would serve an isolated model alone.
 
-    ``taken``: the devices of the workers of all isolated models, each with its fraction (0 to 1) of a GPU's memory.
+    ``taken``: device of each isolated model's worker -> the fraction (0 to 1) of the GPU's memory that this worker takes.
     Raises InvalidArgument if there are too many isolated models, or if a GPU has not enough memory.
     """
     name, devices = found.name, isolated(found, options)

@@ -29,7 +29,7 @@ class IndexState(enum.Enum):
 
 @dataclass(slots=True)
 class VersionEntry:
-    """The state of one model version on all workers, which are named by the numbers of their processes."""
+    """The state of one model version on all workers. The fields name a worker by the number of its process."""
 
     load: Load
     state: IndexState = IndexState.UNKNOWN
@@ -132,7 +132,7 @@ def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker:
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether a worker has still to receive or to answer a load of ``version``. ``models``: all models, by name."""
+    """Returns whether a worker still has to load ``version`` or to say that it has. ``models``: all models, by name."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))

@@ -168,7 +168,7 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns, by version, why a worker answered requests in Python and how many."""
+        """Returns version -> reason -> how many requests a worker answered in Python for this reason."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
         except ServingError:

@@ -36,10 +36,10 @@ def check(options: Options) -> None:
 
 
 def foreseen(options: Options, as_service: bool) -> list[str]:
-    """Returns a sentence for each problem on this host that would make the daemon's start fail. No port is bound to try it.
+    """Returns a sentence for each problem on this host that would make the daemon's start fail. Ports are not checked.
 
-    ``as_service``: whether this process runs in the service's sandbox. If not, folders that the service manager makes at the
-    start may be missing.
+    ``as_service``: whether this process runs in the service's sandbox. If it does not, folders that the service manager makes
+    at the start may be missing.
     """
     made_at_start = () if as_service else _MADE_AT_START
     found = [*_unusable_certificates(options), *_unresolved_names(options)]

@@ -107,10 +107,9 @@ class PushedSets:
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores ``content`` as the values in force of a set, and owns its memory. The values before become the former.
+        """Stores ``content`` as a set's values in force, and owns its memory. The previous ones become the former values.
 
-        If all sets take more than ``limit`` bytes, former values lose their memory, the oldest first, and then the new values
-        lose theirs.
+        If all sets take more than ``limit`` bytes, drops memory: first of former values, the oldest first, then of ``content``.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)

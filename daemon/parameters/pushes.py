@@ -210,7 +210,7 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- a push
 
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
-        """Returns the number of the version that serves or, if none serves, is being loaded."""
+        """Returns the highest version that serves or, if none serves, is being loaded. ``number`` 0: any version."""
         # ``lacking``: a version that lost its pushed values, and is not served for that reason, counts as served.
         check_not_derivative(model)
         models = self._models.lifecycle.models
@@ -262,7 +262,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Has every worker use the values of a push, and returns their record."""
+        """Makes every worker use the values of a push. Returns the record of the push."""
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
             # Before it is read: a file that changes meanwhile is another one.
@@ -408,7 +408,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker do a step, or kills it and returns False."""
+        """Returns whether a worker carried out ``operation``. Kills a worker that did not."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -507,7 +507,7 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker the pushed values of a version, and passes its answers on."""
+        """Gives a worker the pushed values of a version. Only then handles the worker's waiting answers to its loads."""
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:
@@ -578,7 +578,7 @@ class Parameters:
         self.tell()
 
     def tell(self) -> None:
-        """Wakes the operations that wait for a version to serve."""
+        """Wakes the operations that wait until a version serves."""
         self._news.set()
         self._news = asyncio.Event()
 

@@ -103,7 +103,7 @@ class Child:
     def adopt(self, spawned: Spawned, options: bytes) -> None:
         """Takes over a process that ``spawn`` has started, and sends it a Start record.
 
-        ``options``: the daemon's options as msgpack. Raises OSError if no file descriptor is free. Then the process was killed.
+        ``options``: the daemon's options as msgpack. If no file descriptor is free, kills the process and raises OSError.
         """
         try:
             self._pidfd = os.pidfd_open(spawned.process.pid)

@@ -13,7 +13,7 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """Handles signals until the event loop does. ``came``: the signal that asked for a stop, or None."""
+    """Handles signals until the event loop handles them. ``came``: the signal that asked for a stop, or None."""
 
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.

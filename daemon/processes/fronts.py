@@ -168,7 +168,7 @@ class Fronts:
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
-        """Calls ``send`` with every front, and counts what it sends as one published record."""
+        """Calls ``send`` with each front, to send one record to all. Counts this as one published record."""
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)

@@ -37,7 +37,7 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for the innermost control group of this process that counts such kills."""
+        """Returns a detector for this process. Its group is the innermost one that counts kills for want of memory."""
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
@@ -169,8 +169,8 @@ class Backoff:
     def died(self, lived_ns: int, served: bool) -> float:
         """Counts the death of a process, and returns how many seconds to wait before it is replaced.
 
-        ``lived_ns``: how many nanoseconds the process ran. After 60 s or more the delays begin anew. ``served``: whether the
-        process had been ready. Then the delay is at most 1 s.
+        ``lived_ns``: how many nanoseconds the process ran. If it ran 60 s or more, the delays begin anew. ``served``: whether the
+        process had been ready. If so, the delay is at most 1 s.
         """
         if lived_ns >= HEALTHY_NS:
             self.deaths = 0

@@ -217,7 +217,7 @@ class WorkerPool:
         return [worker for worker in self if worker.ready and worker.alive]
 
     async def settled(self) -> None:
-        """Waits until every ready worker acts upon all records that it was sent before this call, or is dead."""
+        """Waits until every ready worker has acted on all records that it was sent before this call, or is dead."""
         await self.results_of(Settle())
 
     async def results_of(self, operation: Operation) -> list[bytes]:

@@ -63,7 +63,8 @@ class ClientAccount(Holdings):
     def limit_of(self, byte_size: int) -> int:
         """Returns how many bytes of the request arena the client may hold if it asks for a lease of ``byte_size`` bytes.
 
-        For a small lease this is the whole arena, for a large lease ``limit``, and for a medium lease the mean of the two.
+        ``sizes`` has the most bytes of a small and of a medium lease. For a small lease the limit is the whole arena, for a large
+        one ``limit``, and for a medium one the mean of the two.
         """
         small, medium, whole = self.sizes
         if byte_size <= small:

@@ -119,7 +119,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns the part of the request that repeats: all but id, scheduling and contents."""
+        """Returns the part of the request that repeats: all but its id, scheduling and the values of its inputs."""
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def fail(self, error: ServingError) -> None:

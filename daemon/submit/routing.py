@@ -63,7 +63,7 @@ class Routing:
         self._forget()
 
     def bury(self, worker: WorkerLink) -> set[InFlight]:
-        """Removes a worker whose process is gone. Returns its unanswered requests of sequences, which are lost."""
+        """Removes a worker whose process is gone. Returns the unanswered requests that are lost with their sequences."""
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
@@ -140,7 +140,7 @@ class Routing:
         return False
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU with the regions of a request if only workers on that GPU may run it, or ""."""
+        """Returns the GPU of the request's regions if only workers on that GPU may run the request, else ""."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 

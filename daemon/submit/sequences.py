@@ -182,7 +182,7 @@ class SequenceRouting:
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns the requests at the end of ``run`` that another worker may run."""
+    """Returns the last ones of ``run``, a dead worker's requests of one sequence, that another worker may run."""
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
     kept = run
@@ -200,7 +200,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run. If the number is negative, so many sequences wait."""
+    """Returns how many more sequences a worker can run in ``slots``. -n means that n sequences wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -225,9 +225,9 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns those of ``workers`` that are on ``gpu``, or all if the model is not meant for this GPU.
+    """Returns the ``workers`` on ``gpu``, possibly none, if the model is meant for this GPU. Otherwise returns all.
 
-    ``state``: the state of the model. The result is empty if the model is meant for ``gpu`` and no worker is there now.
+    ``state``: the state of the model.
     """
     if not is_meant_for(state, gpu):
         return workers

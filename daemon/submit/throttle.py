@@ -24,7 +24,7 @@ from tensord.shm.messages import AnswerRecord, Slice
 
 @dataclass(slots=True)
 class _Line:
-    """A connection's throttled requests, and the ids of those sent after a wait."""
+    """A connection's throttled requests: those that wait, and the ids of those that waited and were sent."""
 
     #: The requests that wait, each with the time at which it gives up.
     waiting: deque[tuple[float, InFlight]] = field(default_factory=deque)
@@ -58,8 +58,8 @@ class Throttle:
     ) -> Sequence[Callable[[InFlight], bool]]:
         """Counts the memory of an answer for its connection and its client, until ``leave``.
 
-        If the connection or the client has just filled its share, the result has a function that takes a request and returns
-        whether that request must be withdrawn.
+        If the connection or the client has just filled its share, some sent requests must be withdrawn. The result has a function
+        for each case, which takes a request and returns whether this is one of them.
         Args:
           worker: the worker that sent the answer.
           key: the lease of the answer.
@@ -156,7 +156,7 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns the waiting requests of ``account`` that may be sent after memory of an answer was given back."""
+        """Removes and returns waiting requests that may be sent now that ``account`` has given back memory of an answer."""
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:

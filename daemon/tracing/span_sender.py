@@ -92,7 +92,7 @@ class SpanSender:
 
 
 def _variable(name: str) -> str:
-    """Returns an environment variable of the exporter: the one for traces, else the one for all kinds of data, else ""."""
+    """Returns OTEL_EXPORTER_OTLP_TRACES_``name`` of the environment, else OTEL_EXPORTER_OTLP_``name``, else ""."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 
