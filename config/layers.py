@@ -51,7 +51,7 @@ class Setting:
 
 @functools.cache
 def known_keys() -> Mapping[str, Any]:
-    """Returns the type of each key's value by key, such as "http.port"."""
+    """Returns each configuration key, such as "http.port", with the type of its value."""
     found: dict[str, Any] = {}
     for field in msgspec.structs.fields(Options):
         if isinstance(field.type, type) and issubclass(field.type, Section):
@@ -432,7 +432,7 @@ def _address(address: str) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Calls ``reader(value)``, and lets its error name ``key``."""
+    """Calls ``reader(value)``. If this raises ValueError, raises ConfigurationError with ``key`` in its message."""
     try:
         reader(value)
     except ValueError as error:

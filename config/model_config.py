@@ -103,7 +103,7 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns ``given`` with lists in place of single values where ``described`` has lists."""
+    """Makes a list of each single value in ``given`` for which ``described`` has a repeated field. ``what``: for errors."""
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
     shaped: dict[str, Any] = {}

@@ -39,8 +39,8 @@ class Restriction:
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
     """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns the required header of each restricted group.
 
-    Each group is one of ``GROUPS``. Everybody may call the RPCs of a group that is not in the result. If an entry has no
-    colon, its groups get the header of the next entry that has a colon.
+    Each group is one of ``GROUPS``. Everybody may call the RPCs of a group that is not in the result. An entry may be
+    ``GROUP[,GROUP...]`` alone: its groups get the KEY=VALUE of the entry after it.
 
     Raises ValueError if an entry is wrong. The message names the first wrong entry without VALUE, which is a secret.
     """

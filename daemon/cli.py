@@ -332,12 +332,12 @@ def init_model(folder: Path) -> None:
 @click.option("--size", type=click.IntRange(min=1), default=1, show_default=True, help="Of batches and axes that vary.")
 @click.argument("model")
 def bench(address: str, counts: tuple[int, ...], seconds: float, size: int, model: str) -> None:
-    """Measure how many answers a second MODEL gives, and how long they take, by number of connections.
+    """Measure how many answers MODEL gives per second, and how long they take, by number of connections.
 
     Each connection sends a request, waits for the answer and sends the next one. Inputs are generated: integers from 0 to
-    3, and normal numbers. Half of the requests took at most p50, 99 % at most p99. MODEL is the name of a model that a
-    daemon serves; without --address, the one that tensord_client.connect() finds. All clients are threads of this process.
-    This needs tensord-client, and tritonclient[grpc] for gRPC. Exit status 1: a request failed.
+    3, and normal numbers. Half of the requests took at most p50, 99 % at most p99. A daemon must serve MODEL: the one at
+    --address, or else the one that tensord_client.connect() finds. All clients are threads of this process. This needs
+    tensord-client, and tritonclient[grpc] for gRPC. Exit status 1: a request failed.
     """
     from tensord import closed_loop
 

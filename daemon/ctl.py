@@ -215,7 +215,7 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Returns a function that completes names in the daemon's answer to ``command``."""
+    """Returns a function that completes names for a shell. ``read`` finds them in the daemon's answer to ``command``."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         parent = ctx.find_root().params

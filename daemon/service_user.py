@@ -89,9 +89,9 @@ def check_inside(service: Service, words: Sequence[str], environment: Mapping[st
     """Runs ``tensord check`` in a sandbox with the settings of the service. Returns the exit status of the check.
 
     Args:
-      words: the arguments of ``tensord check``. A relative path begins in the service's working directory, except that of the
-      configuration file.
-      environment: the variables of the caller, of which those that configure tensord are passed on.
+      words: the arguments of ``tensord check``. Relative paths begin in the service's working directory; the path of the
+        configuration file begins in the caller's.
+      environment: the caller's variables. Those whose names begin with TENSORD_ are passed on.
     Raises Unusable if systemd could not start the check in the sandbox.
     """
     unit = f"tensord-check-{os.getpid()}.service"

@@ -177,7 +177,7 @@ class AsyncModel(Calls):
         Args:
           out: output name -> the array that each answer's output is written to. The first call raises InvalidArgument if an array
             cannot be used.
-          outputs: the names of the outputs to return. None given means the names in ``out``, or all outputs without ``out``.
+          outputs: the outputs to return. If it is empty, those in ``out`` are returned, or all outputs if ``out`` is None.
           own: the request's other fields, such as ``priority``.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)

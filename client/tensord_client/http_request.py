@@ -216,7 +216,7 @@ class HttpRequest(Pending[Any]):
     # ---------------------------------------------------------------------------------------------------------- progress
 
     def grant(self, channel: HttpChannel | None) -> None:
-        """Gives this request a connection to be sent on, or None if it may open a new one."""
+        """Lets this request be sent over ``channel``. None: the request may open a new connection."""
         self._channel, self._granted = channel, True
         self._wake()
 

@@ -238,7 +238,7 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Lets an event loop read this request's lane. Without a lane, a background thread sends the request again."""
+        """Makes an event loop read the lane of this request. If the lane has ended, a thread sends the request again."""
         if self._read:
             self._acknowledge()
         lane = self.lane

@@ -70,9 +70,9 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Removes and returns the memory that was kept for requests of this kind, or None if there is none.
+        """Returns kept memory for a request of this kind, and stops keeping it. Returns None if no such memory is kept.
 
-        ``kind`` is what these requests have in common: model, tensors, outputs and parameters.
+        ``kind``: the request's model, tensors, outputs and parameters.
         """
         with self._lock:
             free = self._free.get(kind)

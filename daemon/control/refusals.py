@@ -61,7 +61,7 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Wraps ``on_room``, a callback for memory or an error, so that an error also counts as a refusal."""
+        """Returns a callback that calls ``on_room``. If it gets an error, it counts a refused request to ``model``."""
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):

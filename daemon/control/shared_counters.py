@@ -80,7 +80,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many prepared requests of a front have a number now, ever got one, and have lost it."""
+        """Returns how many numbers a front's prepared requests have now, were ever given, and have lost. ``row``: the front's."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
@@ -165,7 +165,7 @@ class FrontCounters:
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the fewest connections that another front which accepts connections has, or None if there is no such front."""
+        """Returns the smallest number of connections among the other fronts that accept connections; None: there is none."""
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None

@@ -63,8 +63,8 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 class ConnectionEnd:
     """Shows the end of one client connection by a file descriptor, which may be passed to other processes.
 
-    the front with the connection    the writing half of a pipe, closed with the connection, or by the kernel with the process
-    the supervisor                   the reading half (``tensord.daemon.regions.region_record``)
+    The descriptor is the reading end of a pipe. The front closes the writing end together with the connection. If the front
+    dies, the kernel closes it.
     """
 
     __slots__ = ("_closed", "_reader", "_writer")

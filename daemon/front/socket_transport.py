@@ -320,9 +320,7 @@ class SocketTransport(asyncio.Transport):
 class SocketWatch:
     """Reads and writes the client sockets of one front when epoll reports them ready.
 
-      loop ─▶ epoll readable ─▶ poll: (socket, events) ... ─▶ each transport reads, or writes what it has kept
-
-    ``heeds_end``: whether the end of the client's sending side is reported before the bytes that are still unread.
+    ``heeds_end``: whether a transport reports at once that the client sends no more, even if unread bytes are left.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:

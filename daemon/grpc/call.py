@@ -52,7 +52,7 @@ class Call(ABC):
 
     @property
     def answers(self) -> bool:
-        """Returns whether only the response of the server is missing."""
+        """Returns whether the server still owes the client an answer."""
         return not self.idle
 
     @property

@@ -68,8 +68,8 @@ class LibraryDecoder:
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
         """Decodes the next header block of the connection.
 
-        Returns the fields that many calls share, for the function ``fields``, and a list of the other fields. A pseudo-header
-        (``:path``, ...) that comes after one of the other fields is put into the list.
+        Returns the fields that many calls share, packed as bytes, and a list of the other fields. ``fields`` unpacks the bytes. A
+        pseudo-header (``:path``, ...) that comes after one of the other fields is put into the list.
         Raises ValueError if the bytes are no header block. Raises OverflowError if the fields are larger than allowed.
         """
         try:

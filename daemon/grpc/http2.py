@@ -403,7 +403,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Ends the request of a stream by its trailers."""
+        """Handles the headers that end a request. ``number``: of the stream. ``flags``, ``block``: of the HEADERS frame."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)

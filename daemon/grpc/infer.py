@@ -73,11 +73,10 @@ class Infer:
     ) -> CallRequest:
         """Sends the inference request in a message to a worker, and returns the request. The answers go to ``call.completed``.
 
-        If the arena has no free memory, the request is returned as well, and is sent once there is memory. Tensors that have
-        arrived in the arena stay there, and the request takes over their lease. If an error is raised, no arena memory stays
-        reserved.
+        If the arena has no free memory, the returned request is sent later, once there is memory. Tensors that are in the arena
+        stay there, and the request takes over their lease. If an error is raised, no arena memory stays reserved.
         Args:
-          message: an ``ArrivingMessage`` in the arena, or a buffer whose ``message[start:end]`` is the request.
+          message: an ``ArrivingMessage``, whose tensors are in the arena, or a buffer with the request in ``message[start:end]``.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC. If it is 0, the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC. 0 means now.
         Raises RefusedRequest if the message is no valid request, or cannot be sent.
@@ -349,7 +348,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer in pieces, or returns [] if it only says that no more comes."""
+        """Encodes an answer in pieces. Returns [] if the answer only marks the end of the responses."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, record):
             return []

@@ -269,7 +269,7 @@ class Stream:
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts buffered bytes, and grants window for a message that goes into the arena."""
+        """Counts buffered bytes, and lets the client send the rest of a message whose tensors go into the arena."""
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving
@@ -564,7 +564,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether the client takes the bytes of the stream too slowly."""
+        """Returns whether the client receives the stream more slowly than allowed. ``now``: in monotonic seconds."""
         if not self.blocked:
             return False
         if self._pace is None:

@@ -171,7 +171,7 @@ class StreamInfer(InferCall):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Sends waiting requests as far as allowed, and grants window if none waits."""
+        """Sends as many waiting requests as may be in flight. If none is left, lets the client send more."""
         while self._waiting and self._has_room():
             message = self._waiting.popleft()
             self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))

@@ -281,11 +281,9 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ the end
 
     def stop_direct(self, request: HttpRequest) -> bool:
-        """Stops reading the body of the refused ``request`` from the socket straight into memory.
+        """Stops a ``BodyReader`` that reads the body of the refused ``request``. Returns False if none reads it.
 
-        Returns False, without effect, if the body is not read in this way.
-        If this method returns True, the caller must close the connection after the answer, because nobody knows where the body
-        ends.
+        If this method returns True, the caller must close the connection after the answer: where the body ends is not known.
         """
         if self.receiving is not request or self.reader is None or not self.reader.reads_body:
             return False

@@ -36,10 +36,10 @@ class ArrivingParameters:
         The memory is read-only, and the descriptor is open inside the ``with`` block only. The descriptor is -1 if no parameters
         follow the JSON.
         Args:
-          limit: the most bytes of parameters that all pushes which arrive at the same time may have together.
+          limit: the most bytes of parameters of all pushes that arrive at the same time.
         Raises InvalidArgument if the sizes in the headers are wrong, or if the body is too short.
         Raises Unsupported if the body is compressed. Raises BodyTooLarge if the JSON or the parameters are too large.
-        Raises Unavailable if all arriving pushes together exceed ``limit``, or if the host has no memory or descriptors left.
+        Raises Unavailable if ``limit`` is exceeded, or if the host has no memory or descriptors left.
         Raises ClientDisconnect if the client has disconnected.
         """
         text_size, length = _sizes(request)

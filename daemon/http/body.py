@@ -188,7 +188,7 @@ def located(
 ) -> list[InputContent | Unconverted]:
     """Returns the content of each input tensor of a request.
 
-    The content of a tensor in the body is its place in the arena, or its bytes. Any other source is returned as it is.
+    If a tensor is binary data in the body, this is its place in the arena, or its bytes. Otherwise it is the source itself.
     Args:
       sources: where the JSON says that the data of each tensor is.
       json_size: the number of bytes of JSON in the body before its binary tensors.

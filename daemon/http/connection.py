@@ -211,7 +211,7 @@ class Http1Connection(asyncio.Protocol):
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Removes the ``BodyReader``, because the client's next request is not large."""
+        """Stops reading from the socket with a ``BodyReader``, unless reading is paused."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()
@@ -293,17 +293,17 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns when the connection became idle or a head began to arrive, in monotonic seconds.
+        """Returns since when the connection is idle, in monotonic seconds.
 
-        Returns 0 if the connection is not idle and no head is arriving.
+        If a request's head is arriving, returns when its first bytes came. During a request, returns 0.
         """
         return self.order.times.idle_since or self.order.times.head_since
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether no answer to the client is due or incomplete.
+        """Returns whether the client waits for nothing: all requests that came were answered, and the answers were sent.
 
-        No answer is due for a head that is still arriving.
+        A head that is still arriving does not count as a request.
         """
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)

@@ -57,10 +57,9 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the value that a placeholder stands for.
+        """Returns the index in ``spans`` of the large data that was cut out here, or None if ``data`` is no placeholder.
 
-        Returns None if ``data`` is no placeholder.
-        ``data``: the value of a ``data`` key in ``text``. It is decoded, or is JSON text as ``msgspec.Raw``.
+        ``data``: the value of a ``data`` key in ``text``, decoded or as ``msgspec.Raw``.
         """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""

@@ -152,7 +152,7 @@ class PreparedRequests:
 
 
 def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Returns where each input of ``prepared`` has its value, or the value from the JSON."""
+    """Returns for each input of the request ``said`` where its data is, or the data itself if the JSON has it."""
     sources: list[Source] = []
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
         if source is VALUES:

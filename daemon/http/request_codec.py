@@ -203,7 +203,7 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts data that was cut out of the JSON, or returns an object that does so in steps."""
+    """Converts piece ``number`` of the data in ``apart`` to ``count`` elements. If it is large, does so later, in steps."""
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:

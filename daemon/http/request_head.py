@@ -158,9 +158,9 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
 
 
 def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
-    """Parses a JSON text, which may also have the literals NaN, Infinity, -Infinity and Inf.
+    """Parses a JSON text. The literals NaN, Infinity, -Infinity and Inf are accepted as well.
 
-    ``place``: converts an offset in ``document`` to the offset in the text that the client sent, for error messages.
+    ``place``: converts an offset in ``document`` to the offset that error messages name. By default both are the same.
     Raises InvalidArgument, which says what is wrong and at which byte, if the text is no JSON.
     """
     # A NUL byte is the end of the text, as for every C string. No JSON holds one.
@@ -180,7 +180,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """The JSON object of a request that must be refused, because a NUL byte follows it."""
+    """A JSON object after which a NUL byte comes. The request is refused for it. ``end``: the offset of the NUL byte."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})

@@ -45,7 +45,7 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up the counters of a worker and of the workers that it has replaced."""
+    """Adds up the counters of all workers that have had one name, one after the other."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -59,7 +59,7 @@ class _OfSlot:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Stores the counters of a worker. ``incarnation``: the number of the worker process."""
+        """Stores the latest counters of the worker process with the number ``incarnation``."""
         if incarnation != self.incarnation:
             self._before = self._sum
             self._answers_before += self._answers

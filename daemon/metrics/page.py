@@ -168,7 +168,7 @@ def _standing(model: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _short(error: Mapping[str, Any], key: str) -> Any:
-    """Returns a value of an error, in which a time is cut to seconds."""
+    """Returns the field ``key`` of an error. The field "time" is cut to seconds."""
     value = error.get(key) or ""
     return value[:19].replace("T", " ") if key == "time" else value
 

@@ -127,9 +127,9 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that are loaded again after the load of the model ``name``, which they use.
+        """Returns the ensembles that use the model ``name`` and must be loaded again after it.
 
-        An ensemble is left out if it also uses a model whose load waits for the load of ``name``.
+        If an ensemble also uses a model whose load waits for ``name``, it is left out.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]

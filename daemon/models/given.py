@@ -166,7 +166,7 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration (JSON) that a client sent for the model ``found`` with exactly these files, or ""."""
+        """Returns the configuration (JSON) that a client sent for this model; "": none, or the model's files changed since."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 

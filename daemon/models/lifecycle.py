@@ -498,9 +498,9 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the devices of the workers for isolated models, each with the part of a GPU's memory that its worker may take.
+        """Returns the devices on which isolated models need workers, each with the fraction (0 to 1) of a GPU's memory for it.
 
-        A part is 0 to 1. The devices of a model are listed while it is wanted, and as long as their workers serve or unload it.
+        A model needs its workers while it is wanted, and until they have unloaded it.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():

@@ -137,7 +137,7 @@ def resources(config: ModelConfig) -> dict[str, bool]:
 def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
     """Raises InvalidArgument if a resource is global for the model ``name``, but per device for another model, or vice versa.
 
-    ``needs``: the resources of the model, with True for a global one. ``others``: the same of each served model, by name.
+    ``needs``: each resource of the model; True: it is global. ``others``: model name -> its resources, likewise.
     """
     for other, known in others.items():
         for resource in needs.keys() & known.keys() if other != name else ():

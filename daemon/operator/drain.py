@@ -55,9 +55,9 @@ class Drain:
         return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
 
     def begin(self, seconds: float | None = None) -> None:
-        """Begins a drain, unless one has begun. The daemon is not ready at once, and refuses new requests after ``seconds``.
+        """Begins a drain, unless one has begun. From now on the daemon reports that it is not ready.
 
-        ``seconds`` None means the option ``supervisor.drain_time``.
+        After ``seconds`` it refuses new requests. None means the option ``supervisor.drain_time``.
         """
         if self.phase is not DrainPhase.NONE:
             return

@@ -184,7 +184,7 @@ def _state(worker: WorkerProcess) -> str:
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Returns the model that has this worker to itself, or {}."""
+    """Returns ``isolated`` (the model's name) and ``memory_fraction`` of a worker for one model, {} for another worker."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 

@@ -100,7 +100,7 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns for each version how many sets clients have pushed into, and the push number of the set ``main`` (0: none)."""
+        """Returns for each version the number of pushed sets, and the number of the newest push into ``main`` (0: none)."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()

@@ -327,7 +327,7 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Has a worker create sealed memory with the values of a set. The caller closes it."""
+        """Returns a descriptor of sealed memory with a set's values, which a worker makes. The caller closes it."""
         if worker is None:
             raise _NoWorker
         what = f"parameters of model '{operation.model}'"
@@ -487,14 +487,14 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets that a dead worker still lacked pushed values of some versions.
+        """Forgets which versions a dead worker was not to serve before it had all pushed values.
 
         ``worker``: the number of the worker process.
         """
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Passes a worker's answer to a load on to ``Models``, once the worker has the values that clients pushed."""
+        """Handles a worker's answer that it has loaded a version. ``Models`` gets it once the worker has all pushed values."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)

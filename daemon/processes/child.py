@@ -142,8 +142,7 @@ class Child:
     def kill(self, reason: str = "") -> None:
         """Kills the process with SIGKILL. ``on_exit`` is called when the process is gone.
 
-        ``reason``: why, for the log. Then a process that is ready first gets 0.2 s to write its stacks. If it is "", nothing is
-        logged.
+        ``reason``: for the log. If it is "", nothing is logged. Otherwise a process that is ready has 0.2 s to write its stacks.
         """
         if not self.alive or (reason and self._killing):
             return

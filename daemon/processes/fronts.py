@@ -282,9 +282,9 @@ def automatic(cores: int, devices: Sequence[str]) -> int:
 
 
 def of_one(options: Options, count: int) -> Options:
-    """Returns the options for one of ``count`` fronts of a protocol, with a part of each limit that holds for all together.
+    """Returns the options for one of ``count`` fronts of a protocol. Limits for all of them together are divided.
 
-    A part is never so small that the largest single request would not fit.
+    Each front's limit is at least the size of the largest allowed request.
     """
     http, grpc = options.http, options.grpc
     if count == 1:

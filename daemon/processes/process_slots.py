@@ -86,7 +86,7 @@ class ProcessSlots:
         return self._restarts[name]
 
     def was_filled(self, name: str) -> bool:
-        """Returns whether a process of this name that had been ready has died."""
+        """Returns whether a process of this name was ready and has died."""
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:

@@ -111,7 +111,7 @@ class WorkerPool:
         return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts a worker for one isolated model on each device in ``wanted`` that has none, and stops those on other devices.
+        """Starts a worker on each device in ``wanted`` that has none, and stops workers of isolated models on other devices.
 
         ``wanted``: the devices, named as by ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's memory
         that its worker may take.

@@ -53,7 +53,7 @@ _KINDS = {"system": "system", "cuda": "CUDA"}
 
 
 class Chosen(msgspec.Struct):
-    """The answer of the first worker that has opened the memory of a region: how workers may access it."""
+    """The first worker's answer after it has opened a region's memory. ``access``: how all workers access the memory."""
 
     access: str
 
@@ -410,7 +410,7 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
-    """Returns for each region how many tensors use it, and how many use earlier regions of the same name."""
+    """Returns region -> (tensors that use it, tensors that use earlier regions of its name). ``name`` "": of all regions."""
     try:
         answer, fds = await worker.call(RegionRecords(name))
     except ServingError:
