@@ -94,7 +94,7 @@ class Budget:
 
     @property
     def share(self) -> int:
-        """Returns how many bytes one arena may have even if the limit is used up. It is 0 in this base class."""
+        """Returns how many bytes each arena may always have, even if the common limit is used up. 0 in this base class."""
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:

@@ -40,9 +40,9 @@ def check(module: ModuleType) -> None:
 
 
 def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns a sentence for each C extension that cannot be used, followed by advice.
+    """Returns a sentence for each C extension that cannot be used, and then advice. Returns () if all can be used.
 
-    The result is empty if all can be used. ``parts`` says by module name what the process lacks without the extension.
+    ``parts``: the extension's module name -> what the process lacks without it.
     """
     found = [f"{what} ({name}: {reason})" for name, what in parts.items() if (reason := _reason(name))]
     if not found:

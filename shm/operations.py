@@ -100,7 +100,7 @@ ANONYMOUS = Peer()
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     """Registers part of a POSIX shared-memory object as a region.
 
-    The first worker opens the object. It replies with the object's descriptor and JSON {"access"}, which the other workers get.
+    The first worker opens the object, and replies with its descriptor and JSON {"access"}. The other workers get both.
     """
 
     name: str
@@ -226,8 +226,8 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
     """Tells a worker to check new parameters of a set and copy them to the device, next to those in use.
 
-    The memfd whose descriptor comes with the call has all parameters in safetensors format. Without a descriptor, the worker
-    takes the parameters of ``number`` that it has kept of this set. Number 0 of the set "main" is the parameters in the
+    The parameters are in the memfd that comes with the call, in safetensors format. If no memfd comes, they are those of an
+    earlier push ``number`` into this set, which the worker has kept. Number 0 of the set "main" is the parameters in the
     repository. The reply is JSON {"byte_size"}, or an error that says why the parameters are refused.
     """
 
@@ -344,7 +344,7 @@ class AwaitIdle(Record, frozen=True, tag="c.idle"):
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Tells a worker to close each client's lane without requests in flight. The reply is JSON, the number of lanes left."""
+    """Tells a worker to close all clients' lanes without requests in flight. The reply is how many are left, as JSON."""
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):

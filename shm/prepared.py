@@ -68,9 +68,9 @@ class Numbers(Generic[T]):
         """Starts without numbers assigned.
 
         Args:
-          on_number: called after each assignment, if not None, with two counts: how many requests or answers have a number, and
-            how many have lost theirs by this assignment.
-          count: how many may have a number at a time. If it is 0, ``number_again`` assigns none.
+          on_number: called after each assignment, if not None. It gets how many requests or answers have a number, and how many
+            have lost theirs by this assignment.
+          count: how many may have a number at a time. If it is 0, no number is assigned by ``number_again``.
         """
         self._on_number = on_number
         self._count = count

@@ -48,9 +48,9 @@ _MOST_MODELS = 1024
 
 
 class SequenceKeys:
-    """Makes the 128-bit keys of a model version's sequences on sequence pages. Every process makes the same keys.
+    """Computes the 128-bit keys under which workers publish a model version's sequences, the same in each process.
 
-    Two sequences may have the same key by chance. A request may then be sent to the wrong worker, where it fails.
+    If two sequences have the same key by chance, a request may be sent to the wrong worker, where it fails.
     """
 
     __slots__ = ("_digest", "_known", "slots")

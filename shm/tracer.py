@@ -58,7 +58,7 @@ _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 class Exemplars:
     """Stores a front's exemplars: the last traced request in each bucket of the duration histograms.
 
-        Trace.end ─▶ Exemplars ─▶ TraceExemplars, when somebody scrapes OpenMetrics ─▶ supervisor ─▶ ``# {trace_id="..."} 0.01``
+    They are sent to the supervisor when somebody scrapes OpenMetrics, which shows them as ``# {trace_id="..."} 0.01``.
 
     ``buckets`` are the upper bounds of the histograms' buckets, in seconds.
     """

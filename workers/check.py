@@ -62,7 +62,7 @@ class Apart:
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: ModelCall) -> None:
-        """Does nothing, because each call was answered with an error when it began."""
+        """Does nothing: ``begin`` has answered the call."""
 
     stop = took = abandon = cancel
 

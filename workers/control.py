@@ -299,10 +299,10 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Handles records of the supervisor whose file descriptors were lost, because this process has too many open files.
+        """Handles records whose descriptors were lost, because this process has too many open files.
 
-        A call is answered with Unavailable. A client's lane is reported as closed. Raises InvalidArgument: the record is of
-        another kind.
+        A call is answered with Unavailable. A lane of a client is reported as closed. Trace settings of a model are cleared.
+        Raises InvalidArgument: the record is of another kind.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:

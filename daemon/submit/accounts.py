@@ -42,7 +42,7 @@ class Holdings:
 class ClientAccount(Holdings):
     """Counts the arena bytes that all connections of one client hold, and remembers which requests get large answers.
 
-    ``sizes``: the most bytes of a small lease, of a medium lease, and of the whole arena.
+    ``sizes``: the largest small lease, the largest medium lease, and the arena, in bytes.
     """
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")

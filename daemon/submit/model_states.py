@@ -92,7 +92,7 @@ class ModelStates:
 
         A version whose workers are being replaced still serves: requests for it wait.
         Raises NotFound if the model or the version is unknown, failed to load, or is not to be served.
-        Raises Unavailable if the version is being loaded, or should be served and cannot be now.
+        Raises Unavailable if the version is being loaded, or if it cannot be served now for another reason.
         """
         if not version and name in self._newest:
             return self._newest[name]

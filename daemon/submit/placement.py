@@ -144,7 +144,7 @@ def fill(
     """Converts the inputs that came as JSON into arena memory, and yields after each piece.
 
     Returns ``contents`` with the final sizes of the converted tensors.
-    ``contents``: the bytes of each input that is in no region, or its place in the memory of ``lease``.
+    ``contents``: for each input that is in no region, its bytes, or its place in the memory of ``lease``.
     Raises InvalidArgument if the data is wrong or does not fit the shape.
     """
     filled: list[Content] = []

@@ -140,12 +140,12 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
-        """Returns the only worker if it has the model of ``state``, else None."""
+        """Returns the daemon's worker if it serves the version of ``state``, else None. There must be exactly one worker."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker that has admitted the sequence ``key`` last, or None."""
+        """Returns the worker on which the sequence ``key`` is live, or None. If several say so, returns the latest one."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)

@@ -367,7 +367,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, record: AnswerRecord) -> None:
-        """Passes an error, or a response that is not the last, to its request."""
+        """Handles a worker's answer ``record``: passes it to its request, or lets the request run again."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(record.request_id, None), record.lease
         if lease is not None:
@@ -429,7 +429,7 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a request may be withdrawn and run later."""
+        """Returns whether a worker may give a request back unanswered, so that it runs later."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 

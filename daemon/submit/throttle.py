@@ -88,9 +88,9 @@ class Throttle:
         return full
 
     def leave(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, WorkerLink] | None:
-        """Ends the count of the lease ``key`` of ``lane``, whose bytes were sent.
+        """Stops counting the memory of an answer, whose lease is ``key`` of ``lane``.
 
-        Returns the account and the worker, or None if the lease was not counted.
+        Returns the account and the worker, or None if the memory was not counted.
         """
         found = self._outstanding.pop((lane, key), None)
         if found is None:
@@ -235,13 +235,13 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether the connection has room for the answer to one more waiting request."""
+    """Returns whether the connection may get the answer to one more waiting request, within its own limit."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
-    """Returns whether the client has room for the answer to one more request of ``kind``."""
+    """Returns whether the client may get the answer to one more request of ``kind``, within its limit."""
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 

@@ -62,7 +62,7 @@ def _delete(
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the ``DeviceView`` of a capsule that is deleted unused."""
+    """Drops the ``DeviceView`` of a deleted capsule if no library has taken it over."""
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 

@@ -115,7 +115,7 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns for how many inputs ``get`` may still return an answer. Inputs that newer inputs replaced do not count."""
+        """Returns how many inputs are not answered yet, without those that newer inputs replaced."""
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)

@@ -62,8 +62,8 @@ class Submission:
         Args:
           code: the error's code, such as "NOT_FOUND".
           message: the error's text.
-          is_told: True if the submitter always knows which workers serve the model. If it is False, Unavailable may also mean
-            that the model has moved.
+          is_told: whether the submitter is told which workers serve the model. If not, Unavailable may mean that another worker
+            serves it now.
         """
         return not (self.cancelled or self.answered) and is_refusal(code, message, is_told)
 

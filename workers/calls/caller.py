@@ -61,7 +61,7 @@ PORT = "__tensord_port__"
 
 
 class Held(Protocol):
-    """A resource that a model's code has made, such as a metric or a process. It is closed when the model version ends."""
+    """What a model's code has made, such as a metric or a process. It is closed when the model version ends."""
 
     def close(self) -> None:
         """Closes the resource. Idempotent."""

@@ -17,7 +17,7 @@ class HeldFamily:
     """Keeps a metric family and its metrics in existence until ``close``, for a model's code."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes the metric family ``name``. If the family exists already, keeps it in existence.
+        """Makes the metric family ``name``. If it exists already, it exists at least as long as this object is open.
 
         Raises InvalidArgument: an argument is malformed, the existing family is of another kind, or no model's code is running.
         Raises Unavailable: there are too many families.

@@ -233,7 +233,7 @@ class _Declarations:
 
 
 def _fitting(tensors: list[TensorSpec], max_byte_size: int) -> int:
-    """Returns how many rows of these tensors a batch may have."""
+    """Returns how many rows of ``tensors`` fit in ``max_byte_size``: a power of two, at least 1."""
     row = sum(spec.dtype.itemsize * math.prod(size for size in spec.model_dims if size != -1) for spec in tensors)
     rows = _MAX_ROWS
     while rows > 1 and rows * row > max_byte_size:

@@ -29,9 +29,9 @@ class Marker:
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def set(self) -> None:
-        """Records the event behind all work queued by the calling thread.
+        """Records the event after all work that the calling thread has queued.
 
-        Raises CudaError: the driver refused. Raises DeviceLost: the GPU failed.
+        Raises CudaError: the driver returned an error. Raises DeviceLost: the GPU has failed.
         """
         self._context.enter()
         self._context.call(self._driver.cuEventRecord, self._event, self._context.stream())
@@ -98,7 +98,7 @@ class IdleLook:
     def look(self) -> None:
         """Checks the GPU if the loop is idle.
 
-        Raises DeviceLost: the GPU has failed, or has not reached the last recorded event for too long.
+        Raises DeviceLost: the GPU has failed, or has had unfinished work for longer than ``patience``.
         """
         self._asked = False
         if self._ends.is_set() or not self._idle():

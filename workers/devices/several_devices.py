@@ -20,7 +20,7 @@ _RUNNING = threading.Lock()
 
 
 class SeveralDevices:
-    """The devices of one model version. They are several, or one that is not the worker's first."""
+    """The devices of one model version that does not just use the worker's first device."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)

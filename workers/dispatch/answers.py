@@ -261,7 +261,7 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """Copies of an answer's outputs into GPU memory, which have not finished."""
+    """The unfinished copies of an answer's outputs into GPU memory."""
 
     # The arrays are kept until the copies have finished.
     __slots__ = ("_regions", "_sources")
