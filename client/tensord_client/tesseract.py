@@ -15,14 +15,15 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import gc
 import json
 import logging
 import math
-import re
 import socket
 import time
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import uvicorn
@@ -52,9 +53,6 @@ _FLAGS: dict[str, tuple[Any, str]] = {
     "--body-timeout": (30, "seconds for a request to come"),
     "--idle-timeout": (60, "seconds from connecting, or from an answer's first byte, to the next request"),
 }
-#: What an Accept header has to have, and may not.
-_ACCEPTED = re.compile(r"\*/\*|application/(\*|json\+base64)")
-_REFUSED = re.compile(r'(transport|compression)="?(?!none)')
 #: Models that stay looked up, and seconds in which a look-up is not repeated.
 _MODELS, _FRESH = 256, 1.0
 #: Connections above --max-connections that are told so, with 503; bytes of an answer that may wait to be sent.
@@ -274,8 +272,7 @@ class TesseractGateway:
         if endpoint not in _ENDPOINTS:
             found = await self._model(asked, _FRESH)
             return b"application/json", {"status": "ok"} if endpoint == "health" else found.schema()
-        accepted = request.headers.get("accept", "*/*")
-        if not _ACCEPTED.search(accepted) or _REFUSED.search(accepted):
+        if not wire.is_accepted(request.headers.get("accept", "*/*")):
             raise HTTPException(406, "this server answers with json+base64, neither compressed nor in memory of CUDA")
         body, found = await self._read(request, hold), await self._model(asked, math.inf)
         try:
@@ -324,19 +321,24 @@ class TesseractGateway:
 
 
 class _Connection(H11Protocol):
-    """A client's connection."""
+    """A client's connection. It is closed at once if there are too many, those that still shake hands for TLS included."""
+
+    _opening: ClassVar[weakref.WeakSet[_Connection]] = weakref.WeakSet()
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        if len(self.connections) + len(self._opening) >= (self.limit_concurrency or 0) + _TOLD:
+            raise ConnectionRefusedError  # asyncio closes it
+        self._opening.add(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._opening.discard(self)
         super().connection_made(transport)
-        if len(self.connections) > (self.limit_concurrency or 0) + _TOLD:
-            transport.abort()
 
 
 class _Server(uvicorn.Server):
     """Logs when it serves, and closes connections without a request."""
 
-    #: Seconds that a connection may be without a request.
-    idle_timeout: float
     #: For each connection without a request: the last request, and since when there is none.
     _idle: Mapping[Any, tuple[Any, float]] = {}
 
@@ -355,9 +357,11 @@ class _Server(uvicorn.Server):
             if each.cycle is None or each.cycle.response_started:
                 last, since = self._idle.get(each, (None, now))
                 idle[each] = each.cycle, since if each.cycle is last else now
-                if now - idle[each][1] > self.idle_timeout:
+                if now - idle[each][1] > self.config.timeout_keep_alive:
                     each.transport.abort()
         self._idle = idle
+        if not counter % 10 and _Connection._opening:
+            gc.collect()  # Python before 3.11.9 keeps those whose handshake has failed in cycles
         return await super().on_tick(counter)
 
 
@@ -368,19 +372,13 @@ async def run(options: argparse.Namespace) -> None:
     """
     stop = gateway.stop_event()
     async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
-        app, most, seconds = TesseractGateway(client, options).app, options.max_connections, options.stop_timeout
         own: Any = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "server_header": False}
         # Of the two parsers only that of h11 has a limit for headers.
-        own.update(http=_Connection, limit_concurrency=most, timeout_keep_alive=options.idle_timeout)
+        own.update(http=_Connection, limit_concurrency=options.max_connections, timeout_keep_alive=options.idle_timeout)
         # Whoever connects could fill the log.
-        own.update(
-            timeout_graceful_shutdown=seconds,
-            log_level="error",
-            ssl_certfile=options.certificate,
-            ssl_keyfile=options.key,
-        )
-        server = _Server(uvicorn.Config(app, **own))
-        server.idle_timeout = options.idle_timeout
+        own.update(timeout_graceful_shutdown=options.stop_timeout, log_level="error")
+        own.update(ssl_certfile=options.certificate, ssl_keyfile=options.key)
+        server = _Server(uvicorn.Config(TesseractGateway(client, options).app, **own))
         with gateway.listening(options) as listening:
             serving, stopped = (asyncio.ensure_future(each) for each in (server.serve([listening]), stop.wait()))
             await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)

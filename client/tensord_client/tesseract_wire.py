@@ -11,6 +11,7 @@ import binascii
 import contextlib
 import json
 import math
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,15 @@ from tensord_client.errors import InvalidArgument
 
 #: The most values and containers in a request besides what is base64; dimensions of an array; the largest size of one.
 MAX_VALUES, MAX_DIMENSIONS, MAX_SIZE = 1 << 18, 8, 1 << 31
+#: What an Accept header has to have, and may not.
+_ACCEPTED = re.compile(r"\*/\*|application/(\*|json\+base64)")
+_REFUSED = re.compile(r'(transport|compression)="?(?!none)')
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
+
+
+def is_accepted(header: str) -> bool:
+    """Returns whether an Accept header takes JSON with base64 that is neither compressed nor in memory of CUDA."""
+    return _ACCEPTED.search(header) is not None and _REFUSED.search(header) is None
 
 
 def parsed(content: bytearray) -> dict[str, Any]:

@@ -366,17 +366,33 @@ for how in ("broadcast_all", "sequential"):
 
 
 def test_certificates(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Connections that never shake hands are among those that there may be."""
     authority = trustme.CA()
     made = authority.issue_cert("127.0.0.1")
     made.private_key_and_cert_chain_pem.write_to_path(tmp_path / "all.pem")
     trusts = ssl.create_default_context()
     authority.configure_trust(trusts)
-    files = ("--certificate", str(tmp_path / "all.pem"), "--key", str(tmp_path / "all.pem"))
-    with GatewayProcess(daemon.folder, *files, module="tensord_client.tesseract") as gateway:
+    options = ("--certificate", str(tmp_path / "all.pem"), "--key", str(tmp_path / "all.pem"), "--max-connections", "8")
+
+    def ask_health() -> bool:
         connection = http.client.HTTPSConnection("127.0.0.1", gateway.port, timeout=PATIENCE, context=trusts)
-        connection.request("GET", "/rows/health")
-        assert json.loads(connection.getresponse().read()) == {"status": "ok"}
-        connection.close()
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.request("GET", "/rows/health")
+            return connection.getresponse().status == 200
+        return False
+
+    with GatewayProcess(daemon.folder, *options, module="tensord_client.tesseract") as gateway:
+        assert ask_health()
+        with contextlib.ExitStack() as opened:
+            place = ("127.0.0.1", gateway.port)
+            many = [opened.enter_context(socket.create_connection(place)) for _ in range(8 + 64 + 40)]
+            with contextlib.suppress(ConnectionError):
+                assert many[-1].recv(100) == b""
+            many[0].setblocking(False)
+            with pytest.raises(BlockingIOError):
+                many[0].recv(100)
+        wait_until(ask_health, "the others to be forgotten")
+        assert gateway.stop() == 0
 
 
 def test_no_part_of_an_answer_waits_for_an_acknowledgement() -> None:
