@@ -12,8 +12,8 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
-import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -39,9 +39,8 @@ def main(build: Path, seconds: int, seed: int, jobs: int, names: list[str]) -> i
     if unknown := [name for name in names if name not in TARGETS]:
         sys.exit(f"fuzz: no target is called {', '.join(unknown)}; there are {', '.join(TARGETS)}")
     assert threading.active_count() == 1
-    warnings.filterwarnings(
-        "ignore", "os.fork", RuntimeWarning
-    )  # JAX may have threads, and nothing here has used it yet
+    # It is JAX's, of threads that it has once it was used.
+    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     for folder in ("logs", "finds", *(f"corpus/{name}" for name in TARGETS)):
         (build / folder).mkdir(parents=True, exist_ok=True)
     left, running, status = list(names or TARGETS), dict[int, str](), 0
@@ -62,12 +61,13 @@ def _fuzz(atheris: Any, build: Path, name: str, target: Any, arguments: list[str
     log = os.open(build / "logs" / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for fd in (1, 2):
         os.dup2(log, fd)
-    with tempfile.TemporaryDirectory(prefix="tensord-fuzz-") as seeds:
-        for number, content in enumerate(target.corpus(name)):
-            Path(seeds, str(number)).write_bytes(content)
-        arguments += ["-max_len=8192", "-timeout=60", "-rss_limit_mb=4096", f"-artifact_prefix={build}/finds/{name}-"]
-        atheris.Setup([name, *arguments, str(build / "corpus" / name), seeds], target.run)
-        atheris.Fuzz()
+    shutil.rmtree(seeds := build / "seeds" / name, ignore_errors=True)
+    seeds.mkdir(parents=True)
+    for number, content in enumerate(target.corpus(name)):
+        (seeds / str(number)).write_bytes(content)
+    arguments += ["-max_len=8192", "-timeout=60", "-rss_limit_mb=4096", f"-artifact_prefix={build}/finds/{name}-"]
+    atheris.Setup([name, *arguments, str(build / "corpus" / name), str(seeds)], target.run)
+    atheris.Fuzz()
     os._exit(1)
 
 
