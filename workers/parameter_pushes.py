@@ -140,7 +140,7 @@ class ParameterPushes:
             self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
 
     def _expire(self, now_ns: int) -> None:
-        """Has the thread drop memory that is kept for pushes that are no longer likely."""
+        """Drops, in the thread, memory that was kept for further pushes, if none came for a long time."""
 
         def done(keeps: bool | Exception) -> None:
             self._expires = False
@@ -254,7 +254,7 @@ class ParameterPushes:
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether this load of a model version is the newest."""
+        """Returns whether this load of a version is still in use here: not unloaded, and not replaced by a newer load."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 

@@ -336,7 +336,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Stores when a part of a submitter's record has come."""
+        """Stores the time at which a submitter's record began to arrive, if it is incomplete."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -354,7 +354,7 @@ class Worker:
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 
     def _end_halves(self, now_ns: int) -> None:
-        """Closes lanes whose incomplete records have timed out."""
+        """Closes lanes on which the rest of a record has not come in time."""
         for submitter, (_, since_ns) in list(self._halves.items()):
             if since_ns + self._body_ns > now_ns:
                 break

@@ -316,7 +316,7 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        """Has the loop's next iteration begin calls that wait for a model."""
+        """Tries again to begin the calls that wait for a model, in the loop's next iteration."""
         if self._waiting:
             self._post(self._begin_waiting)
 

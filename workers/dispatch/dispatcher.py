@@ -237,7 +237,7 @@ class Dispatcher:
             self.agenda.wake(version)
 
     def ask_all(self) -> None:
-        """Has the next iteration ask the planner of every model version with waiting requests what to run."""
+        """Asks every model version with waiting requests what to run, in the next iteration."""
         self._asked_of, self.limiter.moved = self._models.changes, False
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
@@ -504,7 +504,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Adds to the statistics the executions whose answers have left since the last call. Returns these executions."""
+        """Counts executions in the statistics, once they are answered. Returns those that this call has counted."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)

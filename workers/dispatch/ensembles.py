@@ -312,7 +312,7 @@ class EnsembleRuns:
         self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
-        """Returns whether a run waits for its client. It goes on by itself afterwards."""
+        """Returns whether a run must wait until its client takes responses. If so, the run goes on when that happens."""
 
         def go_on() -> None:
             self._take(run)

@@ -346,7 +346,7 @@ class FastPath(Poller):
     def _learn_alone(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
     ) -> SlowReason | None:
-        """Has C answer each repeat in a run of its own. Returns why C cannot, or None."""
+        """Prepares C to answer repeats of ``request``, each in its own run. Returns None, or the reason why C cannot."""
         version, executable = request.version, execution.executable
         model = version.jitted
         if model is None or version.sequences is not None or not isinstance(executable, Executable):
@@ -473,13 +473,13 @@ def _is_large(request: Request, preparation: Preparation, checked: Checked) -> b
 
 
 def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
-    """Returns whether an answer is known to the submitter and names the right parameter set."""
+    """Returns whether the submitter knows a prepared answer, and it tells the right parameter set if asked for it."""
     known = numbered in request.submitter.lane.published
     return known and (not request.tells or numbered.prepared.parameters == request.told)
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Frees the leases that a submitter gives back. Returns whether to flush its lane."""
+    """Ends the leases that a submitter returns in ``datagram``. Returns whether records to the submitter are unsent."""
     submitter.lane.read(datagram, [], False)
     if submitter.lane.unsaid:
         submitter.flush_soon()
@@ -487,5 +487,5 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
-    """Returns the address of a tensor in a region; 0: the tensor is in a record."""
+    """Returns the address of a tensor in a region, or 0 if ``place`` is None, because the tensor is in no region."""
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

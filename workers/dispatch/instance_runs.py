@@ -76,7 +76,7 @@ class InstanceRuns:
         return not (instance.given and (version.planner.next_tick_ns or version.queue.replaceable))
 
     def withdraw(self, version: ModelVersion, now_ns: int) -> None:
-        """Has instances without a due batch release the resources that they hold or wait for."""
+        """Releases the resources of each instance that is not busy and has no batch to run now."""
         for number, instance in enumerate(version.loaded.instances):
             due_ns = None if instance.busy else version.planner.due_ns(number)
             if instance.needs and not instance.busy and (due_ns is None or due_ns > now_ns):

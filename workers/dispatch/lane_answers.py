@@ -55,15 +55,15 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Begins to limit how many requests ``poller`` answers by itself before Python must log or trace one.
+        """Stores ``poller``, and tells it how many requests it may answer by itself, until Python must log or trace one.
 
-        ``access``: one in so many answers without an error is logged; 0: no answer is logged.
+        ``access``: of so many answers without an error, one is logged; 0: none is logged.
         """
         self._poller = poller
         self.log_every(access)
 
     def trace_as(self, incarnation: int, options: TraceOptions, channel: Channel, agenda: Agenda[AgendaPart]) -> None:
-        """Prepares to trace requests as a front does. Tracing begins when settings arrive.
+        """Prepares to trace requests on clients' lanes. Tracing begins when settings arrive.
 
         ``incarnation``: the number of this process's start. ``channel``: takes finished traces that are exported over OTLP.
         """
@@ -105,7 +105,7 @@ class LaneAnswers:
                 self._channel.flush()
 
     def let_pass(self) -> None:
-        """Sets how many requests the C extension may answer by itself before Python must log or trace one."""
+        """Tells the poller how many requests it may answer by itself, until Python must log or trace one."""
         self.watched = self.tracer.on or self._log.every > 0
         unlogged = self._log.next - self.counts["OK"] - self._passed - 1
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)

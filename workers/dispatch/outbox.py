@@ -68,7 +68,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether a request's answer must wait for an earlier one of its model."""
+        """Returns whether an answer, if sent now, would overtake an earlier one, although its model's answers are ordered."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -121,9 +121,9 @@ class Outbox:
             self.lane_answers.ended(request, error)
 
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
-        """Reserves places for large outputs, so that the program of a request can write them there itself.
+        """Reserves places for large outputs, so that the program writes them directly there.
 
-        ``sizes``: output name -> bytes. ``execution``: the run, of one request. A failure is not reported.
+        ``execution``: a run of one request. ``sizes``: output name -> bytes. If it fails, the answer finds places after the run.
         """
         (request,) = execution.requests
         if request.sink is not None:
@@ -162,7 +162,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers one request of a run. Returns the reason of failure to count, or None."""
+        """Answers request ``i`` of a run without a plan. If it fails, returns the reason to count, else None."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -176,7 +176,7 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Hands a result to the call or step that made the request. Returns the result."""
+        """Gives a result to the model or step that made the request. Returns what it gave: the result, or Cancelled."""
         if request.cancelled:
             result = Cancelled()
         hand_over(request, result, moments)
@@ -306,9 +306,9 @@ class Outbox:
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Returns whether a request must wait because many bytes of answers to its submitter are not sent yet.
+        """Returns whether a request must wait, because too many bytes of answers to its submitter are unsent.
 
-        If so, ``retry`` returns the request when it may run. Only requests wait whose own answers are likely to be large.
+        If so, ``retry`` returns the request when it may run. A request whose answer is likely to be small need not wait.
         """
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
@@ -323,7 +323,7 @@ class Outbox:
     def retry(self, now_ns: int) -> list[Request]:
         """Sends answers for which the response arena has room now. Answers that waited too long fail.
 
-        Returns the requests that ``hold`` had made wait and that may run now.
+        Returns the requests that wait because of ``hold``, and may run now.
         """
         freed: list[Request] = []
         for submitter in list(self.blocked):

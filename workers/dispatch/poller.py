@@ -50,10 +50,10 @@ class Poller:
         """Stores how an execution's requests were answered, so that ``wait`` may answer requests that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Drops what ``learn`` stored for a submitter's prepared request, because ``number`` stands for another one now."""
+        """Stops ``wait`` from answering requests with this number, which now stands for another prepared request."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Drops what ``learn`` stored for a submitter's requests. ``learn`` may store it again."""
+        """Stops ``wait`` from answering a submitter's requests, until ``learn`` is called for them again."""
 
     def forget_gone(self) -> None:
         """Drops everything that ``learn`` stored, because some model versions were unloaded."""
@@ -64,9 +64,9 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Lets ``wait`` answer ``most`` more client requests.
+        """Sets how many requests of clients ``wait`` may answer from now on.
 
-        ``joins``: whether requests with a trace context are left to Python.
+        ``joins``: whether it leaves requests with a trace context to Python.
         """
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ class Responses(ResponseReceiver):
             self._respond(sender, sent)
 
     def takes_small(self, sender: ResponseSender) -> bool:
-        """Returns whether a sender's next small response may be sent together with responses to other requests."""
+        """Returns whether the next small response of ``sender`` may be sent together with those to other requests."""
         free = sender not in self.kept and not sender.is_cancelled
         return free and not sender.request.outputs and sender.leaves_as_it_is
 
@@ -173,7 +173,7 @@ class Responses(ResponseReceiver):
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Raises InvalidArgument if the client cannot have taken so many more bytes of responses to a request."""
+        """Raises InvalidArgument if ``byte_size`` exceeds the bytes of responses that the client has not taken yet."""
         sender = request.version.senders.get(request)
         if sender is None:
             return

@@ -82,7 +82,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the chosen requests. C calls it once the inputs are gathered."""
+        """Returns a function that runs the requests of ``choose`` and returns their outputs. C gathers the inputs first."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
@@ -101,7 +101,7 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """Marks the chosen requests as run, successfully or not."""
+        """Marks the requests of ``choose`` as run, also if the run has failed."""
         # This comes before any of their answers is sent.
         self._sequences.table.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []

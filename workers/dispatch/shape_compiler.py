@@ -54,8 +54,8 @@ class ShapeCompiler:
         """Starts with nothing to compile.
 
         Args:
-          thread: compiles.
-          max_shapes: how many shapes of one model version may be compiled or wait to be compiled at a time.
+          thread: the thread that compiles programs.
+          max_shapes: for how many shapes of one model version programs may be compiled, or wait for that, at a time.
           check: raises an error if the worker's device has failed.
           restore: puts requests back into the queue of their version.
         """

@@ -123,14 +123,14 @@ class StepRows:
             self._lanes.clear()
 
     def leave_all(self) -> None:
-        """Has all requests answered separately from now on."""
+        """Removes all requests, so that each is answered separately."""
         for slot in list(self.members):
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses to the requests in ``slots`` together. Each slot must have True in ``joined``.
+        """Sends a step's responses to the requests in ``slots`` together. For each slot ``joined`` must be True.
 
-        Returns the senders whose clients' memory for responses may be full. Their requests are answered separately from now on.
+        Returns the senders whose clients may take responses too slowly. Their requests are answered separately from now on.
         ``rows``: the step's outputs, UINT8[all slots, size].
         """
         if slots != self._ready:
@@ -177,7 +177,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Given(NamedTuple):
-    """Work that the device has got, and whose results were not read yet."""
+    """Work that was given to the device, with results that are not read yet."""
 
     what: list[Request] | Step[Request]
     run: DeviceRun
@@ -279,7 +279,7 @@ class Stepping:
         return bool(given) or batcher.due_ns() is not None
 
     def _parts(self, step: Step[Request]) -> list[tuple[Step[Request], ParameterSet | None]]:
-        """Splits a step by parameter set. Returns the parts, each with its set (None: main)."""
+        """Splits a step into parts, each for one parameter set. Returns each part with its set; None: ``main``."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
             groups.setdefault(_held(holder.request), []).append(holder)

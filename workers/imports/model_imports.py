@@ -301,7 +301,7 @@ class OwnModules:
 
 
 class PlainName(ModuleType):
-    """A placeholder in ``sys.modules`` for modules of several models that have the same short name.
+    """A placeholder in ``sys.modules`` for a short module name that several models use.
 
     Code that reads an attribute gets the attribute of its own model's module.
     """

@@ -63,9 +63,9 @@ class ProcessState:
                 self._loading.remove(who)
 
     def watch(self, who: str) -> Callable[[], None]:
-        """Returns a function to be called each time after code of the model ``who`` has run.
+        """Returns a function that must be called after each run of code of the model named ``who``.
 
-        The function restores the process-wide state. It logs only the first changes that it finds.
+        The function restores the process-wide state. The first time that the state has changed, it logs that.
         """
         logged = False
 

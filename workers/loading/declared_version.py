@@ -108,7 +108,7 @@ _Axes = dict[str, tuple[str | None, ...]]
 
 
 class _Names(NamedTuple):
-    """Declarations of model.py that a configuration has no field for."""
+    """What model.py declares beside the configuration: the names of axes, and what segment ids describe."""
 
     axes: _Axes
     state_axes: _Axes

@@ -155,9 +155,9 @@ class Starting:
         Args:
           maker: makes the instances.
           jitted: the compiled model that the instances run; None: they run something else.
-          cancellation: by which others cancel the load.
-          former: instances of the version that this version replaces; those that are still wanted stay unchanged.
-        The first error of an instance is raised unchanged, and the other new instances end.
+          cancellation: cancels the load.
+          former: instances of the version that this version replaces. Those that this version has, too, are kept.
+        If an instance fails, its error is raised unchanged, and the other new instances end.
         Raises Cancelled: the load was cancelled.
         """
         cancellation.check()

@@ -61,9 +61,9 @@ def run_samples(
 
 
 def indexed(apply: Callable[..., Any]) -> Apply:
-    """Wraps ``apply(stacked, inputs, index)`` as a function of ``(stacked, index), inputs``.
+    """Makes ``apply(stacked, inputs, index)`` a function of the pair ``(stacked, index)`` and of ``inputs``.
 
-    ``stacked``: the tree in which each leaf has all parameter sets. ``index``: for each row, the index of its set.
+    ``stacked``: a tree whose leaves have the values of all parameter sets. ``index``: for each row, the index of its set.
     """
 
     @functools.wraps(apply)

@@ -203,7 +203,7 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether an ensemble must run as requests to its models, because of the parameter set of ``request``."""
+    """Returns whether an ensemble's steps must be separate requests: if ``request`` names or asks for a parameter set."""
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 

@@ -55,7 +55,7 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Wraps ``apply(parameters, inputs, state)``, so that inputs and outputs include the state."""
+    """Wraps ``apply(parameters, inputs, state)``. The wrapper has the state among its inputs, and among its outputs."""
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state for inputs of ``rows`` rows. Raises InvalidArgument: an axis has two sizes."""
+        """Returns the initial state for inputs of ``rows`` rows. Raises InvalidArgument: inputs differ in an axis' size."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}
@@ -138,8 +138,8 @@ class FreeState:
     ) -> list[Result]:
         """Stores the sequences' new state from the results of a run. Returns the results without the state.
 
-        If the state would exceed the limit, the sequence keeps its former state, and the result is Unavailable. ``live``:
-        returns all sequences whose state counts.
+        If all states would exceed the limit, the sequence keeps its former state, and its result becomes Unavailable.
+        ``live``: returns all live sequences.
         """
         return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

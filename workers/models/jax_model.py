@@ -53,8 +53,8 @@ class GatheredRun:
     def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Content]:
         """Runs the batch whose inputs lie in the executable's ``memory``. Returns the outputs in host memory.
 
-        ``slots``: for each of the first rows, the slot of its sequence's state; other rows belong to no request. ``starts``: for
-        each of these rows, whether its sequence begins.
+        The requests are in the first rows of the batch. ``slots``: for each request, the slot of its sequence's state.
+        ``starts``: for each request, whether its sequence begins.
         Raises StateLost: the run failed, and the state of all sequences is lost. After any other error all state is as before.
         """
         rows, used = self._rows, len(slots)
@@ -225,7 +225,7 @@ class JaxModel:
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch and stores its outputs. ``carry``: an instance's sequence state; None: this object's.
+        """Runs a batch and stores its outputs. ``carry``: the sequence state of an instance; None: that of this object.
 
         Raises LookupError: no executable for the batch is compiled. Raises StateLost: the run failed, and the state of all
         sequences is lost.

@@ -113,9 +113,9 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Returns version ``number``; 0: the newest. Raises NotFound: there is none.
+        """Returns version ``number`` of the model ``name``; 0: the newest. Raises NotFound: there is none.
 
-        Raises InvalidArgument: it takes no request.
+        Raises InvalidArgument: the model takes no requests, because all its instances are passive.
         """
         version = self._found.get((name, number))
         if version is not None:

@@ -240,7 +240,7 @@ class ModelVersion:
         return self.sequences.lose(instance, now_ns)
 
     def use(self, cache: ResponseCache) -> None:
-        """Has the response cache answer requests to this version, and store their answers."""
+        """Lets ``cache`` store answers of this version, and answer equal requests with them."""
         self.cache = cache
         self.statistics.slow = self.statistics.slow or SlowReason.CACHE
         self.when_closed(lambda: cache.forget(self))
@@ -361,7 +361,7 @@ class ModelVersion:
 
 
 def _why_slow(loaded: LoadedModel) -> SlowReason | None:
-    """Returns why C answers no request to a loaded version; None: C may answer some."""
+    """Returns why all requests to a loaded version need Python; None: the C extension may answer some."""
     found = {
         SlowReason.NOT_COMPILED: not available,
         SlowReason.INSTANCES: bool(loaded.instances),

@@ -180,7 +180,7 @@ class PythonModel:
         return rows
 
     def _nobody(self, request: Request) -> interface.InferenceRequest:
-        """Makes a request of zeros for a batch row that has none."""
+        """Makes a request with inputs of zeros, shaped as those of ``request``, for a row of the batch that is unused."""
         assert self._sequences is not None
         arrays = {name: np.zeros(array.shape, array.dtype) for name, array in request.arrays.items()}
         for array in arrays.values():
@@ -319,10 +319,10 @@ def _client_error(error: Any) -> ServingError:
 
 
 class DeclaredOutputs:
-    """Checks the outputs that a version computes against its configuration, and reshapes them as clients expect them.
+    """Checks that a version's outputs are as the configuration declares, and reshapes them as clients expect.
 
-    If they differ, an output is sent as it is, with one warning in all, as in Triton. With the model's parameter
-    ``strict_outputs`` the difference is an error.
+    An output that is not as declared is sent as it is, and the first time a warning is logged. With the model's parameter
+    ``strict_outputs`` it is an error.
     """
 
     def __init__(self, config: ModelConfig, signature: Signature) -> None:

@@ -66,8 +66,8 @@ class SequenceRegister:
 class RegisteredSequences:
     """Registers the sequences of one load of a model version on the worker's sequence page.
 
-    ``generation`` tells sequences with one correlation id apart. For each sequence call ``waiting`` first, then ``begun`` when
-    its first request runs, and ``gone`` at its end. ``waiting`` for the next sequence of the same id may come before ``gone``.
+    For each sequence call ``waiting`` first, then ``begun`` when its first request runs, and ``gone`` at its end. Sequences
+    with the same id may overlap, so ``generation`` tells them apart.
     """
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:

@@ -376,7 +376,7 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """Includes the counts of the version's former load from now on, even while they grow."""
+        """Adds the counts of ``former``, the version's earlier load, from now on. These counts may still grow."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:

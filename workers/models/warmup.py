@@ -189,7 +189,7 @@ def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
 
 
 def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """Returns random floats from 0 to 1, any integers, or printable characters."""
+    """Returns random values for the datatype of ``spec``: floats from 0 to 1, integers, booleans or characters."""
     chance = np.random.default_rng(_SEED)
     if spec.datatype == "BYTES":
         made = np.empty(shape, np.object_)

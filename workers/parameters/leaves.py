@@ -60,7 +60,7 @@ class Leaves:
           model: the model's name.
           names: the names of the leaves, in the order of their tree.
           made: the leaves in this order, as the model's ``create`` function returned them.
-          shared: returns whether all parameter sets have the same leaf with this name.
+          shared: returns for a leaf's name whether this leaf is the same in all parameter sets.
           fixed: the names of the tree's leaves that are no arrays. They are part of the model's programs. A push may have
             numbers under these names, which are ignored.
         """

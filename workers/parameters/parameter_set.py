@@ -56,7 +56,7 @@ class Placer:
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the total bytes of the leaves that programs use in host memory without a copy."""
+        """Returns how many bytes of the leaves in ``host`` programs read there, without a copy."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
@@ -411,7 +411,7 @@ class ParameterSets:
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set is in use, or was the last that was replaced under its name."""
+        """Returns whether a set is kept: the newest of its name is, and the one that it replaced."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 

@@ -195,9 +195,9 @@ class _Memory:
         return True
 
     def fix(self) -> int:
-        """Seals the memory. Returns its file descriptor, which the caller closes.
+        """Seals the memory: nobody can change it any more. Returns its file descriptor, which the caller closes.
 
-        No array may refer to the memory any more. Raises Unavailable, and frees the memory, if another process can write to it.
+        No array may refer to the memory any more. If another process can write to it, frees it and raises Unavailable.
         """
         del self.content
         try:

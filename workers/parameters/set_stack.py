@@ -31,9 +31,9 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Writes the leaves of a set into the arrays of a stack at the index ``slot``. Returns the arrays.
+    """Writes ``leaves``, those of one set, to index ``slot`` of a stack's ``arrays``. Returns the new arrays.
 
-    Compile it with JAX, with ``arrays`` donated.
+    JAX compiles this function, with ``arrays`` donated.
     """
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
@@ -100,8 +100,8 @@ class SetStack:
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
         """Makes a stack without arrays. The first batch after ``open`` makes the arrays.
 
-        ``leaves``, ``structure``: the leaves of each set and their tree. ``slots``: how many sets the stack has room for. A
-        batch has at most as many rows.
+        ``leaves``, ``structure``: the leaves of each set and their tree. ``slots``: how many sets the stack has room for, and how
+        many rows a batch may have.
         """
         self.slots = slots
         self._structure = structure
@@ -141,9 +141,9 @@ class SetStack:
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Describes the arguments of ``put``, to compile it: the stack's arrays, a set's leaves and the index.
+        """Describes the arguments of the function ``put`` to compile it: the stack's arrays, a set's leaves and the index.
 
-        ``spec``: describes an array by its shape and dtype.
+        ``spec``: returns the description of an array with this shape and dtype.
         """
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
@@ -178,7 +178,7 @@ class SetStack:
         return self._whole(sets), index
 
     def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
-        """Returns the index of each wanted set in the stack. Adds missing sets."""
+        """Writes the wanted sets that the stack lacks into it. Returns the index of each wanted set in the stack."""
         known = self._slots
         missing = [each for each in dict.fromkeys(wanted) if each not in known]
         for each in wanted:

@@ -57,7 +57,7 @@ def attach() -> bool:
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Tests whether XLA writes outputs to offered memory. Returns why not, or ""."""
+    """Tests whether XLA writes an output of ``byte_size`` bytes to memory that we give it. Returns "", or why not."""
     # Memory of the C library: it does no harm if XLA frees that itself.
     library, place = ctypes.CDLL(None), ctypes.c_void_p()
     if library.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(byte_size)) or not place.value:
@@ -129,7 +129,7 @@ class OutputMemory:
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Ends all offers of memory to XLA, so that all outputs are copied to their places."""
+        """Gives XLA no memory for outputs any more, so that all outputs are copied to their places."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class HostExecutable(Executable):
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, places: Places) -> None:
-        """Chooses the memory to which the next run writes large outputs directly. Stores it in ``places``."""
+        """Has the next run write large outputs directly to their ``places``. Stores in ``places`` which ones."""
         # Only aligned memory. A client can read and change its region while the program runs: so a region is chosen only if the
         # program writes nothing but outputs to their memory, and no input and no other output of the request overlaps.
         outputs = self.memory_of_outputs
@@ -158,10 +158,7 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Withdraws from XLA the memory that ``offer`` chose, so that it can be used again.
-
-        The request must have been answered.
-        """
+        """Makes sure that XLA does not write to the memory of ``places`` any more. The request must have been answered."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()

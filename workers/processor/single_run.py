@@ -108,9 +108,9 @@ class SingleRun:
     def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
         """Runs one request. Returns the lease of its large outputs, and its small outputs.
 
-        Outputs in regions are written there. None: the request must be run as a batch instead. ``places``: for each input that
-        is not in a region, its segment and offset in the submitter's arena, or its bytes. ``chosen``: the parameter set; None:
-        the main set.
+        Outputs in regions are written there. If the request must be run as a batch instead, returns None.
+        ``places``: for each input that is in no region, its bytes, or its segment and offset in the submitter's arena.
+        ``chosen``: the parameter set; None: ``main``.
         Raises InvalidArgument: an input is outside of the arena. Raises LookupError: XLA can no longer write outputs directly to
         the answer's memory. Errors of the program are raised unchanged.
         """

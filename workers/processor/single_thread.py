@@ -176,12 +176,12 @@ class SmallPrograms:
         lower: Callable[[Placement], jax.stages.Lowered],
         zeros: Callable[[], dict[str, Any]],
     ) -> CompiledProgram | None:
-        """Compiles a program for the single-thread device and runs it once; None: it is not small, or cannot run there.
+        """Compiles a program for JAX's device with one thread, and tries it. Returns None if it is not small, or fails.
 
         Args:
           lowered: the program, lowered for the worker's device.
           lower: lowers the program for another placement.
-          zeros: makes inputs for the test run.
+          zeros: returns inputs for the test run.
         """
         try:
             small = self._is_small(lowered) if self._possible else False

@@ -102,7 +102,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def sole(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Holds the lock of ``name`` during the block, so that only one thread of all processes makes that file.
+        """Holds a lock during the block, so that only one thread of all processes makes the file ``name``.
 
         The lock ends with its process. If locking is impossible, the block runs without a lock. ``check``: called again and
         again during the wait for the lock; an error that it raises ends the wait.
@@ -300,7 +300,7 @@ def _locks(fd: int) -> bool:
 
 
 def _tidy(directory_fd: int, *, empty: bool) -> None:
-    """Removes old temporary files and locks. ``empty``: removes all files of the cache."""
+    """Removes temporary files and locks that are old. With ``empty``, removes all files of the cache, however new."""
     for name in os.listdir(directory_fd):
         kept = empty and (name == _SECRET or name.endswith(SUFFIXES))
         with contextlib.suppress(OSError):

@@ -71,7 +71,7 @@ class Carry:
         return made
 
     def failed(self) -> StateLost:
-        """Drops the state of all sequences after a run has failed. Returns the error to raise."""
+        """Drops the state of all sequences, because a run has failed. Returns the error for the caller to raise."""
         self._arrays = None
         return StateLost()
 
@@ -120,12 +120,12 @@ def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, boo
 
 
 def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shape and dtype of each array of the carry, by the state's name."""
+    """Returns state name -> shape and dtype of the array that has this state of all sequences."""
     return {spec.name: jax.ShapeDtypeStruct((signature.slots + 1, *spec.dims), spec.dtype) for spec in signature.states}
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Wraps ``apply``, which takes and returns one state for each row, so that it takes and returns the carry.
+    """Makes ``apply``, whose states are those of the batch's rows, a function that takes and returns the carry.
 
     The carry is the state of all sequences. JAX traces the wrapper: (parameters, inputs, rows, carry) -> (outputs, carry).
     ``rows`` is made by ``rows_argument``.

@@ -256,11 +256,11 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Runs the program. JAX's 64-bit mode is set already."""
+        """Does what ``compute`` does. The caller has set JAX's 64-bit mode."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits for a run and returns its outputs. Large outputs, or those that a request needs there, stay on a GPU.
+        """Waits for a run and returns its outputs. Outputs stay on a GPU if they are large, or if a request needs that.
 
         ``arrays``: the result of ``call``: output name -> array. Errors of the run are raised unchanged.
         """
@@ -285,9 +285,9 @@ class Executable(ABC):
         return
 
     def settle(self, places: Places) -> None:
-        """Makes sure that no later run writes to the memory that ``offer`` has chosen.
+        """Makes sure that no later run writes to the memory that ``offer`` has chosen in ``places``.
 
-        The caller must have sent the answer or given it up, and must not use the outputs any more.
+        The answer must have been sent or given up. The outputs must not be used any more.
         """
         return
 
@@ -320,7 +320,7 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns specification and shape of each input of a program. Optional inputs that it lacks are left out."""
+    """Returns (specification, shape) of each input of the program ``wanted``, without optional inputs that it lacks."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]

@@ -297,7 +297,7 @@ class Executables:
         return made
 
     def leaks(self) -> bool:
-        """Traces the smallest program once more. Returns whether values of a trace are left in variables outside of the model."""
+        """Traces the smallest program once more. Returns whether the model's code keeps values of the trace afterwards."""
         wanted = next(iter(self.made), None)
         return wanted is not None and leaks(functools.partial(self._lowering.lower, *wanted, self._usual))
 

@@ -187,8 +187,8 @@ class GroupedProgram:
     ) -> None:
         """Makes a program for ``rows`` requests.
 
-        ``outputs``: the layout of a request's outputs in the results. ``read``: copies results to host memory. ``room``: for how
-        many requests the results have room. It may be more than ``rows``.
+        ``outputs``: the layout of one request's outputs in the results. ``read``: copies results to host memory. ``room``: how
+        many requests the results have room for, at least ``rows``.
         """
         self.rows = rows
         self._signature = signature

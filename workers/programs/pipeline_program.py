@@ -83,7 +83,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host gathers the inputs: always on a CPU; on a GPU if all are small and no output stays there."""
+        """Returns whether the requests can run here. On a GPU all must be small, and no output may have to stay there."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

@@ -170,7 +170,7 @@ def _whole(host: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
 
 
 def _lies(array: Array, dtype: Any) -> bool:
-    """Returns whether XLA uses an array's memory without a copy."""
+    """Returns whether XLA can use ``array`` where it lies, without a copy, for a parameter of this dtype."""
     return array.dtype == dtype and not address_of(array) % ALIGNMENT
 
 

@@ -58,9 +58,9 @@ def rows_apart(
     Args:
       ask: returns a sentence that shows the fault; None: there is none.
       check: raises an error if the device has failed.
-      traced: the program, for ``rows`` rows.
-      axis: what axis 0 is: "batch" or "slots".
-      why: why a row may depend on its place; "": that is not known.
+      traced: the program, traced for ``rows`` rows.
+      axis: what axis 0 of the arrays is: "batch" or "slots".
+      why: the known reason why a row may depend on its place, for the error; "": none is known.
     """
     try:
         found = ask()
@@ -206,7 +206,7 @@ def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilo
 
 
 def nudged(array: Array, epsilon: float) -> Array:
-    """Returns an array whose numbers are changed by the factor ``epsilon``, up and down in turn. Integers stay."""
+    """Returns an array whose floats are multiplied by 1 - ``epsilon`` and 1 + ``epsilon`` in turn. Integers stay."""
     signs = 1 + epsilon * (1 - np.arange(array.size).reshape(array.shape) % 2 * 2)
     return array if array.dtype.kind in "biu" else (array * signs).astype(array.dtype)
 

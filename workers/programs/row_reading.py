@@ -43,7 +43,7 @@ def read(program: Any) -> Reading:
 
 
 def _passed(equation: Any) -> Any:
-    """Returns the branch of an error check that passes; None: ``equation`` is no error check."""
+    """Returns the branch of an error check for the case without an error; None: ``equation`` is no error check."""
     branches = equation.params.get("branches", ())
     calls = any(chain and "callback" in chain[-1].primitive.name for each in branches for chain, _ in steps(each))
     return next((each for each in branches if calls and not each.eqns), None)
@@ -78,9 +78,9 @@ def _combines(equation: Any, rows: int) -> bool:
 
 
 def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
-    """Computes a program's outputs with at most ``MOST_ITERATIONS`` iterations of each ``while`` loop, without error checks.
+    """Computes a program's outputs. A ``while`` loop iterates at most ``MOST_ITERATIONS`` times. Error checks are left out.
 
-    ``consts``, ``given``: the program's constants and arguments. JAX traces this.
+    ``consts``, ``given``: the program's constants and its arguments. JAX traces this function.
     Raises NotImplementedError: an operation such as ``scan`` or ``cond`` has a ``while`` loop inside.
     """
     known = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))

@@ -67,8 +67,8 @@ class StepExecutables:
         """Compiles nothing yet.
 
         ``slots``: for how many requests the state has room. ``step_slots``: the numbers of slots that ``step`` is compiled for,
-        ascending; the last one is ``slots``. ``insert_rows``: how many requests ``insert`` takes; 0: one, without an axis for
-        requests. ``source``: the model's source code, part of the cache's keys.
+        ascending; the last one is ``slots``. ``insert_rows``: how many requests ``insert`` takes; 0: one, whose arrays have no
+        dimension for requests. ``source``: the model's source code, part of the cache's keys.
         """
         self._step_slots = step_slots
         self._signature = signature

@@ -112,9 +112,9 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Calls the author's ``insert``. Returns packed results for new inputs, and the next carry.
+        """Calls the model's function ``insert`` for new requests. Returns its packed results, and the changed ``carry``.
 
-        ``slots``: the requests' slots.
+        ``slots``: the requests' slots. ``carry``: the state of all requests.
         """
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
@@ -166,7 +166,7 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {function} returned {what}, {expected} expected")
 
     def _check_carry(self, function: str, given: Any, made: Any) -> None:
-        """Raises Internal unless a function's state is like the state that it got."""
+        """Raises Internal unless the state ``made`` by a function has the structure, shapes and dtypes of ``given``."""
         what = f"model '{self._signature.model}': {function} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
         structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]

@@ -114,7 +114,7 @@ class Tensor:
 
 
 class _Capsule:
-    """Lets libraries import a DLPack capsule as an object."""
+    """Gives a DLPack capsule the methods by which libraries import an array."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

@@ -164,7 +164,7 @@ def _chosen(record: RequestRecord, version: ModelVersion) -> str | None:
 
 
 def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersion) -> bool:
-    """Returns whether a client wants to be told the parameter set of its answer."""
+    """Returns whether the client asks which parameter set answers it. Raises InvalidArgument: a parameter is wrong."""
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
         return False

@@ -212,7 +212,7 @@ def traced(requests: Iterable[Request]) -> dict[str, str]:
 class InnerRequest(Request):
     """A request that a model or an ensemble's step makes inside the worker. Queues treat it like a client's request.
 
-    It has ``request_id`` and ``submitter`` of the client's request on whose behalf it is made. Its inputs are arrays on this
+    It is made because of a client's request, whose ``request_id`` and ``submitter`` it has. Its inputs are arrays on this
     device or in host memory. Its responses go to a function (``sink``). Inputs and responses are not copied.
     """
 

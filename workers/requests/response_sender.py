@@ -315,7 +315,7 @@ class ResponseSender:
                 self._receiver.put(self, None, True, 0, wake)
 
     def hold(self) -> None:
-        """Counts another part of the model's code that may answer the request, until ``let_go``."""
+        """Counts one more object that may answer the request, until it calls ``let_go``."""
         with self._lock:
             self._holders += 1
 
@@ -391,7 +391,7 @@ class ResponseSender:
     def leaves_as_it_is(self) -> bool:
         """True if each small response is sent as one record, with nothing added.
 
-        That is false if outputs go into regions, or if the request is traced or was made inside this worker.
+        False if outputs go into regions, or if the request is traced or was made inside this worker.
         """
         return self.plain and self.request.timeline is None and self.request.sink is None
 
@@ -448,7 +448,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Counts responses that were sent together with other requests' and are not counted yet."""
+        """Counts those responses to this request that were sent together with other ones and are not counted yet."""
         if self.counted is not None:
             self.counted()
 

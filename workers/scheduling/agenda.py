@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """Schedules when a loop asks each of its parts for work."""
+    """Stores, for each part of a loop, when the loop asks it for work."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 

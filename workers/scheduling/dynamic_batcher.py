@@ -134,7 +134,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
 
     def _look(self) -> None:
-        """Computes when the next batch of each changed key is due."""
+        """Computes when the next batch is due, for each key whose queue has changed."""
         while self._changed:
             key = self._changed.pop()
             if not self._queue.rows(key):

@@ -59,12 +59,12 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the streaming step on which step ``number`` depends, directly or through others; None: it depends on none."""
+        """Returns the streaming step that step ``number`` needs, directly or through others; None: it needs none."""
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 
     def needed(self, outputs: Collection[str]) -> NeededSteps:
-        """Returns the steps that must run to compute these outputs; empty: all outputs."""
+        """Returns the steps that must run to compute ``outputs``. If it is empty, all outputs are computed."""
         wanted = frozenset(outputs or self.outputs)
         found = self._needed.get(wanted)
         if found is None:

@@ -152,9 +152,9 @@ class Shares(dict[Hashable, int]):
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
         """Returns whether an owner may queue another request in a full queue.
 
-        The owner may if other owners' requests wait, too, and if fewer requests of this owner wait than its share. The share is
-        (2 * ``most`` - ``waiting``) / number of owners, and at least 1. ``waiting``: the number of waiting requests. ``most``:
-        the number of requests for which the queue has room.
+        Requests of other owners must wait, too. Of this owner none may wait, or fewer than its share, which is
+        (2 * ``most`` - ``waiting``) / number of owners. ``waiting``: the number of waiting requests. ``most``: the number of
+        requests for which the queue has room.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))

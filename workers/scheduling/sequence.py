@@ -38,7 +38,7 @@ class Slot(NamedTuple):
 
 
 class Sequenced(Waiting):
-    """The fields that the scheduler reads of a request to a model with sequences."""
+    """What the scheduler knows of a request to a model with sequences."""
 
     __slots__ = ("controls", "live", "slot")
 

@@ -29,7 +29,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """When an instance's batch runs: how long it may wait for more ready slots, and how many are enough."""
+    """How long an instance's batch may wait for more ready slots, and how many ready slots are enough to run."""
 
     slots: int = 1
     delay_ns: int = 0

@@ -357,7 +357,7 @@ class SequenceTable(Generic[S]):
         return first
 
     def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
-        """Sets the parameters for later requests of a sequence; None: always the newest values of ``main``."""
+        """Has later requests of a sequence run with these parameters; None: with the newest values of ``main``."""
         self.holding += (parameters is not None) - (live.parameters is not None)
         live.parameters = parameters
 
@@ -404,7 +404,7 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends a sequence once its waiting requests have run. Returns the sequence that gets its slot now; None: no sequence."""
+        """Ends a sequence after its waiting requests. Returns the sequence that gets its slot at once, or None."""
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -447,7 +447,7 @@ class SequenceTable(Generic[S]):
     # ----------------------------------------------------------------------------------------------------------- looking
 
     def begun(self, instance: int) -> list[LiveSequence[S]]:
-        """Returns an instance's sequences of which a request was taken to be run."""
+        """Returns the sequences on ``instance`` that have had a request taken to run."""
         return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:
@@ -470,7 +470,7 @@ class SequenceTable(Generic[S]):
         ]
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that each sequence has one slot, each slot one sequence, and that the counters are right."""
+        """Asserts, for tests, that no two sequences share a slot, and that the counters are right."""
         everyone = list(self.sequences())
         assert len(set(everyone)) == len(everyone) == self.live
         assert sum(len(live.waiting) for live in everyone) == self._waiting <= self._rules.max_waiting + self.live

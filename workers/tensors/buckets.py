@@ -84,7 +84,7 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[RequestTensors]) -> tuple[int, Shapes]:
-        """Returns the number of rows and the input shapes of the program for these requests. The model has ragged inputs.
+        """Returns the rows and the input shapes of the program for these requests to a model with ragged inputs.
 
         ``key``: the shapes that all these requests have (``RequestShapes.key``).
         """
@@ -101,7 +101,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns how many units (``ragged.unit``) a ragged input has after padding."""
+        """Returns the units (``ragged.unit``) to which a ragged input of ``count`` units in ``rows`` rows is padded."""
         if -1 not in spec.model_dims:
             # No dim varies, so each row is one unit.
             return rows

@@ -81,7 +81,7 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 def batch_input(
     spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[RequestTensors]
 ) -> Array:
-    """Computes an array that describes the requests of a batch, such as how many elements each has.
+    """Computes the input ``spec``, which describes the batch: for instance the number of elements of each request.
 
     ``source``: the ragged input that the array describes. ``shape``: the result's shape. ``rows``: the program's batch size.
     """

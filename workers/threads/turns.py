@@ -33,9 +33,9 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits until the calling thread may do its work, in the block.
+        """Waits for the calling thread's turn, which lasts until the end of the ``with`` block.
 
-        Yields a function to call whenever the next step of the work begins.
+        Yields a function to call whenever the next step of the thread's work begins.
         Raises Cancelled: ``cancellation`` was cancelled during the wait.
         """
         mine = object()
