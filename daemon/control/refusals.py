@@ -61,7 +61,7 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Returns a callback that calls ``on_room``. If it gets an error, it counts a refused request to ``model``."""
+        """Returns a callback that calls ``on_room``. An error that it gets is counted as a refusal of a request to ``model``."""
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):

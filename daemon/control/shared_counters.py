@@ -80,7 +80,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many numbers a front's prepared requests have now, were ever given, and have lost. ``row``: the front's."""
+        """Returns three counts of the numbers for a front's prepared requests: in use now, ever assigned, and taken away."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 

@@ -487,7 +487,7 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets which versions a dead worker was not to serve before it had all pushed values.
+        """Forgets which versions a dead worker held back until it got their pushed values.
 
         ``worker``: the number of the worker process.
         """

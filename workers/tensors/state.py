@@ -75,7 +75,7 @@ def state_specs(config: ModelConfig, axes: Mapping[str, tuple[str | None, ...]])
 
 
 def initial_state(config: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path) -> dict[str, Array]:
-    """Returns state name -> the first array, without batch dimension. States not in the result begin as zeros.
+    """Returns state name -> initial array, without batch dimension. States not in the result begin as zeros.
 
     ``created``: the initial state that the model's ``create`` returned: arrays by name, or None. ``folder``: the model's folder.
     Raises InvalidArgument: an initial state does not fit its declaration, cannot be read, or is given twice.
