@@ -106,7 +106,7 @@ def keep_freed_memory(byte_size: int) -> None:
 
 
 def free_garbage() -> None:
-    """Collects Python's garbage and returns all free memory of glibc's heap to the kernel, also what the heap was to keep."""
+    """Collects Python's garbage, and returns all free memory of glibc's heap to the kernel."""
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:

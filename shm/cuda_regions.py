@@ -174,7 +174,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function. Returns the result, or a tuple if there are several results or none."""
+        """Calls a driver function. Returns its result, a tuple if it has several, or () if it has none."""
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
@@ -311,7 +311,7 @@ class _Stream:
 # No generator function: an error raised inside one keeps alive the frames that it passed through, and all that they hold, until
 # the next garbage collection (Python 3.12 and newer).
 class _Guarded:
-    """Converts a CudaError in its ``with`` block to an InvalidArgument that names a region."""
+    """A ``with`` block in which a CudaError becomes an InvalidArgument that names a region."""
 
     __slots__ = ("_name",)
 

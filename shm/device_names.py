@@ -40,5 +40,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the name of the worker on the same device that serves the models that are not isolated: "cpu:0" for "cpu:0#m"."""
+    """Returns the device name of the worker that serves models that are not isolated: "cpu:0" for "cpu:0#m"."""
     return device.partition(_ALONE)[0]

@@ -256,11 +256,11 @@ class SubmitterLane(LaneEnd):
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
         """Receives a datagram and returns its answers, possibly none. Returns None if no datagram is waiting.
 
-        Each answer is a pair of the prepared answer and the rest of the answer.
+        Each answer is a pair of its prepared part and the rest.
 
-        Raises: ChannelClosed: the worker has closed its end or exited. Run its requests again only once its process has
+        Raises: ChannelClosed: the worker has closed its end or exited. Run the worker's requests again only once its process has
           certainly ended.  InvalidArgument: the datagram is malformed or of another version, an answer names an unknown number,
-          or an answer has another number of tensors than its prepared answer.
+          or an answer has another number of tensors than its prepared part.
         """
         try:
             received = self.channel.receive() if self._agreed else self._first()

@@ -151,8 +151,8 @@ class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
     """Asks what is known of the region ``name``, or of all regions if it is "". The supervisor replies with a JSON array.
 
-    A worker replies with a JSON object: name -> [number of tensors of requests in this region, number of them in earlier
-    regions of this name].
+    A worker replies with a JSON object: region name -> [how many tensors of requests lie in this region, how many lie in
+    earlier regions of this name].
     """
 
     name: str = ""
@@ -333,9 +333,9 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the supervisor to reply once every front uses all changes of state that the asking front knows. The reply is empty.
+    """Asks the supervisor to reply once every front has applied all state changes that the asking front has.
 
-    The supervisor asks workers, too. A worker replies at once, because it acts on records in their order.
+    The reply is empty. The supervisor asks workers, too. A worker replies at once, because it acts on records in order.
     """
 
 

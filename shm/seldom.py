@@ -19,7 +19,7 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether to log the failure ``what`` now. It is True at most once a minute for the same text."""
+        """Returns whether to log the failure ``what`` now: at most once a minute for the same text."""
         now = self._clock()
         if now < self._next.get(what, now):
             return False

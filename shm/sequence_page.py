@@ -181,8 +181,8 @@ class SequencePage(Page):
     def value(self, key: Key) -> int:
         """Returns the value of a key, or 0 if the key is not on the page.
 
-        A sequence's value is its admission in ns << 2 | ``SequenceState``. A version's value is edition << 42 | free slots
-        << 22 | backlog << 2.
+        The value of a sequence is (ns at which it was admitted) << 2 | ``SequenceState``. The value of a version is edition << 42
+        | number of free slots << 22 | number of waiting sequences << 2.
         """
         low, high = key
         words = self._words
@@ -221,9 +221,9 @@ class SequencePage(Page):
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Sets a sequence's state to ENDED, unless a sequence that was admitted after ``since_ns`` has the same key.
+        """Sets a sequence's state to ENDED. Does nothing if a later sequence has the same key.
 
-        The sequence stays on the page until ``settle``, or until too many sequences have ended.
+        ``since_ns``: when the sequence was admitted. Its entry stays until ``settle``, or until too many sequences have ended.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)

@@ -29,7 +29,7 @@ class Spin:
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
         """Begins a wait at ``now_ns``. Returns when to stop polling (CLOCK_MONOTONIC ns), or 0 for not polling at all.
 
-        ``worked_ns`` is how long the loop has worked since the last record. After much work, it does not poll.
+        ``worked_ns`` is how long the loop has worked since the last record. If that was long, the result is 0.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0

@@ -48,7 +48,7 @@ class TraceBudget:
 
 
 class Passes:
-    """The number of next requests (``left``) that are certainly not traced."""
+    """``left`` is the number of coming requests that are certainly not traced."""
 
     __slots__ = ("left",)
 

@@ -211,7 +211,7 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
-        """Updates ``on`` and ``passes`` after the settings have changed."""
+        """Derives from the settings whether anything is traced (``on``) and how many requests to skip (``passes``)."""
         turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
         if not turns:
@@ -441,7 +441,7 @@ class Trace:
 
 
 def _ends(timeline: Timeline) -> list[tuple[int, str]]:
-    """Returns the start and end of each span that the model's code has named."""
+    """Returns (ns, name_START) and (ns, name_END) for each span that the model's code has named."""
     return [
         end
         for span in timeline.spans

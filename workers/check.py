@@ -49,9 +49,9 @@ class Apart:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Returns what the daemon answers on success.
+        """Returns what the daemon answers if ``operation`` succeeds, without doing it.
 
-        Raises Unavailable: the operation loads or unloads a model, and the daemon does not do so on request.
+        Raises Unavailable: the operation loads or unloads a model, and the daemon is not configured to do so on request.
         """
         if self._explicit or isinstance(operation, ModelReady):
             return b"true" if isinstance(operation, ModelReady) else b""

@@ -282,7 +282,7 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration only runs waiting requests."""
+        """Returns whether this iteration runs waiting requests and receives none. ``at_once``: whether some can run now."""
         # Many requests have come while others waited: the next iterations receive none.
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
@@ -349,7 +349,7 @@ class Worker:
             self._watch_halves()
 
     def _watch_halves(self) -> None:
-        """Schedules the check for incomplete records."""
+        """Schedules the time at which the oldest incomplete record will be overdue."""
         _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 

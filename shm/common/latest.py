@@ -92,7 +92,7 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, outcome: Any) -> None:
-        """Stores what the ``number``-th ``put`` was answered, unless it is out of date."""
+        """Stores ``outcome``, the answer to the ``number``-th ``put``, unless the answer to a later one has come."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, outcome

@@ -268,7 +268,7 @@ class Model(Calls):
         Args:
           inputs: input name -> array. Keep the arrays and write new values into them.
           out: output name -> the array that each answer's output is written to. It has the output's shape and dtype. If
-            possible, the server itself writes to arrays of ``Client.empty``. Outputs are copied to other arrays.
+            possible, the server writes directly to an array that ``Client.empty`` made. Otherwise the output is copied.
           outputs: the names of the outputs to return. None given means the names in ``out``, or all outputs without ``out``.
           own: the request's other fields, such as ``parameters`` or ``priority``.
 

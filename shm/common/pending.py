@@ -116,7 +116,7 @@ class Pending(Generic[T]):
         """
 
     def made(self, arrived: Any) -> T | ServingError:
-        """Converts a response that was given to ``add`` to the caller's answer. This base class returns it unchanged."""
+        """Converts the response ``arrived`` to the caller's answer. This base class returns it unchanged."""
         answer: T = arrived
         return answer
 

@@ -51,7 +51,7 @@ class Submission:
 
         @property
         def answered(self) -> bool:
-            """Returns whether the request has had a response that was not its last."""
+            """Returns whether a response has come that is not the last one."""
 
     #: The number of workers that ended and may have begun it.
     strikes: int
@@ -89,8 +89,8 @@ class Submission:
 def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
     """Returns whether a worker's error means that the worker does not have the model, and ran nothing.
 
-    ``is_told`` is True if the submitter always knows which workers serve the model. If it is False, Unavailable and every
-    NotFound are such errors, too.
+    ``is_told``: whether the submitter always knows which workers serve the model. If it does not, the result is also True for
+    Unavailable and for every NotFound.
     """
     if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
         return True
@@ -112,7 +112,7 @@ def least_busy(workers: Iterable[D]) -> D | None:
 
 
 def load(worker: Destination) -> int:
-    """Returns how many requests this submitter has in flight on a worker."""
+    """Returns a worker's load: how many requests of this submitter are in flight on it."""
     return len(worker.in_flight)
 
 

@@ -89,9 +89,9 @@ class ModelPort:
         """Connects the code of version ``version`` of the model ``name`` with its worker.
 
         Args:
-          server: takes the calls that the code makes; None: the code may make no calls.
+          server: carries out the calls that the code makes to models; None: the code may make no calls.
           metrics: the registry of the worker's metrics; None: a new registry.
-          code: makes a context that the worker's threads enter to run the model's code.
+          code: makes a context manager. The worker's threads run the model's code inside of it.
         """
         self.name = name
         self.version = version
@@ -165,10 +165,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Ends this run and its requests.
-
-        A task of the model's code that still runs may make calls. They belong to no request.
-        """
+        """Ends this run and forgets its requests. Calls that the model's code makes later belong to no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

@@ -100,7 +100,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes ``owner`` from the holders of a family and of the metrics whose labels are in ``held``.
+        """Removes the holder ``owner`` from a family of metrics, and from the family's metrics with the labels ``held``.
 
         A family or metric without holders is dropped.
         """

@@ -51,7 +51,7 @@ def trace_id() -> str:
 
 
 class _OpenSpan:
-    """Ends a span with its block."""
+    """A ``with`` block, whose end is the end of a span."""
 
     def __init__(self, made: Span) -> None:
         self._span = made

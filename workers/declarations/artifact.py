@@ -340,7 +340,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Maps the names of tensors that the program only numbers to configured names."""
+        """Returns name in the program -> configured name, for inputs or outputs whose names in the program are numbers."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),

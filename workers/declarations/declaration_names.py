@@ -57,7 +57,7 @@ def check_names(config: ModelConfig, module: ModuleType) -> None:
 
 
 def _is_used(module: ModuleType, name: str) -> bool:
-    """Returns whether model.py reads, exports or imports a name, or its text is unknown."""
+    """Returns whether model.py reads, exports or imports ``name``, or whether the text of model.py is unknown."""
 
     def reads(table: symtable.SymbolTable) -> bool:
         symbol = table.lookup(name) if name in table.get_identifiers() else None

@@ -28,7 +28,7 @@ _MOST = 1 << 16
 
 
 def _given(config: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
-    """Returns a declaration's value, its name in errors, and whether config.pbtxt has it."""
+    """Returns the value of the declaration ``name``, the words for it in errors, and whether config.pbtxt has it."""
     if name in config.parameters:
         return config.parameters[name].string_value, f"parameter '{name}'", True
     return getattr(module, name, default), f"{name} of model.py", False
@@ -76,10 +76,10 @@ def chosen_devices(
 def given_devices(
     config: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
-    """Returns the device or devices that ``create`` gets, and the devices that the model's programs run on.
+    """Returns the device or devices to pass to ``create``, and the devices on which the model's programs run.
 
-    The second result is None if the programs run on the worker's first device alone. ``gpu``: the number of the first of
-    ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state.
+    The second result is None if the programs run on the worker's first device alone. ``gpu``: the number of the GPU that is
+    first in ``devices``; None: the devices are no GPUs. ``keeps_state``: whether the model has state.
     Raises InvalidArgument: the number of devices is malformed or too large. Raises Unsupported: state needs the worker's first
     device.
     """

@@ -66,7 +66,7 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, record: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns a request's properties as inputs of ``rows`` rows, by name. Raises InvalidArgument: one is missing or unfit."""
+        """Returns a request's properties as arrays of ``rows`` rows, by input. Raises InvalidArgument: one is missing."""
         return {each.spec.name: self._array(each, self._given(each, prepared, record), rows) for each in self._asked}
 
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
@@ -82,7 +82,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function so that properties of requests are its last argument, apart from the inputs."""
+        """Wraps ``apply`` so that it gets the properties of requests as its last argument instead of among the inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)

@@ -41,7 +41,7 @@ _ASKS: dict[str, Callable[[Controls], bool]] = {
 
 
 class _Flag(NamedTuple):
-    """A control input of kind START, END or READY."""
+    """A sequence control of kind START, END or READY, which the model gets as an input."""
 
     spec: TensorSpec
     asks: Callable[[Controls], bool]
@@ -61,7 +61,7 @@ class _CorrelationId(NamedTuple):
 
     @property
     def false(self) -> Array:
-        """The value in a row that belongs to no request: 0, or an empty string."""
+        """The correlation id in a padding row, which belongs to no request: 0, or an empty string."""
         if self.spec.datatype == "BYTES":
             return np.full(self.shape, b"", np.object_)
         return np.zeros(self.shape, self.spec.dtype)

@@ -71,9 +71,9 @@ class IdleLook:
         """Starts the checks of the GPU of ``context``.
 
         Args:
-          idle: returns whether the loop has nothing else to do.
+          idle: returns whether the loop has nothing else to do. Only then the GPU is checked.
           post: asks the loop to call a function; any thread may call it.
-          patience: seconds after which a GPU that has not reached the last recorded event counts as failed; 0: never.
+          patience: how many seconds the GPU may take for one check before it counts as failed; 0: it never does.
           interval: seconds between two checks.
         """
         self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)

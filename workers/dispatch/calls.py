@@ -112,7 +112,7 @@ class CallCircles:
         return False
 
     def _waits_for(self, node: _Node) -> Iterable[_Node]:
-        """Returns what can end the wait of ``node``; empty: it does not wait."""
+        """Returns the requests or instances for which ``node`` waits; empty: it does not wait."""
         return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
@@ -169,7 +169,7 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance that takes a request's responses; None: no instance does."""
+        """Returns the instance whose run waits for a request's responses; None: no instance does."""
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():
@@ -423,7 +423,7 @@ class Calls:
             self._end(call, Cancelled())
 
     def _end(self, call: ModelCall, error: ServingError) -> None:
-        """Answers a call that has not ended with an error, and cancels its request."""
+        """Answers ``call`` with an error and cancels its request. Does nothing if the call has ended."""
         inner = self._open.get(call)
         if inner is not None:
             self._close(call)

@@ -232,7 +232,7 @@ class Dispatcher:
             request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
-        """Has the next iteration ask a version's planner, if requests wait."""
+        """Makes the next iteration ask the version's planner for a batch, if requests wait."""
         if version in self._active:
             self.agenda.wake(version)
 
@@ -455,7 +455,7 @@ class Dispatcher:
         return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes a version's next batch, without requests that the outbox makes wait."""
+        """Takes a version's next batch. Leaves out requests that must wait until earlier answers are sent."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch

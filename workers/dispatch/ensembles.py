@@ -284,7 +284,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts later steps on a run's stored responses, oldest first."""
+        """Runs the next steps on responses that a streaming step has given, oldest first, as many as may run now."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
@@ -373,7 +373,7 @@ class EnsembleRuns:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends a streaming ensemble's request: sends what was held back, and the error."""
+        """Ends a streaming ensemble's request: sends the response that was held back, then the error if there is one."""
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None
@@ -390,7 +390,7 @@ class EnsembleRuns:
 
 
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
-    """Yields the model versions that run the steps of ``graph`` now, also those of ensembles among them.
+    """Yields the model versions that run the steps of ``graph`` now. An ensemble's members follow the ensemble.
 
     ``outputs``: names of the wanted outputs; empty: all.
     Raises NotFound: a model does not exist. Raises InvalidArgument: a model takes no requests.
@@ -406,11 +406,11 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Returns what an ensemble's answer reports about the parameter sets of its steps, after one more step.
+    """Returns an ensemble's report on the parameter sets that its steps ran with, with one more step added.
 
-    Each key ends with the name of the step's model. If a model ran with several versions of its parameters, the answer reports
-    the lowest one. ``before``: the report on the previous steps. ``name``: the added step's model. ``ensemble``: whether that
-    model is an ensemble. If so, the keys in ``added`` are complete already. ``added``: the report of the added step.
+    Each key ends with the name of a model. If a model ran with several versions of its parameters, the lowest is reported.
+    ``before``: the report on the previous steps. ``added``: the report of the added step. ``name``: the added step's model.
+    ``ensemble``: whether that model is an ensemble. If so, the keys in ``added`` already end with names of models.
     """
     said = dict(before)
     for key, value in added.items():

@@ -261,7 +261,7 @@ class FastPath(Poller):
             return SlowReason.CLASSIFICATION
         if checked is None or not checked.plain:
             return SlowReason.LARGE
-        if not _says_what_holds(request, execution):
+        if not _differ_in_tensors(request, execution):
             return SlowReason.PARAMETERS
         places = [*(tensor.region for tensor in prepared.inputs), *(output.region for output in prepared.outputs)]
         regions = self._found(places, submitter)
@@ -282,7 +282,7 @@ class FastPath(Poller):
     def _learn_together(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
     ) -> SlowReason | None:
-        """Has C answer repeats in runs of several requests. Returns why C cannot, or None."""
+        """Lets the C code answer later requests of the same kind, several in one run. Returns why it cannot, or None."""
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
             return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
@@ -444,8 +444,8 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
     return plan, dict(enumerate(places.sizes))
 
 
-def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether answers to repeats will differ only in their tensors."""
+def _differ_in_tensors(request: Request, execution: Execution) -> bool:
+    """Returns whether answers to later requests of the same kind will differ from this one only in their tensors."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:
@@ -460,7 +460,7 @@ def _timeline_end(version: ModelVersion) -> bytes | None:
 
 
 def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
-    """Returns the parameter sets, by name, for repeats of a request; None: only ``main``."""
+    """Returns the parameter sets, by name, that later requests of the same kind may use; None: only ``main``."""
     version = request.version
     # The planner of sequences knows their sets, and answers that name their set are prepared for main alone.
     # The version's own dict, which changes with each push.

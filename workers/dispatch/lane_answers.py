@@ -211,7 +211,7 @@ def _client(submitter: SubmitterLink[Request]) -> str:
 
 
 def _model(submitter: SubmitterLink[Request], record: RequestRecord) -> str:
-    """Returns the name of the model that a record asks; "": it is unknown."""
+    """Returns the name of the model that ``record`` asks, or "" if the record's number means nothing to the submitter."""
     prepared = record.prepared
     try:
         return (submitter.preparations[prepared].prepared if isinstance(prepared, int) else prepared).model

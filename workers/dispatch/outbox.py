@@ -183,7 +183,7 @@ class Outbox:
         return result
 
     def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
-        """Answers a request with small outputs by a plan. Returns False if that fails."""
+        """Answers a request from row ``row`` of small outputs by a plan. Returns False if that is not possible."""
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
             return False
@@ -295,7 +295,7 @@ class Outbox:
         return True
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Returns how many bytes of a submitter's answers may wait before ``hold`` acts."""
+        """Returns how many bytes of answers to a submitter may be unsent before its requests must wait (``hold``)."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
@@ -391,7 +391,7 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Replaces the part of a large answer that repeats by a number, if possible."""
+    """Gives the prepared part of a large answer a number if possible. Returns the answer, and that part or None."""
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own, but for what it says of the parameter set.
     if preparation is None or len(prepared.parameters) > len(request.told):

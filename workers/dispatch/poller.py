@@ -17,7 +17,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """The result of ``Poller.wait``: events, datagrams that Python has to handle, and answers that sockets did not take."""
+    """What ``Poller.wait`` found: events, datagrams for Python to handle, and answers for which sockets had no room."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]

@@ -129,9 +129,9 @@ class Responses(ResponseReceiver):
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Handles the return of a model's function: moves requests that are answered through senders to ``execution.streamed``.
+        """Handles the return of a model's function. Moves requests that have senders to ``execution.streamed``.
 
-        A moved request ends if the model failed for it or if it was cancelled. Otherwise its sender may still send responses.
+        A moved request whose run failed or that was cancelled ends now. The senders of the others may still send responses.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -218,7 +218,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends responses that threads queued without waking the loop, if their time (``look_ns``) has come."""
+        """Sends the responses that threads have queued without waking the loop, if the time ``look_ns`` has come."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()
@@ -275,7 +275,7 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds the run of a sender's traced request to its timeline."""
+        """Adds the model's run, which ends now, to the timeline of the sender's traced request."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)

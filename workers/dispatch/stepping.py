@@ -75,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends the responses of each step together, to the requests whose slots have True in ``joined``."""
+    """Sends the responses of each step to several requests together. ``joined`` says which slots take part."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -106,7 +106,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Has a slot's request answered separately from now on. Counts its responses so far."""
+        """Makes a slot's request be answered alone from now on. Adds its responses so far to the statistics."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -160,7 +160,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Has requests whose clients may be behind answered separately. Returns their senders."""
+        """Finds the requests whose clients may be behind. From now on each is answered alone. Returns their senders."""
         steps = len(self._left_ns)
         # Once ``_MOST`` times are noted these are all: never more are noted.
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
@@ -302,7 +302,7 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Inserts requests into the device's state by one call."""
+        """Inserts requests into the model's state on the device, all by one call of ``insert``."""
         try:
             sets = self._model.executables.sets
             chosen = chosen_by(sets, requests)
@@ -363,7 +363,7 @@ class Stepping:
             self._answer(answers, rows, now_ns, join=many)
 
     def _answer(self, answers: list[SlotAnswer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
-        """Answers requests one by one. ``join``: they may be answered together later."""
+        """Answers each request alone. ``join``: whether later steps may answer it together with others."""
         if not answers:
             return
         # With ``join`` row numbers are slot numbers.
@@ -427,5 +427,5 @@ class Stepping:
 
 
 def _held(request: Request) -> ParameterSet | None:
-    """Returns the parameter set that a request keeps for all steps; None: main."""
+    """Returns the parameter set that a request uses in all its steps; None: ``main``."""
     return request.chosen if isinstance(request.chosen, ParameterSet) else None

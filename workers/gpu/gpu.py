@@ -95,7 +95,7 @@ class DeviceInputs:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The arrays in host memory that gather the inputs, by name. Raises DeviceLost: the GPU failed."""
+        """The arrays in host memory to which the inputs are copied, by name. Raises DeviceLost: the GPU failed."""
         content = self._device.host.content
         found: dict[str, Array] = {}
         for name, dtype, shape, at in self._parts:

@@ -83,7 +83,7 @@ class BytecodeLoader(SourcelessFileLoader):
 
 
 class ModelImports:
-    """The package of a loaded version's modules."""
+    """Imports the modules of one loaded version, in a package of their own."""
 
     #: Numbers in packages' names. None is used twice in a process: remains of an unloaded model must not find another's code.
     _serials = itertools.count(1)
@@ -162,7 +162,7 @@ class ModelImports:
             self._holders += 1
 
     def release(self) -> None:
-        """Undoes one ``hold``. The last ``release`` after ``forget`` removes the modules."""
+        """Undoes one ``hold``. If ``forget`` was called and this was the last ``hold``, removes the modules."""
         with self._lock:
             self._holders -= 1
             forgotten = self._forgotten and not self._holders
@@ -170,10 +170,7 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the model's modules and closes the resources of its code. Idempotent.
-
-        As long as ``hold`` is not undone, this is left to ``release``.
-        """
+        """Removes the model's modules and closes the resources of its code, now or at the last ``release``. Idempotent."""
         with self._lock:
             self._forgotten = True
             if self._holders:

@@ -48,7 +48,7 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """Counts updates of JAX's configuration that apply to the whole process."""
+    """``updates`` counts how often JAX's configuration was changed for the whole process."""
 
     updates = 0
 
@@ -67,7 +67,7 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's settings to this thread in the block. Settings that are made in the block become the model's."""
+        """Applies the model's settings to this thread in the ``with`` block. Settings made there become the model's."""
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():

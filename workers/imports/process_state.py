@@ -45,9 +45,9 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Restores the process-wide state at the start and at the end of the block, in which the model ``who`` is loaded.
+        """Restores the process-wide state before and after the ``with`` block, in which the model ``who`` is loaded.
 
-        The log attributes changes found at the end to ``who``, and changes found at the start to models that run.
+        The log attributes changes found after the block to ``who``, and changes found before it to models that run.
         """
         with self._lock:
             if self._known:
@@ -141,7 +141,7 @@ class ProcessState:
                 yield f"{name} was {found!r} instead of {value!r}"
 
     def _put_back_warnings(self) -> Iterator[str]:
-        """Removes new filters that turn warnings into errors. Yields a description."""
+        """Removes filters that turn warnings into errors, but for the first ones. Yields a sentence about what it removed."""
         # Other new filters stay: they make no code fail.
         raising = [entry for entry in warnings.filters if entry[0] == "error" and entry not in self._errors]
         if not raising:

@@ -20,7 +20,7 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
 
 
 def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function that makes contexts. If ``wide``, JAX's 64-bit mode is on in them; else they have no effect."""
+    """Returns a function that makes context managers. If ``wide``, they turn JAX's 64-bit mode on. Else they do nothing."""
     return enable_x64 if wide else contextlib.nullcontext
 
 

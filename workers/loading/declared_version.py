@@ -36,7 +36,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """The model version whose derivative is being loaded, and the derivative's function."""
+    """What a derivative is loaded from: its function (``apply``), and the parameters and programs of its model."""
 
     apply: Callable[..., Any]
     #: The model's parameters, as ``create`` returned them.

@@ -78,7 +78,7 @@ def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
 
 
 def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:
-    """Returns an ensemble's signature, with labels of its models for outputs that have none."""
+    """Gives each output of an ensemble that has no labels of classes those of the member that computes it."""
     outputs = dict(signature.outputs)
     for step, member in zip(graph.steps, members, strict=True):
         for name, tensor in step.outputs.items():

@@ -29,10 +29,10 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits for this model's turn to be compiled and run for the first time. The turn ends with the context.
+    """Waits until this model may be compiled and first run, in the ``with`` block. Only one model may at a time.
 
-    Only one model at a time has the turn. ``aside``: lets other models load during the wait. ``progress.renew`` becomes a
-    function to call at each step of the work.
+    ``aside``: makes a context manager in which other models go on loading. ``progress.renew`` is set to a function, which the
+    block calls at each step of its work.
     Raises Cancelled: the load was cancelled.
     """
     # Compilation takes much memory, also on a GPU.
@@ -55,7 +55,7 @@ class Planned:
     priority: int
 
     def is_as(self, instance: Instance) -> bool:
-        """Returns whether a running instance has all properties of this planned one."""
+        """Returns whether a running instance has the same properties as this planned one."""
         has = instance.name, instance.place, instance.passive, instance.needs, instance.priority
         return has == (self.name, self.place, self.passive, self.needs, self.priority)
 
@@ -68,8 +68,8 @@ class InstanceGroups:
     ) -> None:
         """Plans the instances. Raises InvalidArgument: an instance needs more than a limit.
 
-        ``gpu``: the number of the first of the worker's ``devices`` GPUs; None: the worker runs on a processor. ``limits``:
-        resource -> the most that an instance may need; None: there are no limits.
+        ``gpu``: the number of the worker's first GPU; None: the worker runs on a processor. ``devices``: how many GPUs it has.
+        ``limits``: resource -> the most that an instance may need; None: there are no limits.
         """
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
@@ -114,8 +114,7 @@ class InstanceGroups:
     def take_turns(self, model: str, kind: str) -> None:
         """Logs that the instances of a model run one at a time.
 
-        ``kind``: names such models in the error.
-        Raises Unsupported: an instance needs resources of the rate limiter.
+        Raises Unsupported: an instance needs resources of the rate limiter. ``kind``: what the error calls models like this one.
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")

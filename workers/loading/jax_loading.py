@@ -45,7 +45,7 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs warmup samples on a model, then closes ``own``, this thread's device.
+    """Runs a model's warmup samples on ``own``, a device object for this thread alone. Then closes ``own``.
 
     ``check``: raises an error if the device has failed.
     """

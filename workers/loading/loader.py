@@ -77,7 +77,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Runnable:
-    """What runs the requests of a loaded version: a model in the worker's loop, or instances."""
+    """Holds what runs the requests of a loaded version: a model in the worker's loop, or instances with threads."""
 
     jitted: JaxModel | None = None
     stepped: SteppedModel | None = None
@@ -108,8 +108,8 @@ class Loader:
           target: the device, cache and limits to load for.
           inbox: passes functions from the instances' threads to the worker's loop.
           page: the worker's status page.
-          server: carries out calls that models make to other models; None: no model is served.
-          aside: makes a context that the thread enters while it only waits, so that other loads go on.
+          server: carries out calls that models make to other models; None: they may make none.
+          aside: makes a context manager for the time in which a load only waits. Other loads go on meanwhile.
         """
         own_flags.prepare()
         self._target = target
@@ -278,7 +278,7 @@ class Loader:
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 
     def _created(self, load: VersionLoad, declared: DeclaredVersion, order: int) -> _Runnable:
-        """Calls ``create`` of model.py, and prepares the returned function to run."""
+        """Calls ``create`` of model.py and makes what runs its function. ``order``: how many orders of derivatives follow."""
         config, module, described = load.config, load.module, declared.taken
         if load.is_host and described.states:
             raise Unsupported(
@@ -462,7 +462,7 @@ class Loader:
 
     @staticmethod
     def _completed(config: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns a record's configuration with defaults for these GPUs."""
+        """Returns the configuration in ``record``, with defaults for the GPUs that ``maker`` has."""
         given = model_config.from_bytes(record.config)
         given.name, given.backend = config.name, given.backend or config.backend
         model_config.complete(given, maker.gpus)

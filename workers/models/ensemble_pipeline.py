@@ -57,7 +57,7 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """True while no request waits for any model of the ensemble. Then running the pipeline overtakes nobody."""
+        """True if no request waits for a model of the ensemble. A run of the pipeline would go before such requests."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:
@@ -112,7 +112,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts runs of the pipeline in C in the statistics of each model. Each model gets its share of the time."""
+        """Adds runs that C has done to the statistics of each model in the pipeline, with the model's share of the time."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):
@@ -193,7 +193,7 @@ class EnsemblePipelines:
         return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
 
     def forget_gone(self) -> None:
-        """Drops all pipelines. A pipeline that is needed later is built anew."""
+        """Drops all pipelines, so that unloaded models are freed. Pipelines that are still needed are made anew."""
         # Pipelines would keep unloaded models alive.
         self._known.clear()
         self._changes = self._models.changes
@@ -208,7 +208,7 @@ def needs_steps(request: Request) -> bool:
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that alone computes a step for ``rows`` rows, or None."""
+    """Returns the program that computes a step for ``rows`` rows, or None if a program is not all that the step needs."""
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs
     if model is None or loaded.instances or loaded.made_inputs or member.sequences is not None or loaded.streams:

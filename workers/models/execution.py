@@ -103,7 +103,7 @@ class Execution:
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Stores in a request when its batch ran, and the request's share of the bytes copied for the batch."""
+        """Tells ``request`` when its batch ran, and how many of the bytes copied for the batch count as the request's."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])

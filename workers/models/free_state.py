@@ -26,7 +26,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """The batching key of a request whose inputs do not fit its state. It equals no other key."""
+    """The batching key of a request whose inputs do not fit the state of its sequence. The key equals no other key."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: The error for which the request cannot run.
@@ -68,7 +68,7 @@ def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any
 
 
 class FreeState:
-    """Adds the state of sequences to the inputs of their requests, and takes the new state from the results."""
+    """Adds each sequence's state to the inputs of its requests, and takes the new state from their results."""
 
     def __init__(self, described: Signature, buckets: Buckets, initial: Mapping[str, Array], limit: int) -> None:
         """Begins without sequences.

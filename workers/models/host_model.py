@@ -150,7 +150,7 @@ class GeneratorModel(HostFunction):
         execution.results = [STREAMED]
 
     def response(self, request: Request, value: Any) -> Result:
-        """Returns a value that the generator yielded as a response. Raises Internal: the value is invalid."""
+        """Makes a response of ``value``, which the generator has yielded. Raises Internal: ``value`` is invalid."""
         parameters: Any = {}
         if isinstance(value, tuple) and len(value) == 2:
             value, parameters = value

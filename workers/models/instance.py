@@ -160,7 +160,7 @@ class Instance:
             self._say_closed()
 
     def _say_closed(self) -> None:
-        """Drops the batches of an instance whose start failed, and ends it."""
+        """Drops the batches of an instance whose start failed. Whoever waits for its end is told."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()

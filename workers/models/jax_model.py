@@ -36,9 +36,9 @@ from tensord.workers.threads.cancellation import Cancellation
 
 
 class GatheredRun:
-    """Runs batches of a model with sequence state by one program, on inputs that lie in the program's memory already.
+    """Runs batches of a model with sequence state, by one program. The inputs lie in the program's memory already.
 
-    Only the thread that runs the instance's batches uses it. It reads the outputs of each batch before the next batch begins.
+    Only the thread that runs the instance's batches uses this. The thread reads a batch's outputs before it runs the next.
     """
 
     def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
@@ -135,7 +135,7 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model of the same programs, without state, for ``count`` threads.
+        """Returns a model that ``count`` threads run. It has the same programs, and no state.
 
         ``alone``: whether each batch has a call of its own.
         """
@@ -184,16 +184,16 @@ class JaxModel:
             self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function that runs ``executable`` on inputs in its memory: (slots, starts) -> outputs.
+        """Returns a function that runs ``executable`` on the inputs in its memory, and returns the outputs.
 
-        ``slots`` and ``starts``: the slot of each row's sequence state, and whether the sequence starts.
+        The function's arguments are, for each row, the slot of the row's sequence and whether the sequence starts.
         """
         if self._carry is None:
             return lambda slots, starts: executable.run()
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the executable for these rows and shapes, whose outputs need no cutting; None: there is none."""
+        """Returns the executable for these shapes and rows if its outputs need not be divided for a request, else None."""
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None
@@ -221,7 +221,7 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether a program's outputs are one request's answer without a cut."""
+        """Returns whether a program's outputs answer a single request and need not be divided."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
@@ -255,7 +255,7 @@ class JaxModel:
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.cut = lambda: self._split(requests, rows, outputs.arrays)
-        if self._plain and places is None and _leave(requests):
+        if self._plain and places is None and _any_leaves(requests):
             execution.outputs = executable.uncut(outputs)
         if self._pads or len(requests) > 1 or requests[0].rows != rows:
             execution.padding = self._padding(executable, requests)
@@ -275,7 +275,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows and input elements were padding in runs by C. ``done``: counts of the runs for shapes ``key``."""
+        """Returns how many rows and input elements were padding in the runs ``done`` by C, all with the shapes ``key``."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
@@ -313,7 +313,7 @@ class JaxModel:
         execution.computed_ns = time.monotonic_ns()
         execution.runs = len(execution.requests)
         execution.cut = lambda: [*program.split(stacks)]
-        if _leave(execution.requests):
+        if _any_leaves(execution.requests):
             execution.outputs = program.uncut(stacks)
 
     def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:
@@ -349,8 +349,8 @@ class JaxModel:
         return describe_failure(self._signature.model, self._version, error)
 
 
-def _leave(requests: Sequence[Request]) -> bool:
-    """Returns whether any answer is sent out of the worker."""
+def _any_leaves(requests: Sequence[Request]) -> bool:
+    """Returns whether any of the answers goes to a submitter, not to the model that made the request."""
     return requests[0].sink is None or any(request.sink is None for request in requests)
 
 

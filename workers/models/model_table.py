@@ -44,7 +44,7 @@ class ModelTable:
     def add(self, version: ModelVersion) -> None:
         """Adds a version and its derivatives, which get requests from now on.
 
-        An earlier load of the same version drains. An earlier load that is held ends.
+        If the same version was loaded before, that one only ends the requests that it has. One that is held ends at once.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)
@@ -88,7 +88,7 @@ class ModelTable:
         return version
 
     def hold(self, version: ModelVersion) -> None:
-        """Holds a loaded version: it gets no request before ``serve_held``. Ends a held version of the same number."""
+        """Keeps a loaded version, without requests, until ``serve_held``. Ends the one held under its number before."""
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 
@@ -137,7 +137,7 @@ class ModelTable:
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version serves and has no ``is_ready`` to ask. Any thread may call this."""
+        """Returns whether a version serves and its code has no ``is_ready``: then it is ready. Any thread may call this."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 

@@ -297,7 +297,7 @@ class ModelVersion:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Makes new sequences begin in this load of the version, and no longer in an earlier one."""
+        """Makes new sequences begin here, and no longer in an older object for the same version."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
@@ -339,7 +339,7 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends processes left by the model's code. Returns whether none is left."""
+        """Ends processes that the model's code has left. Returns False as long as one is left."""
         # If another load uses the code, the processes stay.
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:
@@ -385,7 +385,7 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 
 def _concerned(used: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-    """Returns whether a push concerns a sequence or request that has begun."""
+    """Returns whether a push that replaces ``former`` concerns a sequence or request that has begun with ``used``."""
     # None stands for the newest of ``main``.
     if used is None:
         return new.name == MAIN_SET

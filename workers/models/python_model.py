@@ -212,7 +212,7 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request to a decoupled model, after the model's run."""
+        """Returns the result of a request after a decoupled model's run: ``STREAMED`` if a sender goes on to answer it."""
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:
@@ -367,7 +367,7 @@ class DeclaredOutputs:
 
 
 class ResponseWriter:
-    """Passes the responses that a Triton Python model sends to one request to the worker's ``ResponseSender``."""
+    """Sends the responses of a Triton Python model to one request, by the worker's ``ResponseSender``."""
 
     def __init__(
         self,

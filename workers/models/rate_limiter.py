@@ -74,7 +74,10 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees an instance's resources after a run, or ends its wait for them. ``again``: whether it waits for another run."""
+        """Frees the resources of an instance that has run. If it waits for resources, ends the wait.
+
+        ``again``: whether the instance waits for its next run from now on.
+        """
         if instance in self._running:
             del self._running[instance]
             for name, count in instance.needs.items():

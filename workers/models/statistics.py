@@ -137,7 +137,7 @@ class NativeRuns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> NativeRuns:
-        """Returns one model's counts from those of a pipeline. ``share / whole``: the model's part of the time."""
+        """Returns the counts of one model in a pipeline with these counts. It took ``share / whole`` of the time."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
         return NativeRuns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
@@ -365,7 +365,7 @@ class VersionStatistics:
         self.failures[why] += 1
 
     def found(self, request: Request, began_ns: int, now_ns: int) -> None:
-        """Counts a request that the response cache answered. ``began_ns``: when the search for the answer began."""
+        """Counts a request whose answer was in the response cache. ``began_ns``: when the cache was asked."""
         self.success_count += 1
         self.request_ns += now_ns - request.arrived_ns
         waited_ns = max(0, began_ns - request.arrived_ns)
@@ -380,7 +380,7 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Takes over the counts of the former load (see ``succeed``), once it counts no more."""
+        """Takes over the final counts of the former load (see ``succeed``). Call it once that load is closed."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None

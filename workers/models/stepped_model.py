@@ -165,9 +165,9 @@ class SteppedModel:
         return DeviceRun(made, given)
 
     def find_fault(self) -> str | None:
-        """Runs generated requests alone, with others and in other slots. Returns a sentence if they affect each other; else None.
+        """Runs generated requests alone, beside others and in other slots. Returns a sentence if outputs differ, else None.
 
-        Also returns None if the programs may not be run or take long. Errors of the programs are raised unchanged.
+        Also returns None if the programs may not be run or would take long. Errors of the programs are raised unchanged.
         """
         used, count = self.executables, min(self._slots, _ASKED)
         shapes, insert = next(iter(used.inserts.items()))

@@ -84,7 +84,7 @@ class Sample:
         return self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Runs the sample ``count`` times in slot 0, for one step. Raises InvalidArgument: a run failed, or no program fits."""
+        """Runs the sample ``count`` times, each time one step in slot 0. Raises InvalidArgument: a run failed."""
         for _ in range(self.count):
             request = self.request(model_name)
             try:
@@ -161,7 +161,7 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 
 
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
-    """Returns one input of a warmup sample as the model takes it."""
+    """Makes an input of a warmup sample from its configuration ``given``. ``room``: the most bytes that it may have."""
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):
         raise InvalidArgument(f"{what} is {datatype}{list(dims)}, the model takes {spec.datatype}{list(spec.dims)}")

@@ -83,7 +83,7 @@ class Leaves:
     def byte_size_of(self, named: bool) -> int:
         """Returns how many bytes a parameter set takes on the device.
 
-        ``named``: whether to leave out the leaves that all sets share.
+        ``named``: whether the set is not ``main``. If so, leaves that all sets share do not count.
         """
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 

@@ -60,7 +60,7 @@ class Placer:
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns the leaves as a tree in memory that programs use without a copy. All programs must run on a processor."""
+        """Returns ``host`` as a tree that programs use without a copy. Call it only if all programs run on a processor."""
         raise NotImplementedError
 
     def pin(self, tree: Any) -> Sequence[Any] | None:
@@ -154,14 +154,14 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the tree to a device. ``placement``: 1: the single-thread device."""
+        """Copies the tree to a device. ``placement``: 1: the single-thread device; 0: the usual one."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self.sets.placer.lay(self.hosted()))
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Makes one device's tree in the memory of the other device's tree."""
+        """Makes the tree for the device ``placement`` (as in ``_placed``) in the memory of the other device's tree."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -180,7 +180,7 @@ class ParameterSet:
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may leave the device. It must be in host memory and must not wait to be put into use.
+        """True if the set may be removed from the device: it is also in host memory, and ``commit`` is not still to come.
 
         ``main`` may leave only if the model's parameters are loaded on demand.
         """
@@ -193,7 +193,7 @@ class ParameterSet:
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory. Fetches them from the device if they are not there.
+        """Returns the leaves in host memory. If they are only on the device, fetches them.
 
         None stands for a leaf that cannot be pushed, and for a leaf that all sets share with ``main``.
         """
@@ -327,8 +327,8 @@ class ParameterSets:
     def share_by(self, share: Callable[[Any], Any]) -> None:
         """Lets the device for small programs use all parameters without a copy.
 
-        ``share``: returns a tree of parameters as one for that device, in the same memory. If ``share`` raises for ``main``, the
-        error is raised unchanged, and nothing changes.
+        ``share``: takes a tree of parameters, and returns a tree for that device in the same memory. If ``share`` raises for
+        ``main``, the error is raised unchanged, and nothing changes.
         """
         self.share = share
         try:
@@ -360,7 +360,7 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Puts a set into use after ``prepare``. Keeps the set that it replaces. Returns what to free now.
+        """Puts a set into use after ``prepare``. The set in use before becomes the former one. Returns what to free now.
 
         ``stays``: whether the replaced set stays on the device, for requests that have begun with it.
         """

@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns a ``Part`` that copies ``content``, contiguous memory of this process."""
+    """Returns a ``Part`` of a sealed memory, whose bytes are to be copied from ``content``, contiguous memory."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
 
@@ -186,7 +186,7 @@ class _Memory:
 
     @property
     def is_free(self) -> bool:
-        """True if no process has a duplicate or a mapping of a descriptor that ``lend`` returned."""
+        """True if no process uses the memory by a descriptor that ``lend`` returned."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -322,8 +322,8 @@ class MemoryPool:
     def expire(self, now_ns: int) -> bool:
         """Drops memory that the pool no longer needs. Returns whether a later call may have more to drop.
 
-        The pool does not need memory if no memory of its size was sealed in the last ``KEPT_NS`` nanoseconds, or if it was
-        unused also at the last call. ``now_ns``: the time of CLOCK_MONOTONIC.
+        Memory is not needed if none of its size was sealed in the last ``KEPT_NS`` nanoseconds, or if it is free now and was free
+        at the last call. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
         gone: list[_Memory] = []
@@ -340,7 +340,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns, after a test, whether this kernel shows when nobody uses memory any more."""
+    """Returns, after a test, whether ``_Memory.is_free`` works with this kernel."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

@@ -125,16 +125,17 @@ class SetStack:
         """Sets the device of the stack, and the functions that make and fill its arrays.
 
         Args:
-          at: 1: the single-thread device; 0: any other.
+          at: 1 if that is the single-thread device, 0 if it is any other.
           open: makes arrays of zeros on the device, one for each leaf of the stack.
-          put: writes a set's leaves into the arrays at an index.
+          put: writes a set's leaves into the arrays, at the index of the set.
         """
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
         """Describes the parameters of a program for ``rows`` rows: the tree of stacked leaves, and each row's index.
 
-        A leaf that differs between sets has one set at each index. ``spec``: describes an array by its shape and dtype.
+        Unless all sets share a leaf, its stacked array has a first axis for the sets. ``spec``: describes an array by its shape
+        and dtype.
         """
         shapes = [leaf.shape if leaf.shared else (self.slots, *leaf.shape) for leaf in self._leaves]
         tree = [spec(shape, leaf.placed) for shape, leaf in zip(shapes, self._leaves, strict=True)]
@@ -156,9 +157,9 @@ class SetStack:
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
-        """Returns the parameters of a program: the tree with the stack's leaves, and each row's index, INT32[rows].
+        """Returns the parameters of a program, a tree of the stack's arrays, and each row's index in these, INT32[rows].
 
-        Sets that are not in the stack are written to it. The result is valid only for the next call of a program. Errors of the
+        Sets that are not in the stack are written to it, so use the result for the next call of a program alone. Errors of the
         device are raised unchanged, and the stack is empty afterwards.
         Args:
           sets: all parameter sets of the model version.

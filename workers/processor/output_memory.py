@@ -98,7 +98,7 @@ def attached() -> bool:
 
 
 class OutputMemory:
-    """Knows which of XLA's allocations in a run become outputs of a program. It makes XLA use other memory for them."""
+    """Knows which of XLA's allocations in a run become outputs of a program, and makes XLA use given memory for these."""
 
     __slots__ = ("_skips", "sizes")
 
@@ -147,9 +147,9 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program. Returns the outputs, and an object that lets later runs write outputs to other memory.
+    """Runs a program by ``call``. Returns its outputs, and an object by which later runs write them to given memory.
 
-    ``call``: runs the program. ``names``: the outputs to write to other memory.
+    ``names``: the outputs to write to given memory.
     """
     _native.watch_allocations()
     try:
@@ -160,10 +160,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether XLA has freed the memory ``view`` at ``address``.
-
-    If not, keeps the memory mapped for ever, and logs that.
-    """
+    """Returns whether XLA has freed the memory ``view`` at ``address``. Memory in use stays mapped for ever."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

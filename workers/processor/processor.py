@@ -209,7 +209,7 @@ def _overlapping(one: _Range, others: list[_Range]) -> int:
 
 
 class Processor(ExecutionDevice):
-    """Runs programs on the worker's CPU, on several devices, or on a GPU without CUDA. Any thread may use it."""
+    """Runs programs by JAX alone: on the CPU, on several devices, or on a GPU without CUDA. Any thread may use it."""
 
     remote = False
 

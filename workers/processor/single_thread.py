@@ -52,7 +52,7 @@ class SingleThreadDevice:
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
         """Returns whether a program's cost is known and small.
 
-        ``compiled``: the compiled program, if the sizes in ``lowered`` are open.
+        ``compiled``: the compiled program, needed if sizes in ``lowered`` are not known.
         """
         return is_within(compiled or lowered, (self.max_flops, _MAX_BYTE_SIZE), lowered)
 
@@ -161,7 +161,7 @@ class SmallPrograms:
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether a program is small; None: only the compiled program tells."""
+        """Returns whether a program is small; None: that is not known before it is compiled."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None
@@ -208,7 +208,7 @@ class SmallPrograms:
 
 
 def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:
-    """Returns whether a function of the program has sizes that are known only after compiling."""
+    """Returns whether the program has dimensions of arrays that are known only after compiling."""
     module: Any = lowered.compiler_ir("stablehlo")
     functions = [op for op in module.body.operations if "function_type" in op.attributes]
     return any("?" in str(function.attributes["function_type"]) for function in functions)

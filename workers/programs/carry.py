@@ -81,7 +81,7 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes the array of a state. The last row has the initial value."""
+        """Makes the array of a state: a row for each slot, and a last row with the values with which sequences begin."""
         # Other rows are written before they are read.
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.get(spec.name, 0)
@@ -110,8 +110,8 @@ def carry_byte_size(signature: Signature) -> int:
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
     """Returns the argument INT32[2, rows] of a program: each row's index in the carry, and 1 if its sequence begins.
 
-    ``used``: index in the carry, and whether the sequence begins, of the first rows. Other rows belong to no request. They get
-    indices outside of the carry, so that their new state is dropped.
+    ``used``: the same two values for each of the first rows. Other rows belong to no request. They get indices outside of the
+    carry, so that their new state is dropped.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(

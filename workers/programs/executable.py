@@ -72,7 +72,7 @@ class Inputs(Protocol):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The arrays that gather the arguments, by argument name."""
+        """The arrays into which the arguments are copied, by argument name."""
 
     def send(self) -> dict[str, Any]:
         """Returns the arguments by name. For a GPU, sends them there first.
@@ -183,7 +183,7 @@ class Executable(ABC):
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """The name of each input, the address of its first row in the gathered inputs, and the bytes from row to row."""
+        """For each input: its name, the address in ``gathered`` of its first row, and the bytes from row to row."""
         return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
 
     def arguments(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class Executable(ABC):
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns a run's outputs as bytes, of which each answer gets a part; None: they are too large, or stay on a GPU."""
+        """Returns a run's outputs as bytes, not yet divided into answers; None: they are too large, or stay on a GPU."""
         if outputs.contents is None:
             return None
         if self._layout is None:
@@ -275,13 +275,13 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes, if the caller should reserve memory in the answer for the run; else None.
+        """Returns output name -> bytes of the answer's memory to reserve before the run; None: the run needs none.
 
         ``whole``: whether a single request gets all rows of the program's outputs.
         """
 
     def offer(self, places: Places) -> None:
-        """Chooses which outputs the next run may write to the memory in ``places``. By default it chooses none."""
+        """Tells the next run that it may write outputs to ``places``. By default no output is written there."""
         return
 
     def settle(self, places: Places) -> None:

@@ -101,7 +101,7 @@ def cache_directory(configured: str) -> CacheDirectory | None:
 
 @functools.cache
 def _platform() -> str:
-    """Returns what an executable depends on besides its program, as a text."""
+    """Returns, as text, what an executable depends on besides its program: versions, device, flags and threads."""
     device = jax.devices()[0]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

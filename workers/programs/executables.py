@@ -138,7 +138,7 @@ class Executables:
         self._lowering.traced.clear()
 
     def postpone(self) -> None:
-        """Postpones each bucket's executable until a batch needs it. Afterwards the executable is never evicted.
+        """Leaves the compilation of each executable to the first batch that needs it. Such executables are never evicted.
 
         The first program is lowered now, to find errors. Errors of tracing and lowering are raised unchanged.
         """
@@ -197,7 +197,7 @@ class Executables:
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> tuple[CompiledProgram, bool]:
-        """Returns a program from the cache or made, and whether it was made."""
+        """Returns the program with the key ``parts``, and whether ``make`` has made it. Otherwise it is from the cache."""
         # ``parts`` tell the program apart from the version's others.
         what = f"model '{self.signature.model}', {what}"
         return self._cache.found_or_made(self._key(parts), self._usual, self._small, what, make, cancellation)
@@ -214,16 +214,15 @@ class Executables:
     ) -> CompiledProgram:
         """Returns a program that runs several requests in one call: from the cache, or compiled by ``compile_it`` and stored.
 
-        ``shapes``: the shapes of a request's inputs. ``number``: how many requests are in a call; None: any number. Raises
-        Cancelled: the load was cancelled. Errors of ``compile_it`` are raised unchanged.
+        ``shapes``: the shapes of a request's inputs. ``number``: how many requests are in a call, which is given to
+        ``compile_it``; None: any number. Raises Cancelled: the load was cancelled. Errors of ``compile_it`` are raised unchanged.
         """
         parts = ("series", repr(shapes), str(number))
         what = f"program for {'several' if number is None else number} requests of {shapes}"
         return self._kept(parts, what, functools.partial(compile_it, number), cancellation)[0]
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """Chooses one device for all programs, if they share state or a stack."""
-        # The single-thread device, if the program of the largest bucket is small and runs there.
+        """Chooses one device for all programs: the single-thread device if the program of the largest bucket suits it."""
         small, self._small = self._small, None
         if small is not None and planned:
             lower = functools.partial(self._lowering.lower, *planned[-1])

@@ -72,7 +72,7 @@ class NotGroupable(Exception):
 
 
 class PackedTensor(NamedTuple):
-    """Where a ``Packing`` puts one tensor: in which row, and in which of its elements."""
+    """Where a ``Packing`` puts one tensor: in which row, and at which elements of that row."""
 
     name: str
     #: The number of its row.
@@ -113,10 +113,7 @@ class Packing:
         return tuple([jnp.concatenate(tensors_of_row) for tensors_of_row in rows])
 
     def unpack(self, rows: Any) -> dict[str, Any]:
-        """Returns the tensors in these rows, by name. They are views if the rows are numpy arrays.
-
-        JAX may also trace the rows.
-        """
+        """Returns the tensors in these rows, by name: views of numpy rows, or traced arrays if JAX traces the rows."""
         return {part.name: rows[part.row][part.start : part.stop].reshape(part.shape) for part in self.parts}
 
 
@@ -251,7 +248,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes, of which each answer gets a part; None: they are too large."""
+        """Returns the results of ``run`` as bytes, not yet divided into answers; None: they are too large for that."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:
@@ -359,7 +356,7 @@ class GroupedProgramMaker:
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Calls the model's function so that XLA does not fuse its operations with others."""
+    """Calls the model's function ``alone`` so that XLA does not fuse its operations with others around it."""
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):
             made: dict[str, Any] = alone(parameters, tensors)
@@ -385,7 +382,7 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
 
 
 class _Shape:
-    """The programs for requests of one shape, by how many requests wait."""
+    """The programs for requests of one shape. ``fitting[n]`` is the one to run if n requests wait."""
 
     __slots__ = ("fitting", "weight")
 
@@ -409,7 +406,7 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Compiles by ``make`` the programs for several requests of the shape of each executable.
+        """Compiles programs that run several requests, by ``make``, for each executable in ``singles`` that wants them.
 
         Errors of ``make`` are raised unchanged.
         """
@@ -426,7 +423,7 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs for several requests: the shape is new, and the work and inputs are small."""
+        """Returns whether to compile programs for several requests like ``single``: its shapes are new, and it is small."""
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False

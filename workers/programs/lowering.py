@@ -37,7 +37,7 @@ class Lowering:
     """Lowers the function of one model version to programs for given shapes. Any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
-        """Lowers nothing yet. ``pack``: whether programs also return small outputs in one array."""
+        """Lowers nothing yet. ``pack``: whether programs return small outputs once more, together in one array."""
         self._signature = signature
         if signature.states:
             apply = stepping(apply, signature)
@@ -153,7 +153,7 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises Internal unless an output can be divided among a batch's requests like a ragged input of ``elements`` elements."""
+    """Raises Internal unless an output has the declared datatype and ``elements`` elements, as the ragged input has."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"

@@ -49,10 +49,10 @@ class PipelineProgram:
     def __init__(
         self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, device: ExecutionDevice
     ) -> None:
-        """Makes a program of the steps' programs, ``links``, in the order in which they run.
+        """Makes one program of ``links``, the programs of the steps, in the order in which they run.
 
-        ``signature``: inputs and outputs of the pipeline, as if it were one model. ``outputs``: names of the pipeline's tensors
-        that are its outputs. ``rows``: the batch size of the bucket.
+        ``signature``: inputs and outputs of the pipeline, as if it were one model. ``outputs``: which tensors of the pipeline are
+        its outputs. ``rows``: the batch size of the bucket.
         """
         self.rows = rows
         self._outputs = tuple(outputs)

@@ -125,14 +125,14 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the total bytes of the leaves that XLA on a processor uses without a copy; 0: not on a processor."""
+        """Returns the bytes of all leaves that programs use right in ``host``, without a copy; 0: not on a processor."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Builds a tree of parameters from host arrays. The model's own leaf takes the place of None."""
+        """Builds a tree of parameters from host arrays. None in ``host`` stands for the model's own leaf."""
         # Copies what is not aligned or has another datatype, because XLA's own copy takes three times as long.
         whole = zip(host, self._fixed, self.leaves, strict=True)
         laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]
@@ -141,7 +141,7 @@ class DevicePlacer(Placer):
     def pin(self, tree: Any) -> list[jax.Array | None] | None:
         """Copies the arrays of a tree of parameters to page-locked host memory, and waits for the copies.
 
-        Returns the copies, with None for leaves that cannot be pushed; None: no page-locked memory is left.
+        Returns the copies. One of them is None if its leaf cannot be pushed. All is None if no page-locked memory is left.
         """
         pairs = zip(jax.tree.leaves(tree), self.leaves, strict=True)
         arrays = [array if leaf.plain else None for array, leaf in pairs]
@@ -161,7 +161,7 @@ class DevicePlacer(Placer):
 
 
 def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves that cannot be pushed, and None for the others."""
+    """Returns the leaves, with None in place of each leaf that can be pushed."""
     return [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
 
@@ -191,7 +191,7 @@ def _stacked(
     room: DeviceRoom | None,
     fixed: Collection[str],
 ) -> ParameterSets:
-    """Places the parameters of a model whose batches mix parameter sets."""
+    """Places the parameters of a model whose batches may have requests with different parameter sets."""
     # Leaves that all sets share go to the device. Others stay in host memory until the stack has their set.
     mixed.check(signature.model, names)
     leaves, structure = jax.tree.flatten(parameters)

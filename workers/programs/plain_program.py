@@ -50,7 +50,7 @@ def _only_computes(text: str) -> bool:
 
 
 def _leaves_only_outputs(assignment: bytes) -> bool:
-    """Returns whether the memory of a program's outputs never has other values."""
+    """Returns whether XLA uses the memory of a program's outputs for nothing else. ``assignment``: XLA's memory plan."""
     outputs = 0
     for number, allocation in _fields(assignment):
         if number == _ALLOCATIONS:

@@ -33,10 +33,9 @@ _Reached = frozenset[int]
 def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
     """Examines a traced program, whose first arguments are parameters and a dict of inputs. Returns four sentences.
 
-    Sentence 1: why a request that is run again may have another effect or answer. Sentence 2: which random numbers are the same
-    for all requests. Sentence 3: how large the constants of the programs are. Sentence 4: on which inputs no output depends. A
-    sentence is "" if nothing was found. ``again``: another trace of the function, or ``traced`` itself. ``programs``: how many
-    programs the model has.
+    They say: (1) why a second run of a request may have another effect or answer, (2) which random numbers are the same for
+    all requests, (3) how large the constants of the model's ``programs`` programs are, (4) on which inputs no output depends.
+    A sentence is "" if nothing was found. ``again``: another trace of the function, or ``traced`` itself.
     Raises Internal: the program uses a value of an earlier trace.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]

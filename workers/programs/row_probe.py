@@ -94,9 +94,9 @@ def probe(
 ) -> str | None:
     """Runs programs on generated inputs. Returns a sentence if rows of a batch affect each other, else None.
 
-    Also returns None if the programs may not be run. ``asked``: programs for inputs of the same shapes. The first has at least
-    two rows, and was compiled from ``traced``. ``remote``: whether they run on a GPU. ``check``: called before each run. Errors
-    of ``check`` and of programs are raised unchanged.
+    Returns None, too, if the programs may not be run. ``asked``: programs for inputs of the same shapes. The first was
+    compiled from ``traced``, for two rows or more. ``remote``: whether they run on a GPU. ``check``: called before each run.
+    Errors of ``check`` and of programs are raised unchanged.
     """
     (rows, _), program, states, stack = asked[0].wanted, traced.jaxpr, signature.states, asked[0].sets.stack
     may_be_tried, loops, checks, rounding = read(program.jaxpr)
@@ -163,7 +163,7 @@ def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float
 
 
 def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, draw: int) -> dict[tuple[str, str], str]:
-    """Returns a sentence for each output whose rows depend on something else."""
+    """Returns a sentence for each output whose rows depend on other rows, on their place or on the number of rows."""
     base, others = generated(inputs, 2 * draw), generated(inputs, 2 * draw + 1)
     run, made = runs[rows], runs[rows](base)
     #: Output, what it may depend on, and an array of it as it is and otherwise.

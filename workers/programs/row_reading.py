@@ -50,7 +50,7 @@ def _passed(equation: Any) -> Any:
 
 
 def combining(program: Any, rows: int) -> str:
-    """Returns the first operation that seems to combine the rows of a batch, with the author's line; "": none does.
+    """Returns the first operation that seems to combine a batch's rows, with its line in the model's code; "": none.
 
     An array's first axis is taken for the rows if it has ``rows`` elements.
     """

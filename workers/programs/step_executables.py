@@ -115,7 +115,7 @@ class StepExecutables:
             )
 
     def warm(self, progress: LoadProgress) -> None:
-        """Compiles all programs, or loads them, and runs each once. Raises Internal: a function breaks its declaration."""
+        """Compiles all programs or takes them from the cache. Runs each once. Raises Internal: a result is not as declared."""
         lower = functools.partial(self._lower, _Wanted("step", self._slots))
         step = lower(self._place)
         if self._small is not None and (found := self._small.lowered(step, lower)) is not None:
@@ -163,7 +163,7 @@ class StepExecutables:
         self._run_once()
 
     def leaks(self) -> bool:
-        """Traces each kind of program again. Returns whether values of a trace are left in variables outside of the model."""
+        """Lets JAX trace each kind of program again. Returns whether a trace leaves values in variables elsewhere."""
         wanted = (_Wanted("init"), _Wanted("step", self._slots), _Wanted("insert", shapes=self._shapes[0]))
         return any(leaks(functools.partial(self._lower, what, self._place)) for what in wanted)
 
@@ -193,7 +193,7 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns arguments with which ``insert`` changes nothing: zeros of these shapes, and indices outside of the state."""
+        """Returns arguments for an ``insert`` without effect: zeros of these shapes, and indices beyond the last slot."""
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}
         for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):

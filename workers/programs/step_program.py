@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """The layout of a row of results: one request's outputs after a step or after its insertion."""
+    """The layout of a result row: the outputs of one request, after its insertion or after a step."""
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []
@@ -88,7 +88,7 @@ class StepPrograms:
     ) -> None:
         """Stores the author's functions. ``slots``: for how many requests the state has room.
 
-        ``insert_rows``: how many requests ``insert`` adds at a time; 0: one, in arrays without an axis for requests.
+        ``insert_rows``: how many requests one call of ``insert`` adds; 0: a single one, whose arrays have no axis for requests.
         """
         self._functions = functions
         self._signature = signature
@@ -198,7 +198,7 @@ class StepPrograms:
         return made
 
     def _flags(self, function: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns a function's flags as an array. Raises Internal: no BOOL of shape ``lead``."""
+        """Returns the flags ``name`` from ``function`` as an array. Raises Internal: they are not BOOL of shape ``lead``."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

@@ -18,7 +18,7 @@ Program = jax.stages.Lowered | jax.stages.Compiled
 
 
 class Weight(enum.IntEnum):
-    """Class of a program by its work, compared with the cost of calling it (some ten microseconds)."""
+    """How much work a program has, compared with the cost of calling it (some ten microseconds)."""
 
     #: More than a call, or not known.
     HEAVY = 0
@@ -48,7 +48,7 @@ def work_of(program: Program) -> tuple[float, float]:
 
 
 def is_within(program: Program, most: tuple[float, float], text: Program | None = None) -> bool:
-    """Returns whether a program's work is known and at most ``most``: floating-point operations, and bytes.
+    """Returns whether a program's work is known and at most ``most``, a pair of floating-point operations and bytes.
 
     ``text``: the program that is searched for operations that XLA does not count; None: ``program``.
     """
@@ -57,7 +57,7 @@ def is_within(program: Program, most: tuple[float, float], text: Program | None 
 
 
 def share_of(program: Program) -> float:
-    """Returns a program's work as a fraction of what may run in one iteration of the loop; infinite: above 1 or unknown."""
+    """Returns a program's work divided by what may run in one iteration of the loop; inf: above 1 or unknown."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, (_ITERATION, _ITERATION)) else math.inf
 

@@ -86,7 +86,7 @@ class LaneSegments(ArenaMap):
         self._reasons[name] = reason
 
     def close_segment(self, segment: int) -> None:
-        """Closes a segment for new requests. It stays mapped while requests use it. An unknown number is ignored."""
+        """Closes a segment, so that no new request uses it. It stays mapped for earlier ones. Ignores an unknown number."""
         name = f"{_MARK}{segment}"
         self._reasons.pop(name, None)
         region = self._regions.pop(name, None)
@@ -111,7 +111,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Always raises InvalidArgument, because a client's lane has no arena of a front."""
+        """Raises InvalidArgument. Requests on a client's lane cannot have tensors in an arena."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

@@ -50,10 +50,10 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Opens a client's system region and adds it to the table. Returns the region, and how it is used.
+        """Opens a client's system region and adds it to the table. Returns the region and its use.
 
-        The use is "guarded" or "sealed" (mapped), or "snapshot" (only copied). ``fd``: a descriptor that another worker has
-        checked, or that is sealed; None: this worker opens the object by its key.
+        The use is "guarded" or "sealed" if the region is mapped, or "snapshot" if it is only copied. ``fd``: a sealed descriptor,
+        or one that another worker has checked; None: this worker opens the object by its key.
         Raises AlreadyExists: the name is taken.
         Raises InvalidArgument or Internal: the object is refused, or cannot be mapped. Raises Unavailable: the process has too
         many open files.
@@ -237,7 +237,7 @@ class RegionTable:
         self._call_waiters()
 
     def _call_waiters(self) -> None:
-        """Calls the functions whose regions are all closed."""
+        """Calls each waiting function whose awaited regions are all closed."""
         for entry in list(self._waiting):
             regions, done = entry
             if not any(region in self.leaving for region in regions):

@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers have the number of ``numbered`` in place of the part that they share."""
+        """Returns a copy of the plan, whose answers have the number of ``numbered`` instead of their prepared part."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
@@ -93,7 +93,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """The result of checking inputs for one load of a model version, by their names, datatypes and shapes."""
+    """What was found when inputs of a request were checked for one load of a model version."""
 
     #: The value that requests must have in common to run together.
     key: Hashable

@@ -180,7 +180,7 @@ def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersi
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the batching key of a request to the parameter set ``name``."""
+    """Adds the parameter set ``name`` to the batching key ``key``, unless batches may mix parameter sets."""
     assert version.sets is not None
     # The planner of sequences knows their sets, and a stack has room for all of a batch.
     mixes = version.sequences is not None or version.sets.stack is not None
@@ -443,7 +443,7 @@ def _contents(
 
 
 def _closed(prepared: PreparedRequest, record: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns the request with each variable dimension (-1) computed from the input's size."""
+    """Returns ``prepared`` with a number in place of each dimension of -1. The bytes in ``contents`` give the number."""
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
     tensors: list[PreparedTensor] = []
@@ -462,7 +462,7 @@ def _closed(prepared: PreparedRequest, record: RequestRecord, contents: list[Con
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Gives each ``LateTensor`` the dtype and shape of its input."""
+    """Gives each ``LateTensor`` in ``named`` the dtype and shape of the input with that name."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):

@@ -219,7 +219,7 @@ class InnerRequest(Request):
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
-        """Sets the function that gets responses, and the request on whose behalf this one is made. Returns this request."""
+        """Sets who gets the responses (``sink``) and for which request this one is made (``origin``). Returns itself."""
         self.sink: Sink = sink
         self.origin: Request | None = origin
         if self.timeline is not None and origin is not None and origin.timeline is not None:

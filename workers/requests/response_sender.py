@@ -157,11 +157,11 @@ class ResponseReceiver:
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Receives a sender's responses, in the order in which they are sent. Any thread may call it.
+        """Receives a response of a sender, in the order in which they are sent. Any thread may call it.
 
-        This base class drops responses and raises errors.
+        This base class drops it, or raises it if it is an error.
         Args:
-          result: the response; None: no response follows.
+          result: the response or error; None: only the end follows.
           final: whether no response follows.
           byte_size: how many bytes count as not taken by the client until ``sender.settle`` is called.
           wake: whether to wake the loop; False: something else is about to wake it.
@@ -320,7 +320,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one ``hold``. When all are undone, an unfinished request fails, unless the model will run on it again."""
+        """Undoes one ``hold``. When none is left, an unfinished request fails, unless the model is to run for it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
@@ -424,7 +424,7 @@ class ResponseSender:
         request.version.statistics.responded_more(self, len(records), now_ns)
 
     def ahead(self, byte_size: int) -> None:
-        """Counts more bytes that the loop has sent as not yet taken by the client."""
+        """Adds ``byte_size`` to the bytes that were sent and that the client has not taken yet."""
         self._posted += byte_size
 
     @property

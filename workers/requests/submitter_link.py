@@ -146,7 +146,7 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts an incomplete record's bytes. Raises InvalidArgument: the user's requests take more memory than allowed."""
+        """Counts the bytes of a record that has arrived in part. Raises InvalidArgument: the user's requests are too large."""
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 
@@ -182,7 +182,7 @@ class SubmitterLink(Generic[R]):
         self._count(byte_size)
 
     def forget(self, request_id: int) -> None:
-        """Ends the count of a client's request. Does nothing if the request is not counted."""
+        """Stops counting the bytes of a client's request. Does nothing if they are not counted."""
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
@@ -197,7 +197,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def answers_byte_size(self) -> int:
-        """How many bytes answers to this client take in the response arena, while they wait for room, and until they are sent."""
+        """How many bytes of the response arena answers to this client take, plus the bytes of those that wait for room."""
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:
@@ -208,7 +208,7 @@ class SubmitterLink(Generic[R]):
             self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
-        """Has the loop send what is queued on the lane in this iteration."""
+        """Makes the loop send, still in this iteration, what is queued on the lane."""
         if not self.unflushed:
             self.unflushed = True
             self._due.append(self)
@@ -268,14 +268,14 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """How many bytes of answers one lane may take although the user's lanes have reached their common limit.
+        """How many bytes of answers one lane may have while the user's lanes together have reached their limit.
 
         The number is (2 * limit - bytes of all lanes' answers) / number of lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers exceed their limit, and this submitter's answers exceed ``share``."""
+        """Raises Unavailable if the answers to the user exceed the limit, and those to ``submitter`` exceed ``share``."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(

@@ -145,7 +145,7 @@ class RequestTimeline:
         self._within.append(within)
 
     def told(self) -> Timeline:
-        """Returns the timeline as a record. The computation of a request that has run ends now."""
+        """Returns the timeline as a record. If the request has run, the record ends its computation at the present time."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()
@@ -170,7 +170,7 @@ def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -
 
 
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
-    """Returns the encoded fields that follow the timestamps in a ``Timeline`` without spans and without other requests.
+    """Returns the encoded fields behind the timestamps of a ``Timeline`` that has no spans and no other requests.
 
     ``parameters``: name and number of the pushed parameter set that the request ran with; None: it ran with none.
     """

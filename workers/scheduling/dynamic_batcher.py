@@ -40,7 +40,7 @@ class BatchRules:
 
 
 class Company(NamedTuple):
-    """Says when waiting requests run together: once they have ``full`` rows, or the oldest one has waited for ``delay_ns``."""
+    """When waiting requests run together: once they have ``full`` rows in all, or the oldest has waited ``delay_ns``."""
 
     #: How long the oldest request may wait.
     delay_ns: int

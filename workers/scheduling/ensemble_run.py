@@ -36,7 +36,7 @@ class StepStart(NamedTuple, Generic[T]):
 
 
 class EnsembleAnswer(NamedTuple, Generic[T]):
-    """An answer of an ensemble to the client: a dict from requested output to tensor."""
+    """An answer of an ensemble to the client. ``outputs``: requested output -> tensor."""
 
     outputs: dict[str, T]
 
@@ -106,17 +106,17 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many responses of the streaming step ``step`` are still needed by steps that come later."""
+        """Returns how many responses of the streaming step ``step`` the steps after it still need."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether later steps work on as many responses of a streaming step as they may at a time."""
+        """Returns whether later steps work on as many responses of ``step`` as the ensemble allows at a time."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
     def stuck(self) -> bool:
-        """True if an answer to the client is incomplete. If no step is running then, the request has failed."""
+        """True if an answer to the client is incomplete. If also no step is running, the request has failed."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.

@@ -82,7 +82,7 @@ class Planner(ABC, Generic[P]):
 
     @property
     def lives(self) -> bool:
-        """True while the dispatcher must continue to call ``decide`` although no request waits. The default is False."""
+        """True if the dispatcher must call ``decide`` even without waiting requests. The default is False."""
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:

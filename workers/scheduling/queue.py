@@ -32,7 +32,7 @@ from tensord.shm.errors import Replaced, Unavailable
 
 @dataclass(slots=True, eq=False, repr=False)
 class Waiting:
-    """The fields of a request that the scheduler reads. The subclass ``Request`` has other fields."""
+    """The fields of a request that the scheduler reads. The subclass ``Request`` adds the others."""
 
     #: Requests of equal keys may run together.
     key: Hashable
@@ -86,7 +86,7 @@ class Replacement(NamedTuple, Generic[W]):
 
     @property
     def error(self) -> Replaced:
-        """The error that answers the discarded request."""
+        """The error for the request that was replaced."""
         key, client_id = self.new.replace_key, self.new.client_id
         of_key = f" of key '{key}'" if key else ""
         with_id = f", request id '{client_id}'" if client_id else ""
@@ -426,7 +426,7 @@ class RequestQueue(Generic[W]):
         self._shares.leave(owner)
 
     def _forget_taken(self) -> None:
-        """Removes requests that no longer wait from the front of the heap of expiries."""
+        """Removes the first entries of the heap of expiries, up to one whose request still waits."""
         expiries = self.expiries
         while expiries and expiries[0][3].line < 0:
             heapq.heappop(expiries)
@@ -489,7 +489,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes a key from a line of the queue, and an empty line from the queue."""
+        """Removes ``key`` from a line of the queue. If the line is empty then, removes the line."""
         del line[key]
         if not line and number:
             del self._lines[number]
@@ -560,7 +560,7 @@ def _sequence(request: Waiting) -> int:
 
 
 class ParkedRequests(Generic[W]):
-    """Requests of equal shapes that wait for a compiled program, in order. Of equal replace keys only the newest waits."""
+    """Requests of equal shapes that wait for a compiled program, in order. A new one replaces any with its replace key."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules

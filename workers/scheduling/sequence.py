@@ -31,7 +31,7 @@ Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """Room for one sequence on an instance. The lowest free number of all instances is given out first."""
+    """Room for one sequence on an instance. Of all instances' free slots, the one with the lowest number is used first."""
 
     number: int
     instance: int

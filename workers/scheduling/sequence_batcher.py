@@ -219,7 +219,7 @@ class SequenceBatcher(Planner[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Lets batches take the sequence's first waiting request if it may run now."""
+        """Makes the first waiting request of ``live`` available to batches, if there is one that may run now."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -228,10 +228,9 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Takes requests that may run now, without queueing them. Returns their sequences, in the order of ``asked``.
+        """Takes the requests of ``asked`` that may run now, up to the first that may not. They are not queued.
 
-        Takes only the first requests of ``asked``, up to one that may not run. After the run the caller calls
-        ``table.have_run``.
+        Returns their sequences, in the same order. After the run the caller calls ``table.have_run``.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
@@ -292,7 +291,7 @@ class SequenceBatcher(Planner[S]):
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
         """Ends the sequences of an instance that have begun, because their state is lost.
 
-        Returns their waiting requests, each with its error. If a sequence has no request, its next request gets the error.
+        Returns the waiting requests of these sequences, each with an error. If a sequence has none, its next request fails.
         """
         answers: list[tuple[S, ServingError]] = []
         for live in self.table.begun(instance):

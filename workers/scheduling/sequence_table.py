@@ -171,7 +171,7 @@ class SequenceTable(Generic[S]):
         return len(self._backlog)
 
     def with_slot(self, now_ns: int) -> int:
-        """Returns how many sequences have a slot. Sequences whose idle time is over do not count."""
+        """Returns how many sequences have a slot. Those that have been idle for too long at ``now_ns`` do not count."""
         silent = 0
         for since_ns in self._idle.values():
             if since_ns + self._rules.idle_ns > now_ns:
@@ -313,9 +313,9 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """Marks a request as run. Returns the sequence that can run next because of that; None: no sequence can.
+        """Marks a request as run. Returns a sequence that can run because of that; None: there is none.
 
-        The returned sequence is the request's own, or the first sequence that waited for a slot.
+        The result is the request's own sequence if more of its requests wait. If it has ended, another sequence gets its slot.
         """
         live = request.live
         live.running = False
@@ -441,7 +441,7 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns the earliest time in ns at which any sequence's idle time may be over."""
+        """Returns the time in ns at which the first of the sequences will have been idle for too long."""
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking

@@ -72,7 +72,7 @@ class Buckets:
         )
 
     def fitting(self, requests: Sequence[RequestTensors]) -> int:
-        """Returns how many of the requests, from the first on, fit into one batch of a model with ragged inputs; at least 1."""
+        """Returns how many requests, counted from the first, fit into one batch with ragged inputs. The least is 1."""
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
             units = 0
@@ -179,7 +179,7 @@ def _ragged_axis(spec: TensorSpec) -> str | None:
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns a key, unlike any axis, for the size of a ragged input's largest request."""
+    """Returns the name, which no axis has, for the size of the largest request in the ragged input ``spec``."""
     return f"most of {spec.name}"
 
 

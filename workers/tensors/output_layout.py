@@ -47,7 +47,7 @@ class BatchOutputs(NamedTuple):
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
     """Returns the layout of outputs that each have a buffer of their own.
 
-    ``slots``: whether the first dimension of each array counts rows; False: each array is one row.
+    ``slots``: whether the arrays have a first dimension of rows; False: each array is a single row.
     """
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):

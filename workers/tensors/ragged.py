@@ -48,7 +48,7 @@ def elements(request: RequestTensors, name: str) -> int:
 
 
 def unit(spec: TensorSpec) -> int:
-    """Returns how many elements of a ragged input are never divided: the product of its fixed dims."""
+    """Returns how many elements of a ragged input belong together: the product of its fixed dims."""
     return math.prod(dim for dim in spec.model_dims if dim != -1)
 
 
@@ -112,7 +112,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -> list[Array]:
-    """Divides a batch's output among its requests. Each part has the shape of that request's ragged input ``source``."""
+    """Divides a batch's output among its requests. Each part is shaped like that request's ragged input ``source``."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0

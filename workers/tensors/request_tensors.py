@@ -74,7 +74,7 @@ class RequestTensors(Sequenced):
 
     @property
     def stays(self) -> bool:
-        """True if outputs may be wanted on the GPU: by another model, or in a client's memory there."""
+        """True if outputs may be needed on the GPU, because another model or a client's GPU memory gets them."""
         return False
 
 

@@ -199,7 +199,7 @@ def meant_datatype(name: str) -> str | None:
 
 
 def _meant(text: str) -> str:
-    """Returns what to write instead of a malformed declaration; "": unknown."""
+    """Returns what to add to the error about a malformed declaration: a guess at what was meant, or ""."""
     found = _NEARLY.fullmatch(text.replace(" ", ""))
     if found is None or (datatype := meant_datatype(found[1])) is None:
         return "; tensors have no floats of 8 bits, but of 16: FP16, BF16" if re.match("(?i)(FP?|FLOAT)8", text) else ""

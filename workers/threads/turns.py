@@ -23,7 +23,7 @@ class Turns:
     def __init__(self, long_seconds: float) -> None:
         """Begins with no thread at work.
 
-        ``long_seconds``: after so many seconds in one step of a thread's work the next thread may begin, too; 0: never.
+        ``long_seconds``: if a step of a thread's work takes longer than that, the next thread may begin beside it; 0: never.
         """
         self._long = long_seconds
         self._changed = threading.Condition()
@@ -64,7 +64,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns in how many seconds another thread may begin; None: only after one has ended."""
+        """Returns in how many seconds another thread may begin; None: not before one that works now has ended."""
         if not self._under_way:
             return 0.0
         if not self._long or len(self._under_way) > _BESIDE:
