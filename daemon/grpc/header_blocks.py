@@ -71,7 +71,7 @@ class HeaderBlocks:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
             raise _violation(error) from error
-        head = _known(common) if len(common) <= _MAX_KNOWN else _understood(common)
+        head = _known(common) if len(common) <= _MAX_KNOWN else _call_head(common)
         return _with_own(head, own) if own else head
 
     def trailers(self, block: bytes) -> None:
@@ -93,7 +93,7 @@ def _violation(error: ValueError | OverflowError) -> Violation:
     return Violation(COMPRESSION_ERROR, "the header block cannot be decoded")
 
 
-def _understood(common: bytes) -> CallHead:
+def _call_head(common: bytes) -> CallHead:
     """Makes the head of a call from the packed header fields ``common``, which other calls have too."""
     raw = fields(common)
     check_common(raw)
@@ -111,7 +111,7 @@ def _understood(common: bytes) -> CallHead:
 
 
 #: Calls of all clients are of few kinds, which differ in what is their own.
-_known = functools.lru_cache(256)(_understood)
+_known = functools.lru_cache(256)(_call_head)
 
 
 def _with_own(head: CallHead, own: Fields) -> CallHead:

@@ -163,11 +163,11 @@ class Operations:
         index = await self._models.index(ready=False, detailed=True)
         workers = {worker.incarnation: worker.name for worker in self._workers}
         asked = self._workers.ready()
-        found = await asyncio.gather(*(self._slow(worker, name) for worker in asked))
+        found = await asyncio.gather(*(self._slow_counts(worker, name) for worker in asked))
         slow = {worker.name: why for worker, why in zip(asked, found, strict=True)}
         return listings.of_model(self._models, name, index, workers, slow)
 
-    async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
+    async def _slow_counts(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
         """Returns version -> reason -> how many requests a worker answered in Python for this reason."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)

@@ -182,7 +182,7 @@ class Parameters:
             if not self.sets.drop(key, wanted.set):
                 raise NotFound(f"model '{key[0]}' version {key[1]} has no parameter set '{wanted.set}'")
             dropped = DropParameters(*key, wanted.set)
-            await asyncio.gather(*(self._obeyed(worker, dropped) for worker in self._serving(key)))
+            await asyncio.gather(*(self._carry_out(worker, dropped) for worker in self._serving(key)))
         self.outcomes[key[0], "dropped"] += 1
         return b""
 
@@ -394,21 +394,21 @@ class Parameters:
         except BaseException:
             abort = AbortParameters(stage.push)
             for worker in self._serving(key):
-                self._supervisor.spawn(self._obeyed(worker, abort))
+                self._supervisor.spawn(self._carry_out(worker, abort))
             raise
         # Every worker has the values now, without using them. A worker that starts after ``put`` gets them as well, so that
         # the exchange holds from here on, whoever dies.
         put()
         commit = CommitParameters(stage.push, move_sequences)
-        await asyncio.gather(*(self._obeyed(worker, commit) for worker in workers))
+        await asyncio.gather(*(self._carry_out(worker, commit) for worker in workers))
 
     @staticmethod
     async def _call(worker: WorkerProcess, operation: Operation, memory: int = -1) -> None:
         _, fds = await worker.call(operation, *([memory] if memory >= 0 else []))
         descriptors.close(fds)
 
-    async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Returns whether a worker carried out ``operation``. Kills a worker that did not."""
+    async def _carry_out(self, worker: WorkerProcess, operation: Operation) -> bool:
+        """Makes a worker do ``operation``. Returns whether it did. Kills a worker that did not."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -554,11 +554,11 @@ class Parameters:
         failed = next(filter(None, await asyncio.gather(*(restore(*each) for each in wanted))), "")
         if wanted and not self.sets.of(key):
             # The version is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
-            self._supervisor.spawn(self._obeyed(worker, AbortParameters(push)))
+            self._supervisor.spawn(self._carry_out(worker, AbortParameters(push)))
         elif failed:
             return failed
         elif wanted:
-            if not await self._obeyed(worker, CommitParameters(push)):
+            if not await self._carry_out(worker, CommitParameters(push)):
                 raise _NoWorker
             _log.info(
                 "%s has what was pushed into model '%s' version %d: %s",
@@ -567,7 +567,7 @@ class Parameters:
                 ", ".join(f"'{name}' number {content.number}" for name, content in wanted[:_NAMED])
                 + (f" and {len(wanted) - _NAMED} more" if len(wanted) > _NAMED else ""),
             )
-        if (worker.incarnation, key) in self._held and not await self._obeyed(worker, ServeLoaded(*key)):
+        if (worker.incarnation, key) in self._held and not await self._carry_out(worker, ServeLoaded(*key)):
             raise _NoWorker
         return ""
 

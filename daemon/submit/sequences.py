@@ -130,7 +130,7 @@ class SequenceRouting:
         for key, run in runs.items():
             if self._starts.get(key) in run:
                 del self._starts[key]
-            kept = _unharmed(run, states.get(key))
+            kept = _runnable_elsewhere(run, states.get(key))
             if len(kept) < len(run):
                 gone.update(run[: len(run) - len(kept)])
             if not kept:
@@ -181,7 +181,7 @@ class SequenceRouting:
         return f"<SequenceRouting {len(self._starts)} STARTs, {len(self._lost)} lost>"
 
 
-def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
+def _runnable_elsewhere(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
     """Returns the last ones of ``run``, a dead worker's requests of one sequence, that another worker may run."""
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []

@@ -27,7 +27,7 @@ RESIDENT, ON_DEMAND = "resident", "on_demand"
 _MOST = 1 << 16
 
 
-def _given(config: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
+def _declared(config: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
     """Returns the value of the declaration ``name``, the words for it in errors, and whether config.pbtxt has it."""
     if name in config.parameters:
         return config.parameters[name].string_value, f"parameter '{name}'", True
@@ -36,7 +36,7 @@ def _given(config: ModelConfig, module: ModuleType, name: str, default: Any = No
 
 def device_count(config: ModelConfig, module: ModuleType) -> int:
     """Returns the declared number of devices; 0: no number is declared. Raises InvalidArgument: it is no integer above 0."""
-    given, where, is_text = _given(config, module, "devices")
+    given, where, is_text = _declared(config, module, "devices")
     if is_text and given.isdecimal():
         given = int(given)
     if given is None:
@@ -98,7 +98,7 @@ def is_on_demand(config: ModelConfig, module: ModuleType) -> bool:
 
     Raises InvalidArgument: ``memory_policy`` is unknown. Raises Unsupported: the model has no parameters on the device.
     """
-    given, where, _ = _given(config, module, "memory_policy", RESIDENT)
+    given, where, _ = _declared(config, module, "memory_policy", RESIDENT)
     if given not in (RESIDENT, ON_DEMAND):
         raise InvalidArgument(f"model '{config.name}': {where} is {given!r}, '{RESIDENT}' or '{ON_DEMAND}' is expected")
     if given == ON_DEMAND and (config.backend != "jax" or getattr(module, "host", False)):
@@ -115,7 +115,7 @@ def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | No
     Raises InvalidArgument: a declaration is malformed. Raises Unsupported: a model of this kind cannot mix sets in a batch.
     """
     model, names = config.name, _names(config, module)
-    resident, where, is_text = _given(config, module, "resident_sets")
+    resident, where, is_text = _declared(config, module, "resident_sets")
     if is_text and resident.isascii() and resident.isdigit() and len(resident) < 11:
         resident = int(resident)
     if resident is not None and type(resident) is not int:
@@ -141,7 +141,7 @@ def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | No
 
 def _names(config: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
     """Returns the names of parameters that differ between the sets in a batch. (): all may; None: a batch has one set."""
-    given, where, is_text = _given(config, module, "batch_sets", False)
+    given, where, is_text = _declared(config, module, "batch_sets", False)
     if is_text:
         given = {"true": True, "false": False}.get(given.lower(), tuple(name.strip() for name in given.split(",")))
     if given is True:

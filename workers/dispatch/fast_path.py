@@ -330,7 +330,7 @@ class FastPath(Poller):
                 plan.numbered.number,
                 functools.partial(check_intact, tuple(regions.values())) if regions else None,
                 None if ensemble is not None else _timeline_end(version),
-                None if ensemble is not None else _sets_of(request),
+                None if ensemble is not None else _usable_sets(request),
             )
         except ValueError:
             # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
@@ -375,7 +375,7 @@ class FastPath(Poller):
                 run.numbered.number,
                 run,
                 _timeline_end(version),
-                _sets_of(request),
+                _usable_sets(request),
             )
         except ValueError:
             return SlowReason.UNFIT
@@ -459,7 +459,7 @@ def _timeline_end(version: ModelVersion) -> bytes | None:
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 
 
-def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
+def _usable_sets(request: Request) -> dict[str, ParameterSet] | None:
     """Returns the parameter sets, by name, that later requests of the same kind may use; None: only ``main``."""
     version = request.version
     # The planner of sequences knows their sets, and answers that name their set are prepared for main alone.

@@ -282,13 +282,13 @@ class Stepping:
         """Splits a step into parts, each for one parameter set. Returns each part with its set; None: ``main``."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
-            groups.setdefault(_held(holder.request), []).append(holder)
+            groups.setdefault(_own_set(holder.request), []).append(holder)
         if len(groups) > 1:
             return list(zip(step.parts(list(groups.values())), groups, strict=True))
         (chosen,) = groups
         if chosen is None:
             # Paused requests may still go on with another parameter set.
-            self._version.steps_hold = any(_held(request) is not None for request in self._batcher.with_slots())
+            self._version.steps_hold = any(_own_set(request) is not None for request in self._batcher.with_slots())
         return [(step, chosen)]
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
@@ -426,6 +426,6 @@ class Stepping:
         return f"<Stepping of {self._version.name!r}: {len(self.given)} on their way>"
 
 
-def _held(request: Request) -> ParameterSet | None:
+def _own_set(request: Request) -> ParameterSet | None:
     """Returns the parameter set that a request uses in all its steps; None: ``main``."""
     return request.chosen if isinstance(request.chosen, ParameterSet) else None

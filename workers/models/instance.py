@@ -157,9 +157,9 @@ class Instance:
         self.closing = True
         self._jobs.put(_Closing(closed))
         if self._failure is not None:
-            self._say_closed()
+            self._drop_jobs()
 
-    def _say_closed(self) -> None:
+    def _drop_jobs(self) -> None:
         """Drops the batches of an instance whose start failed. Whoever waits for its end is told."""
         with contextlib.suppress(queue.Empty):
             while True:
@@ -185,7 +185,7 @@ class Instance:
                 self._warm(model)
         except BaseException as error:  # a model may call sys.exit() as well
             self._failure = error
-            self._say_closed()
+            self._drop_jobs()
             return None
         finally:
             self._started.set()

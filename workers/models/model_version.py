@@ -330,7 +330,7 @@ class ModelVersion:
             self._open_instances = len(self.ended_instances)
             for instance in self.ended_instances:
                 instance.close(self._instance_closed)
-        if self.state is VersionState.CLOSED and not self._open_instances and not self._gone and self._lets_go():
+        if self.state is VersionState.CLOSED and not self._open_instances and not self._gone and self._end_processes():
             self._gone = True
             self._closed()
         return self._gone
@@ -338,8 +338,8 @@ class ModelVersion:
     def _instance_closed(self) -> None:
         self._open_instances -= 1
 
-    def _lets_go(self) -> bool:
-        """Ends processes that the model's code has left. Returns False as long as one is left."""
+    def _end_processes(self) -> bool:
+        """Ends processes that the model's code has left. Returns whether none is left."""
         # If another load uses the code, the processes stay.
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:

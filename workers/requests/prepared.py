@@ -101,7 +101,7 @@ def validate(
         else:
             contents = _contents(prepared, own, submitter, regions, leased)
         if checked is None:
-            prepared = _closed(prepared, own, contents)
+            prepared = _with_known_shape(prepared, own, contents)
         if outputs is None:
             outputs = _outputs(prepared, own, signature, regions, leased) if prepared.outputs else {}
         if checked is None:
@@ -442,8 +442,8 @@ def _contents(
     return contents
 
 
-def _closed(prepared: PreparedRequest, record: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns ``prepared`` with a number in place of each dimension of -1. The bytes in ``contents`` give the number."""
+def _with_known_shape(prepared: PreparedRequest, record: RequestRecord, contents: list[Content]) -> PreparedRequest:
+    """Returns ``prepared`` with a number in place of each dimension of -1. The sizes of ``contents`` give the number."""
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
     tensors: list[PreparedTensor] = []

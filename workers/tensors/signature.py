@@ -198,7 +198,7 @@ def meant_datatype(name: str) -> str | None:
         return _ELSEWHERE.get(name.upper())
 
 
-def _meant(text: str) -> str:
+def _guess(text: str) -> str:
     """Returns what to add to the error about a malformed declaration: a guess at what was meant, or ""."""
     found = _NEARLY.fullmatch(text.replace(" ", ""))
     if found is None or (datatype := meant_datatype(found[1])) is None:
@@ -215,7 +215,7 @@ def parse_declaration(what: str, text: object) -> Declared:
     """
     match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
-        meant = _meant(text) if isinstance(text, str) else ""
+        meant = _guess(text) if isinstance(text, str) else ""
         raise InvalidArgument(
             f"{what}: declared as {text!r}; expected a datatype with dims, such as 'FP32[8, n]'{meant}"
         )
