@@ -276,6 +276,7 @@ class Clients:
             or (code == "UNAVAILABLE" and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask))
             or (code == "UNAVAILABLE" and "cannot be served now" in message and deaths >= 2)
             or (code == "INTERNAL" and "was given up" in message and deaths - ask.deaths >= 2)
+            or (code == "UNAVAILABLE" and "is draining" in message and self.history.drained)
             or self.refused
         )
         if ask.step is not None:

@@ -24,6 +24,8 @@ KINDS = {
     "go on": 4,
     "slow": 3,
     "jump": 0.5,
+    "drain": 0.3,
+    "end drain": 0.8,
 }
 
 

@@ -52,6 +52,8 @@ class History:
         self.deaths: list[int] = []
         #: When somebody has last been stopped, or time has jumped.
         self.trouble_ns = 0
+        #: A drain has begun at some time, and fronts may refuse requests until they are told of its end.
+        self.drained = False
 
     def pending(self) -> list[Change]:
         """Returns the changes whose client still waits for an answer."""

@@ -1,7 +1,7 @@
 """Clients that send steps of sequences, and what each step may be answered.
 
 A step may be sent while others of its sequence are in flight, through the same front then. Where one fails, what was lost is
-begun anew; now and then its client asks once more before, and must be refused.
+begun anew; now and then its client asks once more before.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Run:
     push: int = -1
     #: It need not be there any more.
     broken: bool = False
-    #: A client was told that it is lost.
+    #: A client was told that it is lost. A front that did not run while the sequence was begun anew elsewhere says so as well,
+    #: of steps that it sent to the dead worker: the sequence lives, and only what was answered counts as a step of it.
     lost: bool = False
     #: The next step is a START.
     over: bool = False
@@ -164,8 +165,6 @@ class Sequences:
         """Returns what is wrong with an answer that is not an error; "": nothing."""
         _, first, steps, files, push = values
         run = step.run
-        if run.lost:
-            return "its sequence was said to be lost"
         if first != run.start:
             return f"it has the state of START {first} in place of START {run.start}"
         run.answered, run.answered_ns = run.answered + 1, now_ns

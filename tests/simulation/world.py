@@ -23,8 +23,9 @@ from tensord.config.options import (
     Requests,
     Workers,
 )
+from tensord.daemon.operator.drain import DrainPhase
 from tensord.daemon.processes.shutdown import DaemonPhase
-from tensord.shm.errors import ServingError
+from tensord.shm.errors import ServingError, Unavailable
 from tests.simulation import sequences
 from tests.simulation.clients import PATIENCE_NS, WORKER_WAIT, Clients
 from tests.simulation.events import Event
@@ -93,6 +94,8 @@ class World:
         self.daemon.on_open = self._opened
         self.daemon.is_deadly = self.clients.is_deadly
         self._began = False
+        #: The drains whose end an operator awaits.
+        self._drains = 0
 
     # ------------------------------------------------------------------------------------------------------------- the run
 
@@ -168,23 +171,28 @@ class World:
         """Returns whether no client waits for anything; has those end their sequences that have some."""
         fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
         ended = fronts and self.clients.step(fronts)
-        return not (ended or self.clients.open or self.history.pending())
+        return not (ended or self._drains or self.clients.open or self.history.pending())
 
     def _settle(self) -> None:
         """Lets everything come to rest, and checks that nothing is left."""
         scheduler, clients, pending = self.scheduler, self.clients, self.history.pending
         for process in scheduler.processes:
             process.stopped, process.weight, process.sends_left, process.dies_in_run = False, 1.0, -1, False
+        self._at_supervisor(self._end_drain)
         scheduler.wake()
         clients.release()
         self._until(self._is_quiet, "every request and every change has its end")
         if scheduler.fault:
             scheduler.tell(f"open: {', '.join(map(str, (*clients.open.values(), *pending())))}")
             return
-        for _ in range(3):
-            clients.release()
-            rests = scheduler.clock.now_ns + SECOND
-            self._until(functools.partial(self._is_later, rests), "time passes")
+        self._rest()
+        # Whoever asks now is answered.
+        self.history.drained = False
+        for front in self.daemon.children(FrontProcess):
+            for model in PLAIN if front.serves else ():
+                clients.ask(front, model, 1)
+        self._until(self._is_quiet, "every request has its end after everything has come to rest")
+        self._rest()
         for front in self.daemon.children(FrontProcess):
             if front.front is None or not front.serves:
                 continue
@@ -199,6 +207,12 @@ class World:
                 requests, leases = len(submitter.in_flight), submitter.lane.arena.statistics()["leases"]
                 if requests or leases:
                     scheduler.defect(f"{worker} has something left: {requests} requests, {leases} leases")
+
+    def _rest(self) -> None:
+        for _ in range(3):
+            self.clients.release()
+            rests = self.scheduler.clock.now_ns + SECOND
+            self._until(functools.partial(self._is_later, rests), "time passes")
 
     def _stop(self) -> None:
         """Stops the daemon in order: every process ends by itself."""
@@ -269,6 +283,10 @@ class World:
                 self._kill(chance.choice(fronts))
             case "kill front sending" if fronts:
                 chance.choice(fronts).dies_sending(chance)
+            case "drain":
+                self._at_supervisor(functools.partial(self._drain, chance.choice((0.0, 0.3, 3.0))))
+            case "end drain":
+                self._at_supervisor(self._end_drain)
             case "stop" if running := [each for each in scheduler.processes if each.alive and not each.stopped]:
                 process = chance.choice(running)
                 process.stopped = True
@@ -289,6 +307,40 @@ class World:
                 self._troubled()
         if chance.random() < 0.3:
             clients.release()
+
+    def _at_supervisor(self, call: Callable[[], object]) -> None:
+        """Has the supervisor's loop call a function, as for an operator."""
+        self.daemon.supervisor.loop.call_soon(call)
+        self.daemon.supervisor.idle = False
+
+    def _drain(self, seconds: float) -> None:
+        drain = self.daemon.supervisor.supervisor.drain
+        if drain.phase is not DrainPhase.NONE or self.clients.refused:
+            return
+        self.scheduler.tell(f"an operator begins a drain of {seconds} s")
+        self.history.drained = True
+        drain.begin(seconds)
+        self._drains += 1
+        self.daemon.supervisor.loop.create_task(self._drained())
+
+    async def _drained(self) -> None:
+        """Waits for the end of a drain, and checks that nothing is in flight if it says so."""
+        try:
+            await self.daemon.supervisor.supervisor.drain.finished()
+        except Unavailable as error:
+            self.scheduler.tell(f"the drain has not ended: {error.message}")
+        else:
+            self.scheduler.tell("the drain has ended")
+            for front in self.daemon.children(FrontProcess):
+                if front.serves and (count := front.front.submitter.in_flight()):
+                    self.scheduler.defect(f"{count} requests are in flight at {front} after a drain")
+        self._drains -= 1
+
+    def _end_drain(self) -> None:
+        drain = self.daemon.supervisor.supervisor.drain
+        if drain.phase is not DrainPhase.NONE:
+            self.scheduler.tell("an operator ends the drain")
+            drain.end()
 
     def _troubled(self) -> None:
         self.history.trouble_ns = self.scheduler.clock.now_ns
