@@ -329,14 +329,16 @@ class Clients:
         self._ask_next(change)
 
     def _ask_next(self, change: Change) -> None:
-        """Has the client of a change ask the model at once, through any front."""
+        """Has the client of a change ask the model at once, through every front."""
         fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
-        if fronts and not self.refused:
-            self.scheduler.clock.now_ns += 1
-            if change.model == sequences.MODEL:
-                self.step(fronts, self.scheduler.chance)
-            else:
-                self.ask(self.scheduler.chance.choice(fronts), change.model, 1)
+        if self.refused or not fronts:
+            return
+        self.scheduler.clock.now_ns += 1
+        if change.model == sequences.MODEL:
+            self.step(fronts, self.scheduler.chance)
+            return
+        for front in fronts:
+            self.ask(front, change.model, 1)
 
 
 def _safetensors(number: int) -> bytes:

@@ -20,6 +20,7 @@ class Change:
     front: Any
     #: None: its client never got an answer. "": it was done.
     error: str | None = None
+    #: 0: it may go on.
     ended_ns: int = 0
     #: The workers that had died before.
     deaths: int = 0
@@ -35,7 +36,7 @@ class Change:
 
     def may_last(self, since_ns: int) -> bool:
         """Returns whether it may have been under way at some time since then."""
-        return self.error is None or self.ended_ns >= since_ns
+        return not self.ended_ns or self.ended_ns >= since_ns
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number} of '{self.model}'"
@@ -60,6 +61,12 @@ class History:
         return [
             change for each in self.changes.values() for change in each if change.error is None and change.front.alive
         ]
+
+    def conclude(self, now_ns: int) -> None:
+        """Notes that the supervisor does nothing any more for clients whose front has died."""
+        for change in (change for each in self.changes.values() for change in each):
+            if change.error is None and not change.front.alive:
+                change.ended_ns = change.ended_ns or now_ns
 
     def least_files(self, model: str, moment_ns: int) -> int:
         """Returns the oldest files of a model whose answer somebody may get who asks at that moment."""

@@ -78,6 +78,7 @@ class ChildProcess(Process):
         self.world = world
         self.control = control
         self.dead_fd = eventfd()
+        self.pid = 0
         self.status = 0
         self.ended_ns = 0
 
@@ -338,6 +339,14 @@ class SupervisorProcess(Process):
     def due_ns(self) -> int | None:
         return self.loop.due_ns()
 
+    @property
+    def answers(self) -> bool:
+        """True while it carries out a front's operation, or has yet to read all that a dead front said."""
+        known = {front.pid for front in self.supervisor.fronts if front.alive}
+        living = {front.pid for front in self.scheduler.processes if isinstance(front, FrontProcess) and front.alive}
+        tasks = (str(task.get_coro()) for task in asyncio.all_tasks(self.loop))
+        return known != living or any("Supervisor._answer" in task for task in tasks)
+
     def sockets(self) -> list[socket.socket]:
         return []
 
@@ -385,7 +394,7 @@ class Daemon:
         ours, theirs = pair()
         self._started += 1
         process = make(theirs)
-        pid = _FIRST_PID + self._started
+        pid = process.pid = _FIRST_PID + self._started
         self._children[pid] = process
         self.scheduler.processes.append(process)
         self.scheduler.tell(f"{process} is started")
