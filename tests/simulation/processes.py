@@ -453,11 +453,16 @@ class Daemon:
         def flush(channel: Channel) -> bool:
             if scheduler.current is None or not channel.waiting:
                 return original_flush(channel)
+            if scheduler.is_full():
+                return False
             return bool(scheduler.current.sends(lambda: original_flush(channel)))
 
         def send_alone(channel: Channel, record: Any) -> bool:
             if scheduler.current is None:
                 return original_alone(channel, record)
+            if scheduler.is_full():
+                channel.put(record)
+                return False
             return bool(scheduler.current.sends(lambda: original_alone(channel, record)))
 
         original_imports = ModelImports.of_version

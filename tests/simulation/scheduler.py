@@ -268,6 +268,8 @@ class Scheduler:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.uneven = self.chance.random() < 0.7
+        #: How often a socket is full when somebody sends: until he looks once more.
+        self.full = self.chance.choice((0.0, 0.0, 0.02, 0.3))
         self.clock = Clock()
         self.processes: list[Process] = []
         #: The process that has its turn.
@@ -293,6 +295,9 @@ class Scheduler:
         """Notes that something is wrong; the first counts."""
         self.tell(f"FAULT: {what}")
         self.fault = self.fault or what
+
+    def is_full(self) -> bool:
+        return self.full > 0 and self.chance.random() < self.full
 
     def wake(self) -> None:
         for process in self.processes:
