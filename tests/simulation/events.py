@@ -47,7 +47,7 @@ def plan(seed: int) -> Iterator[Event]:
     # Some runs are calm, and some have one kind of trouble only.
     kinds = {kind: weight * chance.choice((0, 0.3, 1, 1, 3)) for kind, weight in KINDS.items()}
     kinds["ask"], kinds["load"] = max(kinds["ask"], 10), max(kinds["load"], 0.5)
-    if chance.random() < 0.5:
+    if chance.random() < 0.3:
         kinds["unload"] = 0
     mean = chance.choice((3, 10, 30))
     while True:

@@ -94,6 +94,8 @@ class World:
         self.daemon.on_open = self._opened
         self.daemon.is_deadly = self.clients.is_deadly
         self._began = False
+        #: A model is changed by one client at a time: then it is known exactly what is in force.
+        self._one_by_one = self.scheduler.chance.random() < 0.5
         #: The drains whose end an operator awaits.
         self._drains = 0
 
@@ -273,6 +275,8 @@ class World:
                 clients.cancel(chance.choice(list(clients.open.values())))
             case "load" | "unload" | "push" if fronts:
                 front, model = chance.choice(fronts), chance.choice(MODELS)
+                if self._one_by_one and any(change.model == model for change in self.history.pending()):
+                    return
                 number = self._write(model) if event.kind == "load" else len(self.history.changes[model])
                 clients.change(event.kind, front, model, number)
             case "kill worker" if workers:
