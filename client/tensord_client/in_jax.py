@@ -143,7 +143,8 @@ class _ServedModel:
         """Sends requests with the inputs ``given``, and returns the outputs ``wanted``."""
         model, names, lead = self.model, [output.name for output in wanted], self.rows(outer)
         known = {tensor.name: tensor for tensor in model.inputs}
-        inputs = {name: _in_datatype(known.get(name), np.asarray(array)) for name, array in given.items()}
+        full = {name: np.broadcast_to(array, (*outer, *array.shape[len(outer) :])) for name, array in given.items()}
+        inputs = {name: _in_datatype(known.get(name), array) for name, array in full.items()}
         size = model.max_batch_size
         if lead == bool(size):
             found: Mapping[str, Array] = model(inputs, outputs=names)
@@ -179,7 +180,7 @@ def _primitive() -> Any:
     names   the names of the first arguments, which are inputs of the model
     linear  the names of all other arguments, in which the outputs are linear
     wanted  the outputs
-    outer   the sizes of the axes that ``vmap`` added. They are the first axes of every array.
+    outer   the sizes of the axes that ``vmap`` added. They are the first axes of every array, with size 1 if it is not mapped.
     """
     import jax as library
     from jax.extend.core import Primitive
@@ -204,10 +205,8 @@ def _primitive() -> Any:
 
     def batched(arrays: Any, axes: Any, *, outer: Any, **others: Any) -> Any:
         size = next(array.shape[axis] for array, axis in zip(arrays, axes) if axis is not None)
-        moved = [
-            lax.broadcast_to(array, (size, *array.shape)) if axis is None else lax.moveaxis(array, axis, 0)
-            for array, axis in zip(arrays, axes)
-        ]
+        # The host repeats what is not mapped: a program with copies would hand parts of itself to other threads.
+        moved = [array[None] if axis is None else lax.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes)]
         made = served.bind(*moved, outer=(size, *outer), **others)
         return made, [0] * len(made)
 
@@ -266,6 +265,9 @@ def _primitive() -> Any:
         changed = tuple(theirs + output.name[len(ours) :] for output in wanted)
         own = {"names": names, "linear": changed, "wanted": tuple(back.values()), "outer": outer}
         made = dict(zip(back, served.bind(*fixed, *given, asked=opposite, **own)))
+        for name, each in zip(linear, moving):
+            if name in made and (repeated := tuple(at for at in range(len(outer)) if each.aval.shape[at] < outer[at])):
+                made[name] = lax.sum(made[name], repeated, keepdims=True)
         return [None] * len(fixed) + [made.get(name) for name in linear]
 
     served.def_impl(run)

@@ -166,7 +166,12 @@ def transformed(function: Any) -> dict[str, Any]:
     def rolled(x: Any) -> Any:
         return jax.lax.scan(lambda c, _: (c + 0.1 * jnp.sum(function(c)), loss(c)), x, None, 3)[1].sum()
 
+    def moved(x: Any) -> Any:
+        points = jnp.stack([jnp.ones_like(x), jnp.full_like(x, 0.3)])
+        return jnp.sum(jax.vmap(lambda point: jax.jvp(function, (point,), (x,))[1])(points) ** 2)
+
     return {
+        "grad by a tangent that vmap does not map": jax.grad(moved),
         "grad": jax.grad(loss),
         "value_and_grad": jax.value_and_grad(loss),
         "jvp": lambda x: jax.jvp(function, (x,), (2 * x,)),
@@ -203,6 +208,13 @@ def test_programs_of_jax(model: Any) -> None:
         right = jax.jit(wanted[name])(X)
         close(program(X), right)
         close(jax.jit(program)(X), right)
+    many = np.stack([N, 2 * N, 3 * N])
+
+    def total(function: Any, x: Any) -> Any:
+        return jnp.sum(jax.vmap(lambda n: function(x, n))(many) ** 2)
+
+    got = jax.jit(jax.grad(lambda x: total(lambda x, n: call({"state": {"x": x, "n": n}})["y"], x)))(X)
+    close(got, jax.grad(lambda x: total(lambda x, n: jnp.tanh(x @ W) * n, x))(X))
 
 
 def test_programs_of_jax_and_a_model_without_a_batch(model: Any) -> None:
