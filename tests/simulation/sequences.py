@@ -193,7 +193,7 @@ class Sequences:
         found = next(
             (each for each in self._history.changes[MODEL] if each.kind == "push" and each.number == push), None
         )
-        since_ns = max(run.begun_ns, 0 if found is None or found.error is None else found.ended_ns)
+        since_ns = max(run.begun_ns, 0 if found is None else found.ended_ns or found.begun_ns)
         missed = next((each for each in moving if each.begun_ns > since_ns and each.ended_before(begun_ns)), None)
         return "" if missed is None else f"{missed} had moved it before it was asked"
 
