@@ -58,10 +58,6 @@ class Run:
     #: The number of the ask that began it.
     start: int
     begun_ns: int
-    #: The workers that had died before.
-    begun_deaths: int
-    #: The workers that had died before it could be lost: until its START is answered, what is known of the one before counts.
-    deaths: int
     answered: int = 0
     #: When it was last answered.
     answered_ns: int = 0
@@ -125,9 +121,7 @@ class Sequences:
         run = sequence.run
         start = run is None or (run.over and not (run.lost and chance.random() < 0.5)) or chance.random() < 0.03
         if run is None or start:
-            deaths = len(self._history.deaths)
-            before = deaths if run is None else run.begun_deaths
-            run = sequence.run = Run(sequence.number, number, now_ns, deaths, before)
+            run = sequence.run = Run(sequence.number, number, now_ns)
         step = Step(sequence, run, start, chance.random() < 0.1)
         run.over |= step.end
         sequence.in_flight, sequence.front, sequence.ends = sequence.in_flight + 1, front, step.end
@@ -178,8 +172,7 @@ class Sequences:
         elif push != run.push or not self._reloaded(run):
             why = self._why_not_moved(run, push, begun_ns)
         run.files, run.push = files, push
-        if step.start:
-            step.sequence.cancelled, run.deaths = False, run.begun_deaths
+        step.sequence.cancelled &= not step.start
         return f"it is of push {push}: {why}" if why else ""
 
     def _reloaded(self, run: Run) -> bool:
@@ -200,7 +193,9 @@ class Sequences:
     def excuse(self, step: Step, now_ns: int, code: str, message: str) -> str:
         """Notes that a step has failed. Returns what it may have failed of, because it is a step; "": nothing."""
         run, history = step.run, self._history
-        died = len(history.deaths) > run.deaths
+        # Not only since it began: a front that has yet to open its lane to the new worker, where it was begun anew, does not
+        # find it there, and says that it is lost, or asks another worker. That is known, and not mended.
+        died = bool(history.deaths)
         broken = run.broken or step.sequence.cancelled
         was_lost, had_none = _LOST in message, _NO_START in message
         unloaded = any(each.kind == "unload" and each.may_last(run.begun_ns) for each in history.changes[MODEL])
