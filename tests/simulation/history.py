@@ -123,6 +123,8 @@ class History:
             return "the model was not loaded"
         if "cannot be served now" in str(change.error) and len(self.deaths) >= 2:
             return "workers had died"
+        if "one is being replaced" in str(change.error) and self.deaths:
+            return "a worker had died"
         if len(self.deaths) != change.deaths:
             return "a worker has died"
         return "" if change.front.serves else "its front has stopped"
