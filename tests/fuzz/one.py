@@ -65,8 +65,17 @@ def _fuzz(atheris: Any, build: Path, name: str, target: Any, arguments: list[str
     seeds.mkdir(parents=True)
     for number, content in enumerate(target.corpus(name)):
         (seeds / str(number)).write_bytes(content)
+
+    def run(content: bytes) -> None:
+        try:
+            target.run(content)
+        except BaseException:
+            # libFuzzer writes it, too, if nothing ends the process before.
+            (build / "finds" / f"{name}-exception").write_bytes(content)
+            raise
+
     arguments += ["-max_len=8192", "-timeout=60", "-rss_limit_mb=4096", f"-artifact_prefix={build}/finds/{name}-"]
-    atheris.Setup([name, *arguments, str(build / "corpus" / name), str(seeds)], target.run)
+    atheris.Setup([name, *arguments, str(build / "corpus" / name), str(seeds)], run)
     atheris.Fuzz()
     os._exit(1)
 

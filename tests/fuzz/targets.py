@@ -544,6 +544,9 @@ def _unpacked(found: dict[Any, Any]) -> Any:
     if b"__ndarray__" in found:
         return np.ndarray(buffer=found[b"data"], dtype=np.dtype(found[b"dtype"]), shape=found[b"shape"])
     if b"__npgeneric__" in found:
+        if np.dtype(found[b"dtype"]).kind in "SU":
+            # Which the packer never writes; for a model it is an array of objects.
+            return np.empty(0, object)
         return np.dtype(found[b"dtype"]).type(found[b"data"])
     return found
 
@@ -553,6 +556,8 @@ def _described(value: Any) -> Any:
         return {name: _described(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_described(each) for each in value]
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        return "a text"
     if isinstance(value, (np.ndarray, np.generic)):
         return str(value.dtype), value.shape, value.tobytes()
     return repr(value)
