@@ -107,9 +107,9 @@ class ProgramFile:
             raise InvalidArgument(f"{path.name} cannot be read as a program: {_said(error)}") from error
         self._check()
 
-    def call(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Calls the program while JAX traces a function. ``arrays``: all arguments by name. Returns the results by name."""
-        leaves = [arrays[leaf.name] for leaf in (*self.parameters, *self.inputs)]
+    def call(self, parameters: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Calls the program while JAX traces a function. Takes arguments by name, and returns results by name."""
+        leaves = [*(parameters[leaf.name] for leaf in self.parameters), *(inputs[leaf.name] for leaf in self.inputs)]
         positional, keywords = jax.tree.unflatten(self._exported.in_tree, leaves)
         made = jax.tree.leaves(self._exported.call(*positional, **keywords))
         return {leaf.name: array for leaf, array in zip(self.outputs, made, strict=True)}
@@ -126,9 +126,7 @@ class ProgramFile:
         count = first.num_leaves
         rest = jax.tree.structure((positional[1:], jax.tree.unflatten(tree, range(tree.num_leaves))[1]))
         inputs = self._named(rest, avals[count:], "input")
-        parameters = _leaves(jax.tree.unflatten(first, range(count)), avals[:count], parameter_name)
-        # Two names for one place would be two meanings: those of parameters are kept apart.
-        return tuple(ProgramArray(f"params/{leaf.name}", leaf.dtype, leaf.dims) for leaf in parameters), inputs
+        return _leaves(jax.tree.unflatten(first, range(count)), avals[:count], parameter_name), inputs
 
     def _named(self, tree: Any, avals: Sequence[Any], kind: str) -> tuple[ProgramArray, ...]:
         whole = jax.tree.unflatten(tree, range(tree.num_leaves))
@@ -334,7 +332,7 @@ class _Artifact:
         arrays = {leaf.name: inputs[name] for name, leaf in given.items()}
         for program in self._programs:
             if all(leaf.fits(arrays[leaf.name].shape) for leaf in program.inputs):
-                made = program.call({**params, **arrays})
+                made = program.call(params, arrays)
                 return {self._names.get(name, name): array for name, array in made.items()}
         shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
         raise ValueError(f"no program of this model takes {shapes}")
@@ -408,8 +406,8 @@ class _Artifact:
         return found
 
     def _loaded(self) -> dict[str, Any]:
-        """Returns the parameters by the names of the program's arguments."""
-        wanted = {leaf.name.removeprefix("params/"): leaf for leaf in self._programs[0].parameters}
+        """Returns the parameters by name, as in their file."""
+        wanted = {leaf.name: leaf for leaf in self._programs[0].parameters}
         if not self._parameters:
             return {}
         file = self._parameters[0]
@@ -427,4 +425,4 @@ class _Artifact:
             _log.warning(
                 "%s has %d arrays that the program does not take: %s", what, len(unused), ", ".join(unused[:5])
             )
-        return {leaf.name: found[name] for name, leaf in wanted.items()}
+        return {name: found[name] for name in wanted}

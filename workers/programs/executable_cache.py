@@ -233,6 +233,13 @@ class ExecutableCache:
         return self._directory is not None and self._directory.read(f"{key}.rows") is not None
 
 
+def text_of(lowered: jax.stages.Lowered) -> str:
+    """Returns the text of a program and the names of its arguments, as a part of cache keys."""
+    # An executable only takes arguments of the names that it was compiled for, which the program's text does not have.
+    names = (jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(lowered.args_info))
+    return "\n".join((lowered.as_text(), *names))
+
+
 def _name(key: str) -> str:
     return f"{key}.executable"
 

@@ -28,7 +28,7 @@ from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.parameters.set_stack import SetStack, put
 from tensord.workers.programs.carry import Carry, rows_argument
 from tensord.workers.programs.executable import Executable, ExecutionDevice, Wanted
-from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.executable_cache import ExecutableCache, text_of
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering, warn_of_undeclared
 from tensord.workers.programs.placement import CompiledProgram, Placement
@@ -163,7 +163,7 @@ class Executables:
         lower = functools.partial(self._lowering.lower, *planned[0], self._usual)
         first = lower()
         warn_of_undeclared(self.signature, first.out_info[0] if self.signature.states else first.out_info)
-        self._identity = (*self._identity, first.as_text())
+        self._identity = (*self._identity, text_of(first))
         # The key has the program's text: if it is known, an earlier start traced the same, and twice.
         if not self._cache.has(self._key((repr(planned[0]),))):
             # The default device is part of JAX's keys: inner functions are traced again, too.

@@ -21,7 +21,7 @@ from tensord.shm.errors import InvalidArgument
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.executable import ExecutionDevice
-from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.executable_cache import ExecutableCache, text_of
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.purity import examine, leaks
@@ -127,7 +127,7 @@ class StepExecutables:
         for what in (wanted[0], wanted[-len(self._shapes)]):
             known[what] = self._lower(what, self._place)
         # A program of each kind is part of every key: they change with anything that the functions close over or call.
-        text: list[str | bytes] = [lowered.as_text() for lowered in known.values()]
+        text: list[str | bytes] = [text_of(lowered) for lowered in known.values()]
 
         def key_of(what: _Wanted) -> str:
             return self._cache.key((self._source, *text, repr(self._signature), repr(what), repr(self._place.device)))

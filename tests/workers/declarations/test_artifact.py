@@ -83,7 +83,16 @@ def test_parameters_of_other_kinds(tmp_path: Path, kind: str) -> None:
         state = serialization.to_state_dict(WEIGHTS)
         (tmp_path / "params.msgpack").write_bytes(serialization.msgpack_serialize(state))
     _, params = artifact.module(tmp_path, config(), "cpu").create(tmp_path, {}, jax.devices()[0])
-    np.testing.assert_array_equal(params["params/layers.1.w"], WEIGHTS["layers"][1]["w"])
+    np.testing.assert_array_equal(params["layers.1.w"], WEIGHTS["layers"][1]["w"])
+
+
+def test_a_parameter_may_have_the_name_of_an_input(tmp_path: Path) -> None:
+    row = Spec((4,), np.float32)
+    written(tmp_path, lambda params, inputs: {"x": inputs["x"] - params["x"]}, {"x": row}, {"x": row})
+    np.savez(tmp_path / "params.npz", x=np.ones(4, np.float32))
+    apply, params = artifact.module(tmp_path, config(), "cpu").create(tmp_path, {}, jax.devices()[0])
+    assert list(params) == ["x"]
+    np.testing.assert_array_equal(apply(params, {"x": np.full(4, 3, np.float32)})["x"], np.full(4, 2, np.float32))
 
 
 def test_names(tmp_path: Path) -> None:

@@ -183,17 +183,17 @@ def test_aligned() -> None:
 
 
 def test_a_second_start_finds_everything_in_the_cache(tmp_path: Path) -> None:
-    """A model that closes over something else does not find the first one's executables."""
+    """A model that closes over something else, or names parameters otherwise, does not find the first one's executables."""
     folder = cache_directory(str(tmp_path / "cache"))
 
-    def start(constant: float) -> tuple[ExecutableCache, float]:
+    def start(constant: float, name: str = "w") -> tuple[ExecutableCache, float]:
         cache = ExecutableCache(folder)
 
         def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-            return {"y": inputs["x"] * parameters["w"] + constant}
+            return {"y": inputs["x"] * parameters[name] + constant}
 
         model = model_of(
-            apply, {"x": "FP32[2]"}, {"y": "FP32[2]"}, 4, (1, 4), parameters={"w": np.float32(2)}, cache=cache
+            apply, {"x": "FP32[2]"}, {"y": "FP32[2]"}, 4, (1, 4), parameters={name: np.float32(2)}, cache=cache
         )
         return cache, float(run(model, {"x": np.ones((1, 2), np.float32)})[0]["y"][0, 0])
 
@@ -203,6 +203,8 @@ def test_a_second_start_finds_everything_in_the_cache(tmp_path: Path) -> None:
     assert (second.compiles.figures().cache_hits, second.compiles.figures().count, value) == (2, 0, 3.0)
     third, value = start(5.0)
     assert (third.compiles.figures().cache_hits, third.compiles.figures().count, value) == (0, 2, 7.0)
+    fourth, value = start(5.0, "scale")
+    assert (fourth.compiles.figures().cache_hits, fourth.compiles.figures().count, value) == (0, 2, 7.0)
 
 
 def test_what_is_known_of_rows_is_kept_with_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
