@@ -51,6 +51,8 @@ def export(
 ) -> Path:
     """Writes a model folder that any tensord serves, without Python files in it.
 
+    If an input has a 64-bit datatype, or if ``jax_enable_x64`` is set, the function computes with 64-bit types.
+
     Args:
       folder: the model's folder. Its name is the model's name. Version 1 is written, which must not exist yet.
       function: ``function(parameters, inputs)`` returns a dict of named arrays, or a tree of arrays. If ``max_batch_size`` is
@@ -66,7 +68,7 @@ def export(
 
     Returns: the folder.
 
-    Raises: tensord.shm.errors.InvalidArgument: a declaration is wrong, or the function cannot be exported; the message says why.
+    Raises: tensord.shm.errors.InvalidArgument: an argument is wrong, or the function cannot be exported; the message says why.
     """
     # Imported here: ``load`` needs no JAX.
     from tensord.workers.loading.exporting import export_model

@@ -9,9 +9,11 @@ import socket
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jax import export
 
+from tensord import testing
 from tensord.config import layers
 from tensord.config.layers import Setting
 from tests import prepared
@@ -215,6 +217,17 @@ def test_what_cannot_be_exported(tmp_path: Path, model: str, reason: str) -> Non
     done = tensord("export", str(examples / model), str(tmp_path / "out"))
     assert (done.returncode, reason in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["FP64", "INT64"])
+def test_an_output_of_64_bits_is_exported(tmp_path: Path, kind: str) -> None:
+    dtype = {"FP64": "float64", "INT64": "int64"}[kind]
+    write_source(tmp_path, "m", of_x(f"x.sum(keepdims=True).astype('{dtype}') + 2**40", "FP32[2]", f"{kind}[1]"))
+    done = tensord("export", str(tmp_path / "m"), str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    with testing.load(tmp_path / "out") as model:
+        made = model({"x": np.ones(2, np.float32)})["y"]
+    assert (made.dtype.name, made.tolist()) == (dtype, [2 + 2**40])
 
 
 def test_derivatives_are_exported(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from tensord.parameter_files import flat, load
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import FileTooLarge, InvalidArgument
 from tensord.workers.declarations.derivatives import MAX_ORDER
+from tensord.workers.tensors.signature import WIDE
 from tensord.workers.tensors.tensor_trees import name_of, parameter_name
 
 _MAX_BYTE_SIZE = 2 << 30
@@ -325,6 +326,8 @@ class _Artifact:
 
         The arguments are not used. Raises InvalidArgument: the parameters do not fit the programs.
         """
+        if any(leaf.datatype in WIDE for leaf in self._programs[0].parameters):
+            jax.config.update("jax_enable_x64", True)  # for this model alone (``OwnFlags``)
         return self._apply, self._loaded()
 
     def _apply(self, params: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,10 +30,10 @@ from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from tensord.workers.declarations.created import create, created
 from tensord.workers.declarations.declaration import declare_tensors
-from tensord.workers.declarations.derivatives import declared_order
+from tensord.workers.declarations.derivatives import MAX_ORDER, declared_order
 from tensord.workers.declarations.placement_declarations import declare_sets, device_count
 from tensord.workers.imports.model_imports import ModelImports
-from tensord.workers.jax_internals.wide import enable_x64, precision
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.models.author_error import describe_exception
 from tensord.workers.tensors.buckets import powers_of_two
 from tensord.workers.tensors.signature import WIDE, Declared, parse_declaration, signature
@@ -63,9 +63,11 @@ def export_model(
       buckets: axis name -> sizes to compile; None: there are none.
       platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
       derivatives: for how many orders of derivatives, in reverse mode, the programs are exported; 0: for none.
-    Raises InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
+    Raises InvalidArgument: an argument is malformed, the folder has a version 1 already, or the function cannot be exported.
     Raises OSError: the folder cannot be written.
     """
+    if type(derivatives) is not int or not 0 <= derivatives <= MAX_ORDER:
+        raise InvalidArgument(f"derivatives is {derivatives!r}; a number of orders from 0 to {MAX_ORDER} is expected")
     folder = Path(folder)
     config = model_config.empty(folder.name)
     config.max_batch_size = max_batch_size
@@ -75,9 +77,9 @@ def export_model(
     declared = {
         name: parse_declaration(f"input '{name}'", text) for name, text in declarations(what, inputs, "input").items()
     }
-    return write(
-        folder, config, taking_trees(what, function, inputs, None), parameters, declared, platforms, derivatives
-    )
+    wide = any(tensor.datatype in WIDE for tensor in declared.values())
+    function = taking_trees(what, function, inputs, None)
+    return write(folder, config, function, parameters, declared, platforms, derivatives, wide)
 
 
 def write(
@@ -88,18 +90,22 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None,
     derivatives: int,
+    wide: bool,
 ) -> Path:
     """Adds tensors to a configuration, and writes it to a model folder with exported programs. Returns the folder.
 
     ``function``: takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
     None: the platform of the default back end. ``derivatives``: for how many orders of derivatives the programs are exported.
+    ``wide``: whether they are traced with 64-bit types in any case; False: if jax_enable_x64 is set.
     Raises InvalidArgument: the folder is not empty, or the function cannot be exported.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
         raise InvalidArgument(f"{version} is not empty; export into another folder, or remove it")
     arrays, whole = _named(parameters)
-    with enable_x64(any(tensor.datatype in WIDE for tensor in inputs.values())):
+    with precision(wide):
+        # Written as the programs take them.
+        arrays = {name: np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) for name, array in arrays.items()}
         taken = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
 
         def program(*given: Any) -> Any:
@@ -247,7 +253,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str,
         config.ClearField("version_policy")
         config.ClearField("default_model_filename")
         chosen = [name.strip() for name in platforms.split(",")] if platforms else None
-        write(folder, config, apply, parameters, inputs, chosen, derivatives)
+        write(folder, config, apply, parameters, inputs, chosen, derivatives, described.wide)
         _copy(config, folders[1], folder)
     except ServingError:
         raise

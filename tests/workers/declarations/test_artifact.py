@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jax import export
 from safetensors.numpy import save_file
 
+from tensord import testing
 from tensord.config.model_config import empty
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations import artifact
@@ -93,6 +94,22 @@ def test_a_parameter_may_have_the_name_of_an_input(tmp_path: Path) -> None:
     apply, params = artifact.module(tmp_path, config(), "cpu").create(tmp_path, {}, jax.devices()[0])
     assert list(params) == ["x"]
     np.testing.assert_array_equal(apply(params, {"x": np.full(4, 3, np.float32)})["x"], np.full(4, 2, np.float32))
+
+
+def test_parameters_of_64_bits_beside_inputs_of_32(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    row = Spec((1,), np.float32)
+    with jax.enable_x64(True):
+        written(
+            tmp_path / "m" / "1",
+            lambda params, x: ((x - params) * 2**30).astype(np.float32),
+            Spec((1,), np.float64),
+            row,
+        )
+    np.savez(tmp_path / "m" / "1" / "params.npz", array=np.array([1 - 2**-30]))
+    with testing.load(tmp_path / "m") as model:
+        assert model({"input_0": np.ones(1, np.float32)})["output_0"].tolist() == [1]
+    assert not jax.config.jax_enable_x64
 
 
 def test_names(tmp_path: Path) -> None:

@@ -17,8 +17,14 @@ from tensord import testing
 from tensord.config.model_config import empty
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations import artifact
+from tests import run_folder
 
 INPUTS = {"x": "FP32[width]", "scale": "FP32[1]"}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
 
 
 def pooled(params: Any, inputs: Any) -> Any:
@@ -87,6 +93,22 @@ def test_a_wide_one_without_parameters_and_without_a_batch(tmp_path: Path) -> No
     assert not (folder / "1" / "params.safetensors").exists()
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_parameters_of_64_bits_are_computed_with_as_where_they_are_exported(tmp_path: Path, wide: bool) -> None:
+    """Without 64-bit types JAX takes them as 32 bits, and they are written so."""
+    with jax.enable_x64(wide):
+        folder = tensord.models.export(
+            tmp_path / "m",
+            lambda params, inputs: {"y": (inputs["x"] + params["w"]).astype(np.float32), "w": params["w"]},
+            {"w": np.array([1 + 2**-40])},
+            {"x": "FP32[1]"},
+        )
+    with testing.load(folder) as model:
+        made = model({"x": np.ones(1, np.float32)})
+    assert made["y"].tolist() == [2]
+    assert (made["w"].dtype, made["w"].tolist()) == ((np.float64, [1 + 2**-40]) if wide else (np.float32, [1]))
+
+
 def test_a_function_that_asks_for_a_number_of_rows(tmp_path: Path) -> None:
     folder = tensord.models.export(
         tmp_path / "m", lambda _, inputs: {"y": inputs["x"] * len(inputs["x"])}, None, {"x": "FP32[2]"}, 6
@@ -108,6 +130,9 @@ def test_refusals(tmp_path: Path) -> None:
     assert "expected a datatype with dims" in exported("b", lambda _, inputs: inputs, {"x": "float"})
     assert "cannot be exported: ZeroDivisionError" in exported("c", lambda _, inputs: {"y": 1 // 0}, {"x": "FP32[1]"})
     assert "output 'y' is complex64" in exported("d", lambda _, inputs: {"y": inputs["x"] * 1j}, {"x": "FP32[1]"})
+    for orders in (3, -1, True, 1.0):
+        told = exported("d", lambda _, inputs: inputs, {"x": "FP32[1]"}, derivatives=orders)
+        assert told == f"derivatives is {orders!r}; a number of orders from 0 to 2 is expected"
     assert not (tmp_path / "d").exists()
     tensord.models.export(tmp_path / "e", lambda _, inputs: inputs, None, {"x": "FP32[1]"})
     assert "is not empty" in exported("e", lambda _, inputs: inputs, {"x": "FP32[1]"})
