@@ -5,9 +5,10 @@
 Axes that ``vmap`` adds become rows of a model with a batch dimension; without one each element is sent as a request. JAX
 differentiates the primitive by these rules, which ask the derivatives of the model (``tensord_client.common.derivatives``):
 
-    jvp         of a model with value_and_gradient: that, and the tangent is a sum of products, so one request is enough
-                of any other: the value, and push_forward
+    jvp         the value and push_forward, which is not asked where the tangent is only transposed
+                of a model with value_and_gradient: that gives the value
     transpose   push_forward becomes pull_back, and the other way round
+                if the gradients came with the value: their products with the cotangent, so one request is enough
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def jax(
             )
             for tensor in model.outputs
         )
-        made = primitive.bind(*arrays.values(), asked=served, names=tuple(arrays), linear=(), wanted=wanted, outer=())
+        made = primitive.bind(
+            *arrays.values(), asked=served, names=tuple(arrays), linear=(), gradients=(), wanted=wanted, outer=()
+        )
         return {output.name: array for output, array in zip(wanted, made)}
 
     return call
@@ -176,11 +179,12 @@ def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
 def _primitive() -> Any:
     """Makes JAX's primitive ``served``, once. It calls a model. Its parameters:
 
-    asked   the model
-    names   the names of the first arguments, which are inputs of the model
-    linear  the names of all other arguments, in which the outputs are linear
-    wanted  the outputs
-    outer   the sizes of the axes that ``vmap`` added. They are the first axes of every array, with size 1 if it is not mapped.
+    asked      the model
+    names      the names of the first arguments, which are inputs of the model
+    linear     the names of the next arguments, in which the outputs are linear
+    gradients  the names of those of ``linear`` by which the gradient is known: the last arguments, which only transposing uses
+    wanted     the outputs
+    outer      the sizes of the axes that ``vmap`` added. They are the first axes of every array, with size 1 if it is not mapped.
     """
     import jax as library
     from jax.extend.core import Primitive
@@ -190,15 +194,16 @@ def _primitive() -> Any:
     served.multiple_results = True
     lax = library.numpy
 
-    def run(*arrays: Any, asked: _ServedModel, names: Any, linear: Any, wanted: Any, outer: Any) -> Any:
+    def run(*arrays: Any, asked: _ServedModel, names: Any, linear: Any, gradients: Any, wanted: Any, outer: Any) -> Any:
         # The derivative has to be there before the program runs.
         bool(asked.model)
         made = [library.ShapeDtypeStruct((*outer, *output.shape), output.dtype) for output in wanted]
+        given = (*names, *linear)
 
         def ask(*arrays: Array) -> list[Array]:
-            return asked(dict(zip((*names, *linear), arrays)), wanted, outer)
+            return asked(dict(zip(given, arrays)), wanted, outer)
 
-        return library.pure_callback(ask, made, *arrays, vmap_method="sequential")
+        return library.pure_callback(ask, made, *arrays[: len(given)], vmap_method="sequential")
 
     def shaped(*_: Any, wanted: Any, outer: Any, **others: Any) -> Any:
         return [library.core.ShapedArray((*outer, *output.shape), np.dtype(output.dtype)) for output in wanted]
@@ -221,25 +226,34 @@ def _primitive() -> Any:
         given = [lax.zeros_like(primals[at]) if at not in chosen else tangents[at] for at in floating]
         if chosen and not any(at < len(names) for at in chosen):
             # It is linear in what changes.
-            made = served.bind(*primals[: len(names)], *given[-len(linear) :], asked=asked, **others)
+            fixed, gradients = primals[: len(names)], primals[len(every) :]
+            made = served.bind(*fixed, *given[-len(linear) :], *gradients, asked=asked, **others)
             moved = dict(zip(out, made))
-        elif chosen and asked.has(VALUE_AND_GRADIENT):
-            lead = asked.rows(outer)
-            gradients = [
-                _Output(asked.names.gradient + every[at], primals[at].shape[len(outer) :], primals[at].dtype.name)
-                for at in chosen
-            ]
-            own = {"names": every, "linear": (), "wanted": (*wanted, *gradients), "outer": outer}
-            values = served.bind(*primals, asked=asked.derivative(VALUE_AND_GRADIENT), **own)
-            products = zip(values[len(wanted) :], (tangents[at] for at in chosen))
-            dot = sum(lax.sum(one * other, axis=tuple(range(lead, one.ndim))) for one, other in products)
-            moved = {out[0]: lax.reshape(dot, (*outer, *out[0].shape)).astype(out[0].dtype)}
         elif chosen:
-            if not (asked.has(PULL_BACK) or asked.has(PUSH_FORWARD)):
+            arrays, gradients = primals[: len(every)], []
+            own = {"names": every, "linear": (), "gradients": (), "outer": outer}
+            if asked.has(VALUE_AND_GRADIENT):
+                asks = [
+                    _Output(asked.names.gradient + every[at], primals[at].shape[len(outer) :], primals[at].dtype.name)
+                    for at in chosen
+                ]
+                of_both = {**own, "wanted": (*wanted, *asks)}
+                values = served.bind(*arrays, asked=asked.derivative(VALUE_AND_GRADIENT), **of_both)
+                gradients = values[len(wanted) :]
+            elif not (asked.has(PULL_BACK) or asked.has(PUSH_FORWARD)):
                 raise InvalidArgument(lacks(asked.model.name, "derivatives"))
-            own = {"names": every, "linear": tuple(prefix + every[at] for at in floating), "outer": outer}
-            own["wanted"] = tuple(output._replace(name=prefix + output.name) for output in out)
-            moved = dict(zip(out, served.bind(*primals, *given, asked=asked.derivative(PUSH_FORWARD), **own)))
+            if gradients and not asked.has(PUSH_FORWARD):
+                # It was exported, or has a rule for the reverse alone.
+                lead = asked.rows(outer)
+                products = zip(gradients, (tangents[at] for at in chosen))
+                dot = sum(lax.sum(one * other, axis=tuple(range(lead, one.ndim))) for one, other in products)
+                moved = {out[0]: lax.reshape(dot, (*outer, *out[0].shape)).astype(out[0].dtype)}
+            else:
+                own["linear"] = tuple(prefix + every[at] for at in floating)
+                own["gradients"] = tuple(prefix + every[at] for at in chosen) if gradients else ()
+                own["wanted"] = tuple(output._replace(name=prefix + output.name) for output in out)
+                pushed = asked.derivative(PUSH_FORWARD)
+                moved = dict(zip(out, served.bind(*arrays, *given, *gradients, asked=pushed, **own)))
         values = served.bind(*primals, asked=asked, **others) if values is None else values[: len(wanted)]
         nothing = [
             library.core.ShapedArray(each.shape, each.dtype if output in out else library.dtypes.float0)
@@ -248,27 +262,54 @@ def _primitive() -> Any:
         return values, [moved.get(output, ad.Zero(aval)) for output, aval in zip(wanted, nothing)]
 
     def transposed(
-        cotangents: Any, *arrays: Any, asked: _ServedModel, names: Any, linear: Any, wanted: Any, outer: Any
+        cotangents: Any,
+        *arrays: Any,
+        asked: _ServedModel,
+        names: Any,
+        linear: Any,
+        gradients: Any,
+        wanted: Any,
+        outer: Any,
     ) -> Any:
-        forward, of = asked.kind == PUSH_FORWARD, asked.of
+        forward, of, every = asked.kind == PUSH_FORWARD, asked.of, len(names) + len(linear)
         assert of is not None
-        opposite = of.derivative(PULL_BACK if forward else PUSH_FORWARD)
-        bool(opposite.model)
         ours, theirs = (of.names.tangent, of.names.cotangent)[:: 1 if forward else -1]
-        fixed, moving = arrays[: len(names)], arrays[len(names) :]
+        fixed, moving = arrays[: len(names)], arrays[len(names) : every]
         given = [ad.instantiate_zeros(each) for each in cotangents]
         back = {
             name: _Output(theirs + name[len(ours) :], each.aval.shape[len(outer) :], each.aval.dtype.name)
             for name, each in zip(linear, moving)
             if ad.is_undefined_primal(each)
         }
-        changed = tuple(theirs + output.name[len(ours) :] for output in wanted)
-        own = {"names": names, "linear": changed, "wanted": tuple(back.values()), "outer": outer}
-        made = dict(zip(back, served.bind(*fixed, *given, asked=opposite, **own)))
+        if gradients:
+            # One element in each row has a cotangent.
+            rows, by = given[0].shape[: of.rows(outer)], dict(zip(gradients, arrays[every:]))
+            made = {
+                name: by[name] * lax.reshape(given[0], (*rows, *[1] * (by[name].ndim - len(rows)))).astype(each.dtype)
+                for name, each in back.items()
+            }
+        else:
+            opposite = of.derivative(PULL_BACK if forward else PUSH_FORWARD)
+            bool(opposite.model)
+            changed = tuple(theirs + output.name[len(ours) :] for output in wanted)
+            if forward and of.of is not None and of.kind in (PULL_BACK, VALUE_AND_GRADIENT):
+                # Each output has a cotangent, also one by an input that the program does not differentiate by.
+                before = of.of.names.cotangent if of.kind == PULL_BACK else of.of.names.gradient
+                outputs = {
+                    theirs + tensor.name: tensor.name for tensor in of.model.outputs if tensor.datatype in FLOATING
+                }
+                inputs = {
+                    name: fixed[names.index(output[len(before) :])]
+                    for name, output in outputs.items()
+                    if name not in changed
+                }
+                changed, given = (*changed, *inputs), [*given, *map(lax.zeros_like, inputs.values())]
+            own = {"names": names, "linear": changed, "gradients": (), "wanted": tuple(back.values()), "outer": outer}
+            made = dict(zip(back, served.bind(*fixed, *given, asked=opposite, **own)))
         for name, each in zip(linear, moving):
             if name in made and (repeated := tuple(at for at in range(len(outer)) if each.aval.shape[at] < outer[at])):
                 made[name] = lax.sum(made[name], repeated, keepdims=True)
-        return [None] * len(fixed) + [made.get(name) for name in linear]
+        return [None] * len(fixed) + [made.get(name) for name in linear] + [None] * len(gradients)
 
     served.def_impl(run)
     served.def_abstract_eval(shaped)

@@ -84,6 +84,22 @@ def write_models(repository: Path) -> Path:
     )
     write_model(
         repository,
+        "root",
+        """
+        import jax.numpy as jnp
+
+        inputs, outputs, derivatives, max_batch_size = {"x": "FP32[2]", "z": "FP32[1]"}, {"y": "FP32[1]"}, 2, 4
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                x, z = inputs["x"], inputs["z"]
+                return {"y": jnp.where(x[:, :1] > 0, jnp.sqrt(x[:, :1]), 0) + x[:, 1:] ** 2 * z}
+
+            return apply, {}
+        """,
+    )
+    write_model(
+        repository,
         "plain",
         """
         inputs, outputs, max_batch_size = {"x": "FP32[4]"}, {"y": "FP32[4]"}, 4
@@ -118,7 +134,7 @@ def model(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
     if request.param == "testing":
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
-            loaded = {name: testing.load(repository / name) for name in ("rows", "energy", "plain")}
+            loaded = {name: testing.load(repository / name) for name in ("rows", "energy", "root", "plain")}
             yield loaded.__getitem__
             for each in loaded.values():
                 each.close()
@@ -127,6 +143,10 @@ def model(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
     address = daemon.url if request.param == "http" else daemon.sections["clients"]["socket"]
     with tensord_client.connect(address) as client:
         yield client.model
+
+
+def root(x: Any, z: Any = N) -> Any:
+    return jnp.where(x[:, :1] > 0, jnp.sqrt(x[:, :1]), 0) + x[:, 1:] ** 2 * z
 
 
 def close(got: Any, wanted: Any) -> None:
@@ -224,6 +244,60 @@ def test_programs_of_jax_and_a_model_without_a_batch(model: Any) -> None:
         right = jax.jit(wanted[name])(X[0])
         close(program(X[0]), right)
         close(jax.jit(program)(X[0]), right)
+
+
+def test_forwards_of_a_model_with_one_output(model: Any) -> None:
+    """Where the gradient is not a number the tangent may be one, and it has derivatives of its own."""
+    call = tensord_client.jax(model("root"))
+
+    def ours(x: Any, z: Any = N) -> Any:
+        return call({"x": x, "z": jnp.asarray(z, jnp.float32)})["y"]
+
+    x = np.array([[-1, 2], [3, -4]], np.float32)
+    found, wanted = transformed(ours), transformed(root)
+    for name in ("jvp", "jacfwd", "vmap of jvp"):
+        right = wanted[name](x)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(right)), name
+        close(found[name](x), right)
+        close(jax.jit(found[name])(x), right)
+    close(jax.linearize(ours, x)[1](x), jax.jvp(root, (x,), (x,))[1])
+    many = np.stack([N, 2 * N]).astype(np.float32)
+
+    def mapped(function: Any) -> Any:
+        return jax.grad(lambda x: jnp.sum(jax.vmap(lambda z: function(x, z))(many) ** 2))
+
+    positive = np.abs(x)
+    wanted = twice(root) | {"mapped": mapped(root)}
+    for name, program in (twice(ours) | {"mapped": mapped(ours)}).items():
+        close(jax.jit(program)(positive), wanted[name](positive))
+
+
+def test_a_gradient_with_its_value_is_one_request(daemon: DaemonProcess) -> None:
+    with tensord_client.connect(daemon.sections["clients"]["socket"]) as client:
+        call = tensord_client.jax(client.model("root"))
+
+        def total(x: Any) -> Any:
+            return call({"x": x, "z": jnp.ones((2, 1))})["y"].sum()
+
+        def counts() -> list[int]:
+            names = ("root", "root.value_and_gradient", "root.pull_back", "root.push_forward")
+            return [requests(daemon, name) for name in names]
+
+        x = np.ones((2, 2), np.float32)
+        for program in (jax.value_and_grad(total), jax.jit(jax.value_and_grad(total)), jax.jit(jax.grad(total))):
+            before = counts()
+            jax.block_until_ready(program(x))
+            assert np.subtract(counts(), before).tolist() == [0, 1, 0, 0]
+        before = counts()
+        jax.block_until_ready(jax.jvp(total, (x,), (x,)))
+        assert np.subtract(counts(), before).tolist() == [0, 1, 0, 1]
+
+
+def requests(daemon: DaemonProcess, model: str) -> int:
+    status, body = daemon.get(f"/v2/models/{model}/stats")
+    assert status == 200
+    found: int = json.loads(body)["model_stats"][0]["execution_count"]
+    return found
 
 
 def test_trees_and_integers(model: Any) -> None:
