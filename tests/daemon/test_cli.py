@@ -239,3 +239,27 @@ def test_derivatives_are_exported(tmp_path: Path) -> None:
     program = export.deserialize(bytearray((tmp_path / "out/1/model.jaxexport").read_bytes()))
     assert program.has_vjp()
     assert not program.vjp().has_vjp()
+
+
+@pytest.mark.parametrize(("orders", "kept"), [(0, ["own"]), (1, ["own", "pull_back"])])
+def test_samples_of_derivatives_that_are_not_exported_are_left_out(
+    tmp_path: Path, orders: int, kept: list[str]
+) -> None:
+    given = [
+        f'model_warmup {{ name: "{name}" '
+        + " ".join(
+            f'inputs {{ key: "{tensor}" value {{ data_type: TYPE_FP32 dims: 2 zero_data: true }} }}' for tensor in taken
+        )
+        + " }"
+        for name, taken in {
+            "own": ["x"],
+            "pull_back": ["x", "cotangent.y"],
+            "push_forward": ["x", "tangent.x"],
+        }.items()
+    ]
+    write_source(tmp_path, "m", of_x("x * 2", "FP32[2]", more="derivatives = True"), "\n".join(given))
+    done = tensord("export", f"--derivatives={orders}", str(tmp_path / "m"), str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "out" / "config.pbtxt").read_text()
+    assert re.findall(r'model_warmup \{\n  name: "(\w+)"', written) == kept
+    testing.load(tmp_path / "out").close()

@@ -10,6 +10,7 @@ number (``len(x)``) becomes a program for each batch size. ``tensord.workers.dec
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from tensord.config.model_config import ModelConfig
 from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, datatype_of
+from tensord.shm.common.derivatives import KINDS, PUSH_FORWARD
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from tensord.workers.declarations.created import create, created
@@ -252,6 +254,10 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str,
         # What is written is version 1, and has no such file.
         config.ClearField("version_policy")
         config.ClearField("default_model_filename")
+        # A sample of a derivative that the program does not carry would be refused where it is loaded.
+        carried = [sample for sample in config.model_warmup if _carries(derivatives, sample.name)]
+        config.ClearField("model_warmup")
+        config.model_warmup.extend(carried)
         chosen = [name.strip() for name in platforms.split(",")] if platforms else None
         write(folder, config, apply, parameters, inputs, chosen, derivatives, described.wide)
         _copy(config, folders[1], folder)
@@ -261,6 +267,12 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str,
         raise InvalidArgument(f"{error.filename or folder} cannot be written: {error.strerror}") from error
     except Exception as error:
         raise Internal(f"model '{load.name}' cannot be exported: {describe_exception(error, folders)}") from error
+
+
+def _carries(derivatives: int, sample: str) -> bool:
+    """Returns whether a program with ``derivatives`` orders can run a sample of ``model_warmup`` with this name."""
+    kinds = [*itertools.takewhile(KINDS.__contains__, sample.split("."))]
+    return len(kinds) <= derivatives and PUSH_FORWARD not in kinds
 
 
 def _unsupported(config: ModelConfig, module: ModuleType) -> str:

@@ -23,7 +23,7 @@ import msgspec
 
 from tensord.config import ensemble_checks, model_checks, model_config, rate_limits
 from tensord.config.model_config import ModelConfig
-from tensord.shm.common.derivatives import PARAMETER_GRADIENT, PULL_BACK, PUSH_FORWARD
+from tensord.shm.common.derivatives import PARAMETER_GRADIENT, PULL_BACK, PUSH_FORWARD, of_model
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import DeviceLost
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
@@ -62,6 +62,7 @@ from tensord.workers.models.loaded_model import InstanceMaker, LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.python_model import PythonModel, PythonVersion
 from tensord.workers.models.stepped_model import SteppedModel
+from tensord.workers.models.warmup import check_kinds
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.carry import check_state_size
 from tensord.workers.programs.load_progress import LoadProgress, Tell
@@ -187,6 +188,8 @@ class Loader:
     def _load(self, load: VersionLoad) -> LoadedModel:
         declared = declared_version(load, self._target)
         order = declared_order(load.config, load.module, declared.taken) if load.of is None else load.of.order
+        if not order:
+            check_kinds(load.config, ())
         if declared.steps is not None:
             made = self._stepped(load, declared, declared.steps)
         elif load.config.backend == "python":
@@ -341,6 +344,7 @@ class Loader:
             raise InvalidArgument(f"model '{config.name}': derivatives is declared, and {lacks}")
         if lacks:
             _log.warning("model '%s': %s", config.name, lacks)
+        check_kinds(config, {of_model(each.name)[1] for each in found if of_model(each.name)[0] == config.name})
         return tuple(found)
 
     def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Created) -> _Runnable:

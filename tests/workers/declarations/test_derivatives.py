@@ -222,6 +222,36 @@ def test_programs_are_compiled_when_they_are_needed_or_by_a_sample(
         assert caplog.text.count("compiling model 'm.push_forward'") == 1
 
 
+@pytest.mark.parametrize(
+    ("derivatives", "apply", "sample"),
+    [
+        ("False", "inputs['x']", "value_and_gradient"),
+        ("1", "inputs['x']", "value_and_gradient.of two elements"),
+        ("1", "inputs['x']", "pull_back.push_forward"),
+        ("1", "jax.lax.fori_loop(0, inputs['n'], lambda _, x: 2 * x, inputs['x'])", "pull_back"),
+    ],
+)
+def test_a_sample_of_a_derivative_that_a_model_lacks_is_refused(
+    tmp_path: Path, derivatives: str, apply: str, sample: str
+) -> None:
+    source = f"""
+    import jax
+    inputs, outputs, derivatives = {{"x": "FP32[2]", "n": "INT32[]"}}, {{"y": "FP32[2]"}}, {derivatives}
+
+    def create(path, config, device):
+        return (lambda params, inputs: {{"y": {apply}}}), {{}}
+    """
+    inputs = """
+    inputs { key: "x" value { data_type: TYPE_FP32 dims: 2 zero_data: true } }
+    inputs { key: "n" value { data_type: TYPE_INT32 dims: [] zero_data: true } }
+    inputs { key: "cotangent.y" value { data_type: TYPE_FP32 dims: 2 zero_data: true } }
+    """
+    write_model(tmp_path, "m", source, f"model_warmup {{ name: '{sample}' {inputs} }}")
+    model, _, kind = f"m.{sample.partition('.of')[0]}".rpartition(".")
+    with pytest.raises(testing.ServingError, match=f"model_warmup '.*': model '{model}' has no {kind}: "):
+        testing.load(tmp_path / "m").close()
+
+
 def test_properties_of_a_request(tmp_path: Path) -> None:
     """What the server adds to a request is given to the function under its derivatives, too, also where rows are an axis."""
     write_model(
