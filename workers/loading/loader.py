@@ -386,7 +386,12 @@ class Loader:
         with self._compiling(load.progress):
             jitted = jitted_model(load, declared, buckets, function, plan, self._target)
             if load.of is not None:
-                jitted.executables.postpone()
+                tried, of = buckets, load.of.jitted.executables.signature
+                if of.batches and not buckets.signature.batches:
+                    # The first axis numbers rows and has no bucket: one row is tried.
+                    rows = str(next(iter(buckets.signature.inputs.values())).axes[0])
+                    tried = dataclasses.replace(buckets, axes={**buckets.axes, rows: (1,)})
+                jitted.executables.postpone(tried)
                 jitted.executables.examined = load.of.jitted.executables.examined[:1]
             else:
                 jitted.executables.warm(load.progress)

@@ -10,6 +10,7 @@ Parameters are arguments, never constants: a constant would be copied into every
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import os
@@ -137,15 +138,14 @@ class Executables:
             self._cache.good_rows(noted, found=self._are_apart(self.made[apart], progress.cancellation.check))
         self._lowering.traced.clear()
 
-    def postpone(self) -> None:
+    def postpone(self, tried: Buckets) -> None:
         """Leaves the compilation of each executable to the first batch that needs it. Such executables are never evicted.
 
-        The first program is lowered now, to find errors. Errors of tracing and lowering are raised unchanged.
+        The first program of ``tried`` is lowered now, to find errors. Errors of tracing and lowering are raised unchanged.
         """
-        planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
-        self._postponed = set(planned)
-        if planned:
-            self._lowering.check(*planned[0], self._lowering.lower(*planned[0], self._usual))
+        self._postponed = {Wanted(rows, shapes) for rows, shapes in self._buckets.planned()}
+        for first in itertools.islice(tried.planned(), 1):
+            self._lowering.check(*first, self._lowering.lower(*first, self._usual))
 
     def _are_apart(self, made: Executable, check: Callable[[], None]) -> bool:
         """Raises Internal if rows affect each other. Returns False if there was too little memory to find out."""

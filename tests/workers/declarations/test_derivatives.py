@@ -134,6 +134,32 @@ def test_what_a_function_lacks_is_left_out(tmp_path: Path, caplog: pytest.LogCap
         testing.load(tmp_path / "none").close()
 
 
+def test_a_gradient_by_parameters_that_has_no_reverse_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is traced at the load with one row, although its rows are an axis without a bucket."""
+    write_model(
+        tmp_path,
+        "m",
+        """
+        import jax, numpy as np
+        inputs, outputs, derivatives, max_batch_size = {"x": "FP32[n]"}, {"y": "FP32[n]"}, True, 4
+        buckets = {"n": (2, 4)}
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                grown = jax.lax.while_loop(lambda w: w < 100, lambda w: 2 * w, params["w"])
+                return {"y": grown * inputs["x"]}
+            return apply, {"w": np.float32(3)}
+        """,
+    )
+    with caplog.at_level(logging.WARNING), testing.load(tmp_path / "m") as model:
+        assert "model 'm': it has no parameter_gradient: ValueError: Reverse-mode differentiation" in caplog.text
+        assert not model.has_derivative("parameter_gradient")
+        x = np.ones((2, 2), np.float32)
+        assert (model.pull_back({"x": x}, {"y": x})["x"] == 192).all()
+
+
 def test_what_fails_when_it_is_compiled_is_said(tmp_path: Path) -> None:
     """Without a bucket nothing is traced at the load, so the error is a request's: it has JAX's sentence, without paths."""
     write_model(
