@@ -76,6 +76,8 @@ def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict
 
 def lacks(model: str, kind: str) -> str:
     """Returns the error text for a model that has no derivative of this kind."""
+    if kind not in (*KINDS, "derivatives"):
+        return f"model '{model}' has no {kind}: the kinds of derivatives are {', '.join(KINDS)}"
     name, order = original(model)
     value = str(order + 1) if order else "True"
     needs = (

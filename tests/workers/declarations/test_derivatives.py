@@ -16,6 +16,7 @@ from jax import export
 
 from tensord import testing
 from tensord.shm.arrays import DTYPES
+from tensord.shm.common.derivatives import lacks
 from tests import run_folder
 from tests.generated import examples
 from tests.repositories import write_model
@@ -132,6 +133,13 @@ def test_what_a_function_lacks_is_left_out(tmp_path: Path, caplog: pytest.LogCap
         testing.ServingError, match=r"derivatives is declared, and it has no pull_back: .*; it has no push"
     ):
         testing.load(tmp_path / "none").close()
+
+
+def test_a_kind_that_no_model_has_names_those_that_there_are() -> None:
+    assert lacks("m", "hessian") == (
+        "model 'm' has no hessian: the kinds of derivatives are pull_back, push_forward, value_and_gradient, parameter_gradient"
+    )
+    assert "derivatives = True" in lacks("m", "derivatives")
 
 
 def test_a_gradient_by_parameters_that_has_no_reverse_is_left_out(
