@@ -26,6 +26,8 @@ T = TypeVar("T")
 PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT = "pull_back", "push_forward", "value_and_gradient"
 PARAMETER_GRADIENT = "parameter_gradient"
 KINDS = (PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, PARAMETER_GRADIENT)
+#: The most orders of derivatives that a model may have.
+MAX_ORDER = 2
 #: The datatypes that have derivatives.
 FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
 
@@ -79,6 +81,8 @@ def lacks(model: str, kind: str) -> str:
     if kind not in (*KINDS, "derivatives"):
         return f"model '{model}' has no {kind}: the kinds of derivatives are {', '.join(KINDS)}"
     name, order = original(model)
+    if order >= MAX_ORDER:
+        return f"model '{model}' has no {kind}: a model has at most {MAX_ORDER} orders of derivatives"
     value = str(order + 1) if order else "True"
     needs = (
         "it takes exactly one floating output, of one element in each row, and " if kind == VALUE_AND_GRADIENT else ""

@@ -31,8 +31,8 @@ from tensord.config.model_config import ModelConfig
 from tensord.config.model_folder import EXPORTED, regular
 from tensord.parameter_files import flat, load
 from tensord.shm.arrays import DTYPES, datatype_of
+from tensord.shm.common.derivatives import MAX_ORDER
 from tensord.shm.errors import FileTooLarge, InvalidArgument
-from tensord.workers.declarations.derivatives import MAX_ORDER
 from tensord.workers.tensors.signature import WIDE
 from tensord.workers.tensors.tensor_trees import name_of, parameter_name
 

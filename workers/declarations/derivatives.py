@@ -26,6 +26,7 @@ from tensord.shm import datatypes
 from tensord.shm.arrays import datatype_of
 from tensord.shm.common.derivatives import (
     FLOATING,
+    MAX_ORDER,
     PARAMETER_GRADIENT,
     PULL_BACK,
     PUSH_FORWARD,
@@ -38,8 +39,6 @@ from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.workers.tensors.signature import Signature, TensorSpec
 from tensord.workers.tensors.tensor_trees import parameter_name
 
-#: The most orders of derivatives that a model may have.
-MAX_ORDER = 2
 #: The most rows in a batch of derivatives of a model without a batch dimension.
 _MAX_ROWS = 64
 _ORDERS = {"true": 1, "1": 1, "2": 2, "false": 0, "0": 0}

@@ -27,12 +27,12 @@ from tensord.config.model_config import ModelConfig
 from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, datatype_of
-from tensord.shm.common.derivatives import KINDS, PUSH_FORWARD
+from tensord.shm.common.derivatives import KINDS, MAX_ORDER, PUSH_FORWARD
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from tensord.workers.declarations.created import create, created
 from tensord.workers.declarations.declaration import declare_tensors
-from tensord.workers.declarations.derivatives import MAX_ORDER, declared_order
+from tensord.workers.declarations.derivatives import declared_order
 from tensord.workers.declarations.placement_declarations import declare_sets, device_count
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.jax_internals.wide import precision

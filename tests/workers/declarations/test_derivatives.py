@@ -140,6 +140,7 @@ def test_a_kind_that_no_model_has_names_those_that_there_are() -> None:
         "model 'm' has no hessian: the kinds of derivatives are pull_back, push_forward, value_and_gradient, parameter_gradient"
     )
     assert "derivatives = True" in lacks("m", "derivatives")
+    assert lacks("m.pull_back.push_forward", "pull_back").endswith("a model has at most 2 orders of derivatives")
 
 
 def test_a_gradient_by_parameters_that_has_no_reverse_is_left_out(
