@@ -15,12 +15,10 @@ takes the inputs, tangent.X, and tangent2.X and tangent2.tangent.X.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from .errors import InvalidArgument
-from .results import Answer, Array
-from .tensors import Tensors, arrays
 
 T = TypeVar("T")
 PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT = "pull_back", "push_forward", "value_and_gradient"
@@ -101,54 +99,3 @@ def described(name: str, own: T, derivatives: Mapping[str, T]) -> T:
     if of_model(name)[1] and name not in derivatives:
         raise InvalidArgument(lacks(*of_model(name)))
     return derivatives.get(name, own)
-
-
-class DerivativeCall:
-    """Makes the inputs of a request to a derivative, and the caller's result of its answer."""
-
-    def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
-        """``max_batch_size``, ``inputs`` and ``outputs`` are those of the model."""
-        names = Names(model)
-        self._inputs = inputs
-        #: What is given besides the inputs, and what its names begin with.
-        self._more, self._prefix = (inputs, names.tangent) if kind == PUSH_FORWARD else (outputs, names.cotangent)
-        self._made = {PULL_BACK: names.cotangent, PUSH_FORWARD: names.tangent, VALUE_AND_GRADIENT: names.gradient}.get(
-            kind, ""
-        )
-        #: True if the derivative has rows, and the model has not.
-        self._lifts = not max_batch_size and kind != PARAMETER_GRADIENT
-
-    def arrays(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the derivative's inputs. ``more`` are cotangents by output name, or tangents by input name.
-
-        Raises InvalidArgument if a value cannot be an array.
-        """
-        found = arrays(inputs, {tensor.name: tensor.datatype for tensor in self._inputs})
-        found.update(named(self._prefix, arrays(more, {tensor.name: tensor.datatype for tensor in self._more})))
-        return {name: array[None] for name, array in found.items()} if self._lifts else found
-
-    def result(self, answer: Answer) -> Answer:
-        """Returns the derivative's outputs by names of the model. They lie in the memory of ``answer``."""
-        return self._part(answer, lambda name: True, self._made)
-
-    def parts(self, answer: Answer) -> tuple[Answer, Answer]:
-        """Returns the values and the gradients in the answer of a ``value_and_gradient``."""
-        prefix = self._made
-        return (
-            self._part(answer, lambda name: not name.startswith(prefix), ""),
-            self._part(answer, lambda name: name.startswith(prefix), prefix),
-        )
-
-    def _part(self, answer: Answer, chosen: Callable[[str], bool], prefix: str) -> Answer:
-        part = Answer(
-            (name[len(prefix) :], array.reshape(array.shape[1:]) if self._lifts else array)
-            for name, array in answer.items()
-            if chosen(name)
-        )
-        part.version, part.parameters, part.times, part.lease = (
-            answer.version,
-            answer.parameters,
-            answer.times,
-            answer.lease,
-        )
-        return part

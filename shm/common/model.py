@@ -12,7 +12,8 @@ import numpy as np
 
 from . import tensors
 from .call import FOREVER, NOTHING, Call, Own, read_arguments, seconds, traced
-from .derivatives import PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, DerivativeCall, lacks
+from .derivative_call import DerivativeCall
+from .derivatives import PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, lacks
 from .errors import InvalidArgument, NotFound, Unavailable
 from .latest import Latest
 from .pending import Pending

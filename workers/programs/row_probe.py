@@ -26,7 +26,7 @@ from tensord.workers.programs.executable import Argument, Executable, specs_of
 from tensord.workers.programs.row_reading import MOST_ITERATIONS, combining, ending, read
 from tensord.workers.programs.run_errors import is_out_of_memory
 from tensord.workers.programs.weight import work_of
-from tensord.workers.tensors.ragged import cut, unit
+from tensord.workers.tensors.ragged import batch_input, cut, unit
 from tensord.workers.tensors.signature import Signature
 
 #: The programs that are asked, by their numbers of rows: each takes the inputs of a batch by name, and returns its outputs.
@@ -118,7 +118,7 @@ def probe(
     inputs = [(spec.name, spec.dtype, (rows, *spec.dims)) for spec in states]
     inputs += [(_SETS, np.dtype(np.int32), (rows,))] if stack is not None else []
     for spec, shape in specs_of(signature, asked[0].wanted):
-        # What is ragged is divided evenly among the rows; what describes it is made when it is gathered.
+        # What is ragged is divided evenly among the rows; what describes it is made for each run.
         each = shape[0] // unit(spec) // rows if spec.ragged else 0
         dims = [each if dim == -1 else dim for dim in spec.model_dims] if spec.ragged else shape
         inputs += [(spec.name, spec.dtype, (rows, *dims))] if spec.of_batch is None else []
@@ -126,8 +126,17 @@ def probe(
     def run(executable: Executable, inputs: Mapping[str, Array]) -> dict[str, Array]:
         check()
         each_row = [{name: array[row : row + 1] for name, array in inputs.items()} for row in range(executable.rows)]
-        requests: Any = [SimpleNamespace(arrays=own, rows=1, contents=None, small=True) for own in each_row]
-        given, _ = executable.gather(requests)
+        requests: Any = [SimpleNamespace(arrays=own, rows=1) for own in each_row]
+        # Not by the executable: on a GPU all share the memory for that, and others serve meanwhile.
+        given = dict[str, Array]()
+        for spec, shape in specs_of(signature, executable.wanted):
+            if spec.of_batch is not None:
+                source = signature.inputs[spec.of_batch.source]
+                given[spec.name] = batch_input(spec, source, shape, executable.rows, requests)
+            elif spec.ragged:
+                given[spec.name] = np.pad(inputs[spec.name].ravel(), (0, shape[0] - inputs[spec.name].size))
+            else:
+                given[spec.name] = inputs[spec.name]
         parameters, more = executable.parameters(), tuple[Any, ...]()
         if stack is not None:
             parameters = parameters[0], inputs[_SETS] % stack.slots  # in free slots all parameters are 0
