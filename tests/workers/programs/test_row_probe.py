@@ -45,7 +45,6 @@ def asked(case: Case, rows: int) -> tuple[str | None, str]:
             call=call,
             program=call,
             parameters=tuple,
-            gather=lambda requests: ({x: np.concatenate([each.arrays[x] for each in requests]) for x in inputs}, 0),
             sets=SimpleNamespace(stack=None),
         )
     outputs = {name: spec(name, np.dtype(made.dtype), made.shape[1:]) for name, made in traced[rows].out_info.items()}
