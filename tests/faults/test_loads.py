@@ -74,7 +74,8 @@ def test_large_parameters_are_given_back(tmp_path: Path) -> None:
             before = worker.memory_info().rss
             status, answer = daemon.request("POST", "/v2/repository/models/large/load", b"{}")
             assert status == 200, answer
-            assert worker.memory_info().rss > before + (200 << 20)
+            # Of the load before, up to 100 MiB may have been on their way back.
+            assert worker.memory_info().rss > before + (120 << 20)
             daemon.request("POST", "/v2/repository/models/large/unload", b"{}")
             most = before + (100 << 20)
             wait_until(lambda most=most: worker.memory_info().rss < most, "memory of the unloaded model")
