@@ -1,4 +1,4 @@
-"""Fuzzes targets: ``python -m tests.fuzz [--seconds S] [--jobs N] [TARGET ...]``; without names all of them (targets.py).
+"""Fuzzes targets: ``python -m tests.fuzz [--seconds S] [--runs N] [--jobs N] [TARGET ...]``; all without names (targets.py).
 
 The parts in C are compiled by clang with the sanitizers and with counters of what was reached, in a copy in build/fuzz; of the
 product's Python code atheris counts the same. What reaches something new is kept in build/corpus, where the next run goes on.
@@ -66,6 +66,9 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="targets at the same time (default: one a core)"
     )
+    parser.add_argument(
+        "--runs", type=int, default=-1, help="of each target at most (default: as many as there is time for)"
+    )
     parser.add_argument("--tools", action="store_true", help="only looks whether the tools are there")
     parser.add_argument("target", nargs="*", help="names of targets; all by default")
     options = parser.parse_args()
@@ -75,7 +78,7 @@ def main() -> int:
     remove = run_folder.make()
     try:
         environment = prepare()
-        numbers = map(str, (options.seconds, options.seed, options.jobs))
+        numbers = map(str, (options.seconds, options.runs, options.seed, options.jobs))
         command = [sys.executable, "-m", "tests.fuzz.one", str(_BUILD), *numbers, *options.target]
         return subprocess.run(command, cwd=_BUILD / "fuzz", env=environment).returncode
     finally:

@@ -1,4 +1,4 @@
-"""Fuzzes targets by libFuzzer: ``python -m tests.fuzz.one BUILD SECONDS SEED JOBS [TARGET ...]``, which __main__.py starts.
+"""Fuzzes targets by libFuzzer: ``python -m tests.fuzz.one BUILD SECONDS RUNS SEED JOBS [TARGET ...]``, which __main__.py starts.
 
     imports, with counters ─▶ fork ─▶ a target: libFuzzer, until the time is over or something is found
                               fork ─▶ the next one ...                               JOBS at the same time
@@ -23,7 +23,7 @@ _DONE = re.compile(r"Done (\d+) runs")
 _REACHED = re.compile(r"cov: (\d+)")
 
 
-def main(build: Path, seconds: int, seed: int, jobs: int, names: list[str]) -> int:
+def main(build: Path, seconds: int, runs: int, seed: int, jobs: int, names: list[str]) -> int:
     """Fuzzes targets, or all if none is named; prints of each how often it ran and how much it reached.
 
     ``build``: corpora, logs and finds are written there. Returns the exit status; 1: something was found.
@@ -48,7 +48,13 @@ def main(build: Path, seconds: int, seed: int, jobs: int, names: list[str]) -> i
         if left and len(running) < jobs:
             name = left.pop(0)
             if (pid := os.fork()) == 0:
-                _fuzz(atheris, build, name, TARGETS[name], [f"-max_total_time={seconds}", f"-seed={seed}"])
+                _fuzz(
+                    atheris,
+                    build,
+                    name,
+                    TARGETS[name],
+                    [f"-max_total_time={seconds}", f"-runs={runs}", f"-seed={seed}"],
+                )
             running[pid] = name
             continue
         pid, ended, used = os.wait4(-1, 0)
@@ -91,4 +97,4 @@ def _report(build: Path, name: str, ended: int, seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:]))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:6]), sys.argv[6:]))

@@ -521,7 +521,17 @@ def _parameters(content: bytes) -> None:
         found = layout.read(memoryview(content), "these")
     except ServingError:
         return
-    theirs = {name: (tuple(each["shape"]), bytes(each["data"])) for name, each in safetensors.deserialize(content)}
+    try:
+        theirs = {name: (tuple(each["shape"]), bytes(each["data"])) for name, each in safetensors.deserialize(content)}
+    except safetensors.SafetensorError:
+        # Of two entries with one name the last counts, as in other readers of JSON; the library refuses them.
+        objects: list[list[tuple[str, Any]]] = []
+        json.loads(
+            content[8 : 8 + int.from_bytes(content[:8], "little")],
+            object_pairs_hook=lambda pairs: objects.append(pairs) or {},
+        )
+        assert any(len(dict(pairs)) < len(pairs) for pairs in objects)
+        return
     assert {name: (array.shape, array.tobytes()) for name, array in found.items()} == theirs
 
 
