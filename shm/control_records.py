@@ -265,7 +265,7 @@ class Derivative(Record, frozen=True):
 
 
 class VersionTraits(Record, frozen=True, kw_only=True):
-    """What fronts need to know of a loaded version. Base class of records about versions."""
+    """Describes a loaded version to fronts. Base class of records about versions."""
 
     #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty if the version is not loaded.
     metadata: bytes = b""

@@ -35,7 +35,7 @@ from bench.derivatives.peer import MODELS, function, seconds
 from bench.helper import helper, line
 from bench.server import serving
 
-#: For each row what its ratio may be at most, what is measured, and a sum of what it is measured beside.
+#: Row -> the most that its ratio may be, the call that is measured, and calls whose times ("-": less) it is divided by.
 _ROWS = {
     "grad": (1.3, "grad", ("value", "grad alone", "-value alone")),
     "grad-numpy": (1.3, "grad numpy", ("value numpy", "grad alone", "-value alone")),
@@ -48,7 +48,7 @@ _ROWS = {
     "sums": (1.2, "sums grad", ("sums", "copy")),
     "scaled": (1.2, "scaled grad", ("scaled", "copy")),
 }
-#: What takes milliseconds, and its calls in a turn; those of all else.
+#: First words of the names of slow calls, how many of these are measured in a turn, and how many of all others.
 _SLOW, _FEW, _MANY = ("sums", "scaled", "copy", "peer", "gateway"), 20, 200
 _LARGE = 1 << 22
 

@@ -79,7 +79,7 @@ elif "MODEL" in os.environ:
         x: Differentiable[Array[(None,), Float32]]
 
     class OutputSchema(BaseModel):
-        """What the function gives for it."""
+        """The outputs of the function."""
 
         y: Differentiable[Array[..., Float32]]
 

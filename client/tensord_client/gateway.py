@@ -1,4 +1,4 @@
-"""What gateways share: programs that speak another protocol to their clients, and ask the models of a daemon."""
+"""Flags, keys, sockets and errors of gateways: programs that speak another protocol and ask the models of a daemon."""
 
 from __future__ import annotations
 

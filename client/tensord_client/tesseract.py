@@ -339,7 +339,7 @@ class _Connection(H11Protocol):
 class _Server(uvicorn.Server):
     """Logs when it serves, and closes connections without a request."""
 
-    #: For each connection without a request: the last request, and since when there is none.
+    #: The connections without a request: each with its last request, and the time since when it has none.
     _idle: Mapping[Any, tuple[Any, float]] = {}
 
     def capture_signals(self) -> Any:

@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """What happened to a stream that is not open."""
+    """Says why a stream is not open: it was never opened, or how it ended."""
 
     #: Nobody has used it yet.
     IDLE = "idle"

@@ -1,4 +1,4 @@
-"""What a derivative of a model is asked by Python code, with numpy."""
+"""Makes the requests of Python code to the derivatives of a model, and reads their answers, with numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DerivativeCall:
         """``max_batch_size``, ``inputs`` and ``outputs`` are those of the model."""
         names = Names(model)
         self._inputs = inputs
-        #: What is given besides the inputs, and what its names begin with.
+        #: The tensors that are given besides the inputs, and the prefix of their names.
         self._more, self._prefix = (inputs, names.tangent) if kind == PUSH_FORWARD else (outputs, names.cotangent)
         self._made = {PULL_BACK: names.cotangent, PUSH_FORWARD: names.tangent, VALUE_AND_GRADIENT: names.gradient}.get(
             kind, ""

@@ -429,7 +429,7 @@ def test_value_and_gradient_are_of_one_parameter_set(daemon: DaemonProcess) -> N
 def test_a_step_of_an_ensemble(
     daemon: DaemonProcess, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be a derivative, also beside its model; one that the model lacks is named. Every way to load one knows them."""
+    """A step of an ensemble may be a derivative, also beside its model. One that the model lacks is named in the error."""
     for name, derivative in (("squared", ".pull_back"), ("lacking", ".value_and_gradient.pull_back")):
         pulled = f"line{derivative}", {"x": "x", "cotangent.y": "y"}, {"cotangent.x": "g"}
         ensemble(repository, name, ["x FP32 1"], ["g FP32 1"], [("line", {"x": "x"}, {"y": "y"}), pulled], 4)
