@@ -219,10 +219,10 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Makes ``check`` run as the user ``name``. None means the user of tensord.service if root calls, else the caller.
+    """Makes this process run ``check`` as the user ``name``; None: the user of tensord.service, or the caller.
 
-    Returns None. But if ``check`` has started this process in the sandbox of tensord.service, returns the caller's working
-    directory.
+    If tensord.service is installed and root calls, a second process runs ``check`` in the service's sandbox, and this one exits.
+    In that process this function returns the first one's working directory. Otherwise it returns None.
     """
     from tensord.daemon import service_user
 

@@ -113,7 +113,7 @@ class LaneEnd:
         self.view = theirs.view
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Checks the WireVersion in the first datagram, and receives what follows."""
+        """Receives the first datagram as ``Channel.receive`` does, and checks its WireVersion, which is left out."""
         received = self.channel.receive()
         if received is None:
             return None

@@ -48,7 +48,7 @@ class TraceBudget:
 
 
 class Passes:
-    """``left`` is the number of coming requests that are certainly not traced."""
+    """A countdown: the next ``left`` requests are not traced."""
 
     __slots__ = ("left",)
 

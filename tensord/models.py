@@ -131,8 +131,8 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
       outputs: the names of the outputs to return, or none for all outputs.
       own: further fields of the request, such as ``version`` or ``priority``.
-    Raises: InvalidArgument: an input is no array, or no model that works on a request runs this code. ``result()`` raises the
-      errors of the called model.
+    Raises: InvalidArgument: an input is no array, or the calling code is not that of a model that is answering a request.
+      ``result()`` raises the errors of the called model.
     """
     from tensord.workers.calls.asking import begin as begun
 

@@ -26,7 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Asks the daemon to carry out operations for models.
+    """Asks the daemon to load or unload models, or whether they are ready, because code of a model wants that.
 
     Any thread may call ``ask``. Only the loop's thread may call the other methods.
     """

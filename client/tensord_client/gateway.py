@@ -130,7 +130,7 @@ def without_bfloat16(values: Array, datatype: str) -> Array:
 
 
 def main(module: str, run: Coroutine[Any, Any, None]) -> None:
-    """Runs a gateway as a program. An error that ends it becomes a line on standard error."""
+    """Runs a gateway. If an error ends it, exits with the error, after ``module``, on standard error."""
     try:
         asyncio.run(run)
     except (ServingError, OSError, ValueError) as error:

@@ -248,7 +248,7 @@ class HttpConnection:
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, array: Any) -> tuple[str, int, int] | None:
-        """Returns the name, offset and size of the region of an array of ``empty_on``."""
+        """Returns name, offset and size of the region that holds ``array``; None: ``empty_on`` did not make ``array``."""
         if isinstance(array, np.ndarray) or self._on_devices is None or array.memory is not self._on_devices:
             return None
         return cast("tuple[str, int, int]", array.place)

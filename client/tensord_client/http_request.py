@@ -454,7 +454,7 @@ class Waiter:
     def add(self, request: HttpRequest) -> None:
         """Hands a request to the thread, which sends, receives and calls callbacks for it.
 
-        If the thread has already ended, the request ends in the calling thread.
+        If the thread has already ended, because the pool was closed, the request fails with Cancelled.
         """
         self._tell(self._new, request, request._step)
 

@@ -251,7 +251,7 @@ class Gateway:
                 await robot.policy.model.end_sequence(sequence_id)
 
     async def stop(self) -> None:
-        """Ends all connections. Observations that have come are still answered, within a time limit."""
+        """Ends all connections. Requests that have arrived are still answered, within a time limit."""
         self._stopping = True
         ends = [robot.wait_closed() if robot.asking or robot.unread else robot.close(*_STOPS) for robot in self.robots]
         if ends:
@@ -332,10 +332,10 @@ class Policy:
     """A model as robots see it. Observations, actions and metadata have no batch axis."""
 
     def __init__(self, model: AsyncModel, version: int, config: Mapping[str, Any], ignored: Sequence[str]) -> None:
-        """Makes the policy of a model. ``version`` is the version that was asked for, or 0 for the newest.
+        """Describes to robots how ``model`` is used. ``version`` is the version that was asked for, or 0 for the newest.
 
-        ``config`` is the model's configuration, or {} if the server gives none. ``ignored`` are patterns of names. Values of
-        an observation with such names are not sent to the model. Raises InvalidArgument if the metadata in ``config`` is no
+        ``config`` is the model's configuration, or {} if the server gives none. ``ignored`` are shell patterns: values whose
+        names match one are not sent to the model. Raises InvalidArgument if the parameter ``openpi_metadata`` in ``config`` is no
         JSON object.
         """
         self.model, self.asked, self.made, self._ignored = model, (model.name, version), time.monotonic(), ignored

@@ -62,7 +62,7 @@ class Slots:
     """
 
     def __init__(self, memory: Memory) -> None:
-        """Starts empty. Copies are allocated in ``memory``, at most half of which is kept for later requests."""
+        """Keeps nothing yet. At most half of ``memory`` is kept for later requests."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.

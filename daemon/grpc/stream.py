@@ -545,11 +545,11 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- bounds
 
     def check(self, now: float, direct: int) -> None:
-        """Ends the call if its client sends a message, or takes a response, too slowly.
+        """Ends the call if its client is too slow in sending a message, or in receiving responses.
 
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes were read into the memory of the arriving message and not yet reported by ``advance``.
+          direct: how many bytes of the arriving message were received since the last call of ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):

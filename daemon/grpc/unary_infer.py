@@ -229,7 +229,7 @@ class StepOrder:
         self._due = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Returns whether the call ``step`` must wait for an earlier one. If so, its ``resume`` or ``miss`` is called later."""
+        """Returns whether ``step`` must wait until an earlier request of its sequence is sent, or will never be."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:

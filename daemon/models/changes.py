@@ -253,7 +253,6 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load a model. The task's result is the reason why it failed, or ""."""
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task

@@ -35,8 +35,8 @@ def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each:
 
     Args:
       devices: the devices of the workers that several models share.
-      rate_limited: if true, only devices are returned whose workers count the model's rate-limiter resources.
-      each: how many GPUs each worker has. A worker is named by the first of its GPUs.
+      rate_limited: if true, a model that needs rate-limiter resources is loaded only by workers that count these resources.
+      each: how many GPUs each worker has. Its device is the first of them.
     Raises InvalidArgument if the model names GPUs that no worker has, or if its settings contradict each other.
     """
     chosen = _shared(config, devices, rate_limited, each)

@@ -116,7 +116,7 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Suspends the callback until ``resume``."""
+        """Stops watching the descriptor until ``resume``, so that ``ended`` is not called."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 

@@ -42,10 +42,10 @@ class BusyPoll:
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
         """Polls for a moment for the answer to the only request in flight, which was just sent.
 
-        If several requests were in flight shortly before, the event loop is kept from sleeping instead.
+        If several requests were in flight shortly before, it returns at once, and the event loop polls instead of sleeping.
         Args:
           ready: takes a timeout in ms, and returns a true value if the lane of the worker can be read.
-          receive: reads from the lane of ``worker``. It returns False if no more can come.
+          receive: reads from the lane of ``worker``, and returns False if the lane has ended.
         """
         self._lone += 1
         if self._lone < _MANY:

@@ -104,7 +104,7 @@ def _why_none(config: ModelConfig, module: ModuleType, described: Signature) -> 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredDerivative:
-    """One derivative of a model: its declaration, and its function, which takes the model's parameters."""
+    """A model whose function ``apply`` computes a derivative of another model's function, such as the gradient."""
 
     kind: str
     config: ModelConfig

@@ -82,7 +82,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``apply`` so that it gets the properties of requests as its last argument instead of among the inputs."""
+        """Wraps ``apply`` so that properties of requests, such as ``priority``, come as its last argument, not as inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)

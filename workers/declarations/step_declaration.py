@@ -32,7 +32,7 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """What a model that runs step by step declares."""
+    """The settings in model.py of a stepped model, which computes many requests together, step by step."""
 
     rules: StepRules
     #: Numbers of slots that steps are compiled for, ascending; the last is all slots.

@@ -194,7 +194,7 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes outputs to their places. Returns their descriptions and contents."""
+    """Writes outputs (name -> datatype, shape, content) to ``places``. Returns what the answer says of them."""
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []
     queued = _Queued()

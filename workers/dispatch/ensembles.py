@@ -406,11 +406,11 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Returns an ensemble's report on the parameter sets that its steps ran with, with one more step added.
+    """Adds the report of one step to an ensemble's report ``before`` on parameter sets. Returns the sum.
 
-    Each key ends with the name of a model. If a model ran with several versions of its parameters, the lowest is reported.
-    ``before``: the report on the previous steps. ``added``: the report of the added step. ``name``: the added step's model.
-    ``ensemble``: whether that model is an ensemble. If so, the keys in ``added`` already end with names of models.
+    ``added``: the step's report. ``name``: the step's model. ``ensemble``: whether that model is an ensemble. Keys end with the
+    name of a model; those in ``added`` do so only if ``ensemble``. If a model ran with several versions of its parameters, the
+    lowest is reported.
     """
     said = dict(before)
     for key, value in added.items():

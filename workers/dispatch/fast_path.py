@@ -473,7 +473,6 @@ def _is_large(request: Request, preparation: Preparation, checked: Checked) -> b
 
 
 def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
-    """Returns whether the submitter knows a prepared answer, and it tells the right parameter set if asked for it."""
     known = numbered in request.submitter.lane.published
     return known and (not request.tells or numbered.prepared.parameters == request.told)
 

@@ -53,10 +53,10 @@ class Poller:
         """Stops ``wait`` from answering requests with this number, which now stands for another prepared request."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Stops ``wait`` from answering a submitter's requests, until ``learn`` is called for them again."""
+        """Drops what ``learn`` stored about a submitter's requests, so that ``wait`` does not answer them."""
 
     def forget_gone(self) -> None:
-        """Drops everything that ``learn`` stored, because some model versions were unloaded."""
+        """Drops what ``learn`` stored, so that ``wait`` answers no requests to models that were unloaded."""
 
     @property
     def lane_requests(self) -> int:

@@ -173,7 +173,7 @@ class Responses(ResponseReceiver):
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Raises InvalidArgument if ``byte_size`` exceeds the bytes of responses that the client has not taken yet."""
+        """Raises InvalidArgument if a client says that it has taken ``byte_size`` bytes of responses, which were not sent."""
         sender = request.version.senders.get(request)
         if sender is None:
             return

@@ -46,8 +46,8 @@ class LoadTarget:
         """Makes a worker's target from the daemon's options. Also turns on JAX's cache in the configured directory.
 
         Args:
-          gpu: the number of the worker's GPU; None: the device is a processor.
-          cuda: the GPU for the loop's thread; None: the device is a processor, or CUDA cannot be used.
+          gpu: the number of the worker's GPU; None: the device is a CPU.
+          cuda: the same GPU as the worker reaches it by CUDA; None: the device is a CPU, or CUDA cannot be used.
           alone: whether one model has the process to itself, and may change process-wide state.
           pinned: the host memory that may be page-locked for parameters that leave a GPU; None: none may be.
         """

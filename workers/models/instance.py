@@ -160,7 +160,6 @@ class Instance:
             self._drop_jobs()
 
     def _drop_jobs(self) -> None:
-        """Drops the batches of an instance whose start failed. Whoever waits for its end is told."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()

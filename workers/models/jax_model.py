@@ -135,9 +135,9 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model that ``count`` threads run. It has the same programs, and no state.
+        """Returns a model with the same programs and no state, for ``count`` threads.
 
-        ``alone``: whether each batch has a call of its own.
+        ``alone``: if false, one call of a program may run several requests to a model without batch dimension.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 

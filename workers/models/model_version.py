@@ -385,7 +385,6 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 
 def _concerned(used: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-    """Returns whether a push that replaces ``former`` concerns a sequence or request that has begun with ``used``."""
     # None stands for the newest of ``main``.
     if used is None:
         return new.name == MAIN_SET

@@ -282,7 +282,7 @@ class VersionStatistics:
         batch.output_ns += output_ns
 
     def stepped(self, count: int, infer_ns: int) -> None:
-        """Counts one step of ``count`` requests, which took ``infer_ns``. The requests are counted by ``streamed``."""
+        """Counts one step that a stepped model made for ``count`` requests in ``infer_ns`` ns."""
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 

@@ -84,7 +84,7 @@ class Sample:
         return self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Runs the sample ``count`` times, each time one step in slot 0. Raises InvalidArgument: a run failed."""
+        """Begins a request from the sample and computes a step, ``self.count`` times. Raises InvalidArgument: it failed."""
         for _ in range(self.count):
             request = self.request(model_name)
             try:
@@ -115,7 +115,7 @@ class Sample:
 
 
 def check_kinds(config: ModelConfig, kinds: Collection[str]) -> None:
-    """Raises InvalidArgument if a sample is for a kind of derivative that the model lacks. ``kinds``: those that it has."""
+    """Raises InvalidArgument if ``model_warmup`` has a sample for a derivative whose kind is not in ``kinds``."""
     for setting in config.model_warmup:
         kind = setting.name.partition(".")[0]
         if kind in KINDS and kind not in kinds:

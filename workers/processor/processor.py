@@ -115,7 +115,7 @@ class HostExecutable(Executable):
         return self.call(parameters, arguments)
 
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits until the outputs are computed, and returns them. Afterwards the inputs' memory may be changed."""
+        """Waits for ``arrays``, the outputs of a run, and returns them. Then the memory of its inputs may be changed."""
         outputs = {name: np.asarray(arrays[name]) for name in self._signature.outputs}
         return RunOutputs(outputs, [*outputs.values()])
 

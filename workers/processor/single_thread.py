@@ -176,12 +176,12 @@ class SmallPrograms:
         lower: Callable[[Placement], jax.stages.Lowered],
         zeros: Callable[[], dict[str, Any]],
     ) -> CompiledProgram | None:
-        """Compiles a program for JAX's device with one thread, and tries it. Returns None if it is not small, or fails.
+        """Compiles a small program for a CPU device that has one thread, and runs it once. Returns None if that fails.
 
         Args:
-          lowered: the program, lowered for the worker's device.
+          lowered: the program, lowered for the worker's device. If it is not small, None is returned.
           lower: lowers the program for another placement.
-          zeros: returns inputs for the test run.
+          zeros: returns inputs for the run.
         """
         try:
             small = self._is_small(lowered) if self._possible else False

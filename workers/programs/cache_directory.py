@@ -122,7 +122,7 @@ class CacheDirectory:
             os.close(lock)
 
     def _locked(self, name: str, check: Callable[[], None]) -> int:
-        """Waits for the lock of the file ``name``. Returns the file's descriptor."""
+        """Opens the lock file ``name`` and waits until it is locked, calling ``check`` meanwhile. Returns the descriptor."""
         while True:
             with self._alone() as directory_fd:
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=directory_fd)

@@ -93,7 +93,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Returns host memory for these arguments of a program. Its ``fit`` is False if there is no room."""
+        """Returns host memory to copy these arguments of a program into. Its ``fit`` is False if it has no room for them."""
 
     @abstractmethod
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:

@@ -94,9 +94,9 @@ def probe(
 ) -> str | None:
     """Runs programs on generated inputs. Returns a sentence if rows of a batch affect each other, else None.
 
-    Returns None, too, if the programs may not be run. ``asked``: programs for inputs of the same shapes. The first was
-    compiled from ``traced``, for two rows or more. ``remote``: whether they run on a GPU. ``check``: called before each run.
-    Errors of ``check`` and of programs are raised unchanged.
+    If the programs are too costly, or have effects, they are not run, and None is returned. ``asked``: programs for inputs of the
+    same shapes; the first has two rows or more. ``traced``: what the first was compiled from. ``remote``: whether they run on a
+    GPU. ``check``: called before each run; its errors, and those of programs, are raised unchanged.
     """
     (rows, _), program, states, stack = asked[0].wanted, traced.jaxpr, signature.states, asked[0].sets.stack
     may_be_tried, loops, checks, rounding = read(program.jaxpr)

@@ -150,9 +150,9 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the object that encodes responses with the datatypes and shapes of ``result``. Any thread may call this.
+        """Returns what encodes responses that have the datatypes and shapes of ``result``. Any thread may call this.
 
-        None: the model's thread cannot encode the response itself.
+        Returns None if only the worker's loop can encode such responses.
         """
         return None
 

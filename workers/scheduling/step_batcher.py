@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step on the device: the requests that take part, and the slots that are left out."""
+    """A step of a stepped model: the requests that it computes, and the slots that it must not change."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]

@@ -179,12 +179,11 @@ def _ragged_axis(spec: TensorSpec) -> str | None:
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns the name, which no axis has, for the size of the largest request in the ragged input ``spec``."""
     return f"most of {spec.name}"
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns slices that cut an output to a request's sizes. ``shape`` is without batch axis. ``lengths``: axis name -> size."""
+    """Returns slices that cut an output, of ``shape`` without batch, to the ``lengths`` (by axis name) of a request."""
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)

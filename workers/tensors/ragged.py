@@ -57,12 +57,12 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape of the input ``spec`` in a batch. The input is ragged, or the worker makes it from a ragged input.
+    """Returns the shape of the input ``spec`` in a batch. ``spec`` is ragged, or is computed from a ragged input.
 
     Args:
-      source: the ragged input from which ``spec`` is made; ``spec`` itself if it is ragged.
+      source: the ragged input from which ``spec`` is computed; ``spec`` itself if it is ragged.
       rows: the number of rows of the batch.
-      units: the room for ``source`` in the batch, in units of ``unit(source)`` elements.
+      units: how many elements of ``source`` the batch has room for, divided by ``unit(source)``.
       most: the most elements of ``source`` that one request of the batch may have.
     """
     if spec.of_batch is None:
