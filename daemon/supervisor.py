@@ -450,7 +450,7 @@ class Supervisor:
         self._shutdown.child_died()
 
     def _look(self, child: Child) -> None:
-        """Finds out why a child process has died."""
+        """Records in ``child`` why the process died."""
         self._slots.look(child)
         if child.is_of_other_version:
             self.models.outdated(f"{child.name} {child.describe_exit()}")

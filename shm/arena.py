@@ -370,7 +370,7 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest free block that is large enough. Returns the offset."""
+        """Takes 4096 * 2^``order`` bytes out of the smallest free block that has them. Returns the offset; None: none has."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()

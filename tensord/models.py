@@ -177,7 +177,7 @@ def unload_model(name: str, dependents: bool = False) -> None:
     """Lets the server begin to unload a model, and does not wait until it is unloaded.
 
     If ``dependents`` is true and the model is an ensemble, its members that no other ensemble uses are unloaded, too. Raises
-    ServingError if the server refuses, or if no model on a server runs this code.
+    ServingError if the server refuses, or if the calling code is not that of a model on a server.
     """
     from tensord.workers.calls.asking import unload
 

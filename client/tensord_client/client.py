@@ -158,7 +158,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
 
 
 def _usual() -> Iterator[str]:
-    """Yields the default addresses."""
+    """Yields the addresses at which ``connect`` looks for a server if none is given."""
     yield f"{SERVICE}/{CLIENTS}"
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")

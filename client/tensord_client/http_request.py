@@ -407,7 +407,7 @@ class HttpRequest(Pending[Any]):
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Cancels this request. It leaves the queue for a connection, or its connection is closed to tell the server.
+        """Cancels this request. If it has a connection, closes that to tell the server; else it waits no longer for one.
 
         That may happen after this method has returned, in the thread or event loop that waits for the answer.
         """

@@ -108,7 +108,7 @@ class _Output(NamedTuple):
 
 
 class _ServedModel:
-    """A model that a JAX program calls, or a derivative of a model."""
+    """A model that JAX programs call on a server, or the server's model for its derivative."""
 
     def __init__(self, model: Model | None, of: _ServedModel | None = None, kind: str = "") -> None:
         """If ``model`` is None, this is the derivative ``kind`` of ``of``, which is looked up at its first use."""
@@ -143,7 +143,7 @@ class _ServedModel:
         return len(outer) + bool(self.model.max_batch_size and not self.lifted)
 
     def __call__(self, given: Mapping[str, Array], wanted: Sequence[_Output], outer: tuple[int, ...]) -> list[Array]:
-        """Sends requests with the inputs ``given``, and returns the outputs ``wanted``."""
+        """Sends the inputs ``given``, and returns the outputs ``wanted``. ``outer``: the axes that ``vmap`` added."""
         model, names, lead = self.model, [output.name for output in wanted], self.rows(outer)
         known = {tensor.name: tensor for tensor in model.inputs}
         full = {name: np.broadcast_to(array, (*outer, *array.shape[len(outer) :])) for name, array in given.items()}

@@ -297,7 +297,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return error if self.lane is None else self.lane.answers.explained(error)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a stream ended because this process uses too many answers, else ``error``."""
+        """Returns ResultsHeld if ``error`` came because this process holds too many answers. Else returns ``error``."""
         held = self._connection.held.too_many() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
         return held or error
 

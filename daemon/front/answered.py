@@ -63,9 +63,9 @@ class Answered:
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts an inference answer that is no error, and writes some of these answers to the access log.
+        """Counts an inference answer without error. If it is one of those to log, writes a line to the access log.
 
-        ``version``: the version of the model, or 0 if it is not known. ``answer``: the bytes to send, whose number is logged.
+        ``version``: the version of the model, or 0 if it is not known. ``answer``: its bytes; the line says how many they are.
         """
         words, at = self._words, self._good
         words[at] = count = words[at] + 1

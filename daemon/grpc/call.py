@@ -24,9 +24,9 @@ class Call(ABC):
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Returns an object that receives a large message into the arena. Returns None if the message is to be buffered.
+        """Returns an object that receives a large message into the arena. The call must end it by ``take`` or ``drop``.
 
-        A message that was buffered comes to ``message``. The call must end the object of any other one by ``take`` or ``drop``.
+        Returns None if the message is to be buffered. Once it is complete, ``message`` gets it.
         Args:
           byte_size: the length of the message.
           on_room: the object calls it once it no longer waits for arena memory.

@@ -161,7 +161,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the bytes that were left by ``_rest``, and resumes reading."""
+        """Ends the pause that ``_rest`` began: parses the bytes that had been received before it, and resumes reading."""
         if self.http2.phase is CLOSED or self._paused_since:
             return
         self._resting = False

@@ -192,7 +192,7 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
 
 
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
-    """Converts typed values, which are numbers of ``kind``, to the bytes of a tensor."""
+    """Converts ``contents``, values in the protocol's type ``kind``, to the bytes of a tensor of ``datatype``."""
     if datatype == "BYTES":
         return encoded(list(contents.bytes_contents))
     numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]

@@ -60,7 +60,7 @@ class StreamNumbers:
     def past(self, number: int) -> Past:
         """Returns why the stream ``number`` is not open.
 
-        Returns CUT, whose frames are ignored, if the stream ended too long ago to be remembered.
+        If it ended too long ago to be remembered, returns CUT, as if this server had ended it: its frames are then ignored.
         """
         if not number & 1 or number >= self.next:
             return Past.IDLE

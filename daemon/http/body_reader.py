@@ -37,7 +37,7 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading into the memory of a body. Later bytes go to the connection."""
+        """Ends reading into the memory of a body. The connection's own buffer receives later bytes."""
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:

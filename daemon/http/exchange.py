@@ -356,7 +356,7 @@ class Exchange(InFlight):
     def _place(
         self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
     ) -> None:
-        """Copies ``inputs`` to the memory of ``lease``, and sends the request to a worker."""
+        """Copies ``inputs`` to ``lease`` and sends the request to a worker. If ``lease`` is an error, raises it."""
         if isinstance(lease, ServingError):
             raise lease
         self._leases = (lease,)

@@ -148,7 +148,7 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Continues the request as far as possible."""
+        """Sends the request to a worker, or refuses it, if it is its turn and what that needs has arrived."""
         if not self._my_turn or self._gone or self._decided or self._loading is not None:
             return
         head, submitter = self._head, self._serving.submitter
@@ -451,7 +451,7 @@ class GenerateStream(Generation):
 
 
 class InferStream(GenerateStream):
-    """One request to infer_stream, in the format of ``infer``, whose responses are all written into one HTTP response.
+    """One request to infer_stream, in the format of ``infer``. Its HTTP response has all responses, each of which is
 
       | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
 

@@ -49,11 +49,11 @@ class Heads(BoundedCache[bytes, InferHead]):
     def __init__(
         self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
     ) -> None:
-        """Creates an empty cache.
+        """Creates a cache without heads.
 
         Args:
-          max_byte_size: the most bytes of a request's head.
-          max_fields: the most header fields of a request.
+          max_byte_size: heads of more bytes are not cached.
+          max_fields: heads with more header fields are not cached.
           cuts: whether heads count as equal if they differ only in header lines without effect. It must be False if a rule of
           the operator depends on headers.
           count: how many heads to cache, ``MAX_COUNT`` at most.

@@ -309,7 +309,7 @@ class AnswerText:
         """Returns a whole answer as bytes: HTTP head, JSON and tensors, none of which may be in shared memory.
 
         ``client_id``: the id that the client gave the request. ``record``: the rest of the answer, with the tensors.
-        Returns None if no head is cached, or if the tensors have other sizes than in the first answer.
+        Returns None if this kind of answer has no cached head, or if the tensors have other sizes than when the head was made.
         """
         contents: Any = record.contents
         if [*map(len, contents)] != self._sizes:

@@ -65,7 +65,7 @@ class InputHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds one entry of ``outputs``, read by the quick parser."""
+    """An entry of ``outputs`` in the JSON of an inference request."""
 
     name: str
     parameters: TensorParameters = _NONE_GIVEN

@@ -447,7 +447,7 @@ class Models:
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Logs a worker's answer to a load, and tells the fronts if the version serves now.
+        """Logs a worker's answer to a load. If the version serves now, tells the fronts.
 
         ``incarnation``: the number of the worker process.
         """

@@ -262,7 +262,7 @@ class LoadWaits:
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """Returns a chain of models whose loads wait for each other, or []."""
+        """Returns models from ``start`` to ``end``, where the load of each waits for that of the next; []: there are none."""
         ways = [[start]]
         seen = {start}
         while ways:

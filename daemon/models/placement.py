@@ -110,7 +110,7 @@ def _named(config: ModelConfig, devices: Sequence[str], each: int) -> tuple[str,
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device of the worker that has GPU ``gpu``, if each worker has ``each`` GPUs."""
+    """Returns the device of the first GPU of the worker that has ``gpu``. Each worker has ``each`` GPUs."""
     return device_name(gpu - gpu % each)
 
 

@@ -130,7 +130,7 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets the models that must serve: ``required`` or, if that is empty, ``wanted`` of the first call."""
+        """Sets the models that must serve: ``required``, or if that is empty, those ``wanted`` when this was first called."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)

@@ -445,7 +445,7 @@ class MissingParts:
     """Logs which optional parts, such as C extensions, child processes lack."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Stores ``what``, the text with which each warning begins."""
+        """``what``: how a warning about missing parts begins."""
         self._what = what
         self._said: tuple[str, ...] = ()
 

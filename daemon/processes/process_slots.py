@@ -100,7 +100,7 @@ class ProcessSlots:
             self._deaths[dead.name, dead.cause] += 1
 
     def forget(self, name: str) -> None:
-        """Removes the counts and delays of a process name that is not used any more."""
+        """Removes what is counted about the deaths and restarts of processes called ``name``, which is not used any more."""
         for key in [key for key in self._deaths if key[0] == name]:
             del self._deaths[key]
         self._histories.pop(name, None)

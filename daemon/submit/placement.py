@@ -159,7 +159,7 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for memory. If ``lease`` is an error, answers the request with it instead."""
+    """Sends ``request``, which waited for the memory ``lease``. If ``lease`` is an error, answers with it instead."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)

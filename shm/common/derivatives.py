@@ -45,7 +45,7 @@ def original(name: str) -> tuple[str, int]:
 
 
 def check_not_derivative(name: str) -> None:
-    """Raises InvalidArgument if ``name`` is a derivative's name. Derivatives cannot be loaded or changed by themselves."""
+    """Raises InvalidArgument if ``name`` is the name of a derivative, which is loaded and changed only with its model."""
     model, order = original(name)
     if order:
         raise InvalidArgument(

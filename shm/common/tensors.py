@@ -108,7 +108,7 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the path and value of each input below ``node``, pairs of key and value. ``known``: the model's inputs."""
+    """Yields the path (its keys) and the value of each input below ``node``. ``node``: pairs of key and value."""
     for key, value in node:
         inner = (*path, str(key))
         below = ("/".join(inner) + "/", ".".join(inner) + ".")

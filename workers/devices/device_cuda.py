@@ -258,8 +258,8 @@ class CudaDevice:
     def take(self, outputs: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
         """Waits for ``outputs``, copies them to host memory, and returns the bytes of each.
 
-        Returns None if the outputs are too large for the staging memory. ``cuts``: ranges of bytes of a single output to return;
-        empty: all.
+        Returns None if the outputs are too large for the staging memory. ``cuts``: if there is one output, its ranges of bytes
+        (begin, end) to return; empty: all of it.
         Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in outputs]))

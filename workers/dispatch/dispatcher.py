@@ -391,7 +391,7 @@ class Dispatcher:
             self.agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> bool:
-        """Carries out a planner's decision. Returns whether the loop must run a batch."""
+        """Does what the version's planner decides. Returns whether the caller must run a batch."""
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):
@@ -412,7 +412,7 @@ class Dispatcher:
         return False
 
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
-        """Runs a version's next batch in the loop. ``alone``: no other model has work."""
+        """Runs a version's next batch in this thread. If ``alone``, runs further short batches as well."""
         done = self._run_batch(version, now_ns)
         # Many requests to short programs: the answers of all these batches leave with one system call.
         while alone and done < 1 and len(version.planner) >= _MANY:

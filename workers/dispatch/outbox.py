@@ -183,7 +183,7 @@ class Outbox:
         return result
 
     def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
-        """Answers a request from row ``row`` of small outputs by a plan. Returns False if that is not possible."""
+        """Answers a request in a short way, from row ``row`` of ``outputs``. Returns False if it needs the long way."""
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
             return False

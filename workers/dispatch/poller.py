@@ -70,14 +70,14 @@ class Poller:
         """
 
     def close(self) -> None:
-        """Releases everything that ``learn`` stored, before the worker's loop ends."""
+        """Frees the memory of what ``learn`` stored about requests. Called before the worker's loop ends."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         """Waits until there is an event or the time is up. Returns what arrived.
 
         Args:
           timeout_ns: how long to wait at most; 0 or less: only returns what is there.
-          idle: whether the worker has nothing else to run, so that requests may be answered during the wait.
+          idle: whether the worker has nothing else to run. If so, this method may answer requests itself.
           sleeps: whether to sleep at once, without polling before.
         """
         if timeout_ns <= 0:

@@ -66,7 +66,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """Requests of one submitter that are answered together."""
+    """Requests of one submitter whose answers to a step are sent together."""
 
     submitter: SubmitterLink[Request]
     numbered: Numbered[PreparedAnswer]

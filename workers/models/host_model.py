@@ -204,7 +204,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Has the instance's thread go on with the generator. The loop calls it."""
+        """Continues the generator in its thread. The loop calls it once the client has room for more responses."""
         assert self._resume is not None
         self._resume(self._rested)
 

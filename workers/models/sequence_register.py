@@ -41,9 +41,9 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes changed numbers of free slots to the sequence page.
+        """Writes changed numbers of free slots to the sequence page, which submitters read.
 
-        Call it before answers are sent, because clients may then start sequences.
+        Call it before answers are sent, because clients may start new sequences after an answer.
         """
         changed, self.changed = self.changed, set()
         for each in changed:

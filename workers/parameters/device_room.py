@@ -81,7 +81,7 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves device memory for ``stack``. Raises InvalidArgument: all models' stacks would exceed the limit."""
+        """Reserves device memory for the parameter sets of ``stack``. Raises InvalidArgument: the limit would be exceeded."""
         with self.lock:
             taken = self._stacked
             if taken + stack.byte_size > self._limit:

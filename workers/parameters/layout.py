@@ -190,13 +190,13 @@ def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
 
 
 def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> list[Part]:
-    """Lays leaves out in safetensors' layout. Returns the parts of the memory's content in their order.
+    """Lays leaves out in safetensors' layout. Returns the parts that memory with this layout consists of, in order.
 
     Args:
       leaves: each leaf, and the function that copies its bytes.
-      limit: the most bytes that the whole content may have.
+      limit: the most bytes that all parts together may have.
       what: names the leaves in errors.
-    Raises InvalidArgument: the content has too many bytes, or an element type has no name in the layout.
+    Raises InvalidArgument: the parts have too many bytes, or an element type has no name in the layout.
     """
     # Whole multiples of the alignment come first, so that all of them are aligned.
     ordered = sorted(leaves, key=lambda each: each[0].byte_size % ALIGNMENT != 0)

@@ -161,7 +161,7 @@ class ParameterSet:
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Makes the tree for the device ``placement`` (as in ``_placed``) in the memory of the other device's tree."""
+        """Makes the tree for a device out of the other device's. ``placement``: 1: the single-thread device; 0: any other."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -404,7 +404,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets a replaced set that is kept. Does nothing for another set or None."""
+        """Gives up the set ``before`` if it is kept only to roll a push back. Otherwise, or if it is None, does nothing."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()

@@ -114,7 +114,7 @@ class SmallPrograms:
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
-        """Opens nothing yet. ``sets``: the version's parameter sets."""
+        """``signature`` and ``sets`` are those of a model version. ``device`` is the CPU device for its small programs."""
         self._signature = signature
         self._device = device
         self._sets = sets

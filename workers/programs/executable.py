@@ -285,7 +285,7 @@ class Executable(ABC):
         return
 
     def settle(self, places: Places) -> None:
-        """Makes sure that no later run writes to the memory that ``offer`` has chosen in ``places``.
+        """Makes sure that no later run writes to ``places``, after ``offer`` had allowed that.
 
         The answer must have been sent or given up. The outputs must not be used any more.
         """

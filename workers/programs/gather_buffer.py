@@ -96,7 +96,7 @@ class RaggedBuffer:
     __slots__ = ("_name", "array")
 
     def __init__(self, name: str, array: Array) -> None:
-        """Stores ``array``, the memory of the argument ``name``."""
+        """Stores ``array``, into which the requests' values of the program's argument ``name`` are copied."""
         self._name = name
         self.array = array
 

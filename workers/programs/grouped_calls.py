@@ -248,7 +248,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes, not yet divided into answers; None: they are too large for that."""
+        """Returns ``stacks``, the results of ``run``, as bytes, not yet divided into answers; None: they are too large."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:

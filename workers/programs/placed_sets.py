@@ -191,7 +191,7 @@ def _stacked(
     room: DeviceRoom | None,
     fixed: Collection[str],
 ) -> ParameterSets:
-    """Places the parameters of a model whose batches may have requests with different parameter sets."""
+    """Places parameters on a device where one batch may mix parameter sets. ``names``: the parameters' names."""
     # Leaves that all sets share go to the device. Others stay in host memory until the stack has their set.
     mixed.check(signature.model, names)
     leaves, structure = jax.tree.flatten(parameters)

@@ -334,7 +334,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Returns whether a model answers requests now. ``model_version``: the version to ask about; "": any version.
 
-    Raises TritonModelException: ``model_version`` is not a number above 0, or the running code may not ask.
+    Raises TritonModelException: ``model_version`` is not a number above 0, or the caller is no model that loads or serves.
     """
     number = 0
     if model_version:

@@ -320,7 +320,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one ``hold``. When none is left, an unfinished request fails, unless the model is to run for it again."""
+        """Undoes one ``hold``. If it was the last, the request fails, unless it has ended or the model runs for it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)

@@ -279,7 +279,6 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into its owner's requests in the order of ``sequence``."""
         self._insert(request, number)
         self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
         waiting = self._lines[number][request.key][request.owner]
