@@ -60,7 +60,7 @@ class Repository(Section, frozen=True):
 
 
 class Http(Section, frozen=True):
-    """The HTTP fronts, and the limits of a connection."""
+    """Options of the HTTP fronts, among them the limits of a connection."""
 
     enabled: bool = True
     processes: Processes = "auto"
@@ -126,7 +126,7 @@ class Grpc(Section, frozen=True):
 
 
 class Metrics(Section, frozen=True):
-    """The server of Prometheus metrics and of the status page."""
+    """Options of the HTTP server that has Prometheus metrics and the status page."""
 
     enabled: bool = True
     address: str = "127.0.0.1"

@@ -42,7 +42,7 @@ def parse(entries: Iterable[str]) -> dict[str, Restriction]:
     Each group is one of ``GROUPS``. Everybody may call the RPCs of a group that is not in the result. An entry may be
     ``GROUP[,GROUP...]`` alone: its groups get the KEY=VALUE of the entry after it.
 
-    Raises ValueError if an entry is wrong. The message names the first wrong entry without VALUE, which is a secret.
+    Raises ValueError if an entry is wrong. The message has the first wrong entry, but never a VALUE, which is a secret.
     """
     found: dict[str, Restriction] = {}
     waiting: list[str] = []

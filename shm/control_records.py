@@ -413,7 +413,7 @@ class CheckLoads(Record, frozen=True, tag="check"):
 
 
 class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"):
-    """A line of JSON in which a checking process says what it does, such as ``loading digits``."""
+    """A line of JSON from a process that checks models: what it does now, such as ``loading digits``."""
 
     at: str
 

@@ -145,7 +145,7 @@ class LocalWorker:
             raise Unavailable("the model was closed")
 
     def close(self) -> None:
-        """Answers all requests in flight, then ends the models and the thread of the worker's loop. Idempotent."""
+        """Waits for the answers to all requests in flight, then ends the models and the worker's thread. Idempotent."""
         if not self._closing:
             self._closing = True
             self._inbox.post(self._remove_all)

@@ -242,7 +242,7 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Unregisters and frees the arrays that were garbage-collected."""
+        """Frees the GPU memory of arrays that were garbage-collected, and unregisters it at the server."""
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:

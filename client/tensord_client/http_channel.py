@@ -95,7 +95,7 @@ class HttpResponse:
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Counts the first ``count`` bytes of ``place`` as received."""
+        """Tells that the first ``count`` bytes of ``place``, the memory for the rest of the body, were received."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest

@@ -88,7 +88,7 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns an output's shape, from ``known`` if it is there. ``rows`` is 0 if the model has no batch dimension."""
+    """Returns an output's shape: from ``known``, else as declared with batch size ``rows`` (0: no batch dimension)."""
     if tensor.name in known:
         return tuple(known[tensor.name])
     shape = (rows, *tensor.shape[1:]) if rows else tensor.shape

@@ -594,7 +594,7 @@ class LaneConnection(Sender):
 if wire is not None:
 
     class LanePrepared(wire.Repeated, Prepared):
-        """A request that is sent over lanes many times, from C if possible."""
+        """A request that is sent over lanes many times. If possible, the client's C code sends it."""
 
         def __init__(self, connection: LaneConnection, call: Call) -> None:
             self._connection = connection

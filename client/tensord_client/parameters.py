@@ -196,7 +196,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _array(leaf: Any) -> tuple[str, Array] | None:
-    """Returns a leaf's safetensors type, and the leaf as a little-endian array."""
+    """Returns a parameter's safetensors type and its little-endian array; None: it is no array of such a type."""
     bits = bfloat16_of_torch(leaf)
     try:
         array = np.ascontiguousarray(leaf if bits is None else bits)

@@ -116,7 +116,7 @@ def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def paths(name: str) -> Iterator[str]:
-    """Yields the ways in which clients may write a name: unchanged, with dots, and with [0] for the items of a list."""
+    """Yields the ways in which clients may write the name of a tensor: "a/0" is also "a.0" and "a.[0]"."""
     parts = name.replace("/", ".").split(".")
     yield from (name, ".".join(parts), ".".join(f"[{part}]" if part.isdigit() else part for part in parts))
 

@@ -41,7 +41,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:
-        """Has the connection receive all further bytes itself."""
+        """Ends this reader: the connection receives all further bytes itself."""
         self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:

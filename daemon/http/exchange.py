@@ -506,7 +506,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes a complete HTTP response, whose memory ``written`` will release."""
+        """Writes ``pieces``, a complete HTTP response. Once they are sent, ``written`` releases their memory."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):
@@ -566,7 +566,7 @@ class Exchange(InFlight):
             self._refused(error)
 
     def _refused(self, error: Exception) -> None:
-        """Answers the request with ``error``, or logs a defect of the server."""
+        """Answers the request with ``error``. If that is no ServingError, logs a defect of the server as well."""
         if isinstance(error, ServingError):
             self._answer_error(http_status(error), error.message)
         else:

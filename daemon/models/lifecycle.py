@@ -337,7 +337,7 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Notes that a worker has ended or is stopped on purpose, so that it serves nothing.
+        """Notes that a worker serves nothing any more. Returns instructions that the caller must carry out.
 
         Loads that it had not answered are sent to the worker that replaces it, or are given up after too many deaths.
         Args:

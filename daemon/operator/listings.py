@@ -184,7 +184,7 @@ def _state(worker: WorkerProcess) -> str:
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Returns ``isolated`` (the model's name) and ``memory_fraction`` of a worker for one model, {} for another worker."""
+    """Returns the fields ``isolated`` (a model) and ``memory_fraction`` of a worker; {}: it is for no single model."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 

@@ -127,7 +127,7 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Starts the worker of an isolated model, or tries again 1 s later."""
+        """Starts the process ``name``, the worker of an isolated model. If that fails, tries again 1 s later."""
         if not self.is_vacant(name):
             return
         try:

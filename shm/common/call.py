@@ -52,10 +52,9 @@ def read_arguments(
     The returned values have Python's own types. Arguments that are None are left out.
 
     Args:
-      own: the arguments by their names in ``Arguments``. Scheduling fields may also be items of "parameters", by their names in
-        ``PARAMETERS``.
+      own: all arguments by name. Scheduling fields may also be items of "parameters", by their names in ``PARAMETERS``.
       scheduling: the values of the scheduling fields that ``own`` lacks.
-      others: further arguments that a request may have, each with the function that checks its value.
+      others: names that ``own`` may have besides those in ``Arguments``, each with the function that checks its value.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such argument.
     """

@@ -35,7 +35,7 @@ class DerivativeCall:
         return {name: array[None] for name, array in found.items()} if self._lifts else found
 
     def result(self, answer: Answer) -> Answer:
-        """Returns the derivative's outputs by names of the model. They lie in the memory of ``answer``."""
+        """Returns the outputs in ``answer``, a derivative's answer, by the names of the model's tensors, without a copy."""
         return self._part(answer, lambda name: True, self._made)
 
     def parts(self, answer: Answer) -> tuple[Answer, Answer]:

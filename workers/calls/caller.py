@@ -46,9 +46,9 @@ class CallServer(Protocol):
         """Tells the called model that the caller has taken a response, so that the model may send another one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation for a model. Returns the daemon's answer.
+        """Has the daemon load or unload a model, or say whether it is ready. Returns the daemon's answer.
 
-        ``port``: the ``ModelPort`` of the model. The answer to ModelReady is ``true`` or ``false``.
+        ``port``: the ``ModelPort`` of the model whose code asks. The answer to ModelReady is ``true`` or ``false``.
         Raises ServingError: the operation failed.
         """
 

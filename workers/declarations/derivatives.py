@@ -286,7 +286,7 @@ class _ModelFunction:
         return jax.vmap(of_names, (None, 0)) if lifted else of_names
 
     def own(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arrays that the model's function takes, without cotangents and tangents."""
+        """Returns the model's own inputs among those ``given`` to a derivative: all but cotangents and tangents."""
         added = {
             *named(self.names.cotangent, dict.fromkeys(self.out)),
             *named(self.names.tangent, dict.fromkeys(self.into)),

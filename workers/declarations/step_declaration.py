@@ -85,7 +85,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(config: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument or Unsupported if a model with this configuration and signature cannot run step by step."""
+    """Raises InvalidArgument or Unsupported if this configuration and signature cannot be those of a stepped model."""
     what = f"model '{config.name}'"
     if config.max_batch_size:
         raise InvalidArgument(

@@ -472,7 +472,7 @@ class Dispatcher:
         self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request that was cancelled or whose lane has ended. Returns False for others."""
+        """Ends a request with Cancelled if it was cancelled or its lane has ended. Otherwise returns False."""
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)

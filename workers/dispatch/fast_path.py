@@ -422,7 +422,7 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns the plan for answers to requests like this execution's, and the outputs' names by number; None: no plan."""
+    """Returns how repeats of a request are answered, and the outputs' names by number; None: that is not known."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:

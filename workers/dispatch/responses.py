@@ -153,7 +153,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response that the loop made, after the sender's earlier ones. ``result`` None: no response follows."""
+        """Sends ``result`` after the sender's earlier responses; None: only ends the request. ``final``: it is the last."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)

@@ -42,7 +42,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """Chooses nothing yet. ``submitters``: file descriptor of a lane -> submitter. ``register``: writes the sequence page."""
+        """``submitters``: file descriptor of a lane -> submitter. ``register``: what writes the sequence page."""
         self._version = version
         self._model = model
         self._sequences = sequences

@@ -292,7 +292,7 @@ class Stepping:
         return [(step, chosen)]
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
-        """Opens senders for requests that got a slot, and inserts the requests."""
+        """Begins requests that got a slot: makes their response senders, and puts the requests into the device's state."""
         self._responses.open(requests, now_ns)
         for request in requests:
             # No function of the model has to notice a cancellation, so the request may be ended at once.

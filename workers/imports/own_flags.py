@@ -67,7 +67,7 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's settings to this thread in the ``with`` block. Settings made there become the model's."""
+        """Applies the model's JAX settings to this thread in the ``with`` block, and stores those that the block makes."""
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():

@@ -82,7 +82,7 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredVersion:
-    """What a version's model.py and configuration declare: tensors, sequences, inputs that the worker makes, devices."""
+    """What a version's model.py and configuration declare: its tensors, whether it has sequences or steps, its GPUs."""
 
     #: The tensors that clients send and get.
     signature: Signature

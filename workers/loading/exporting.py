@@ -182,7 +182,7 @@ def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]
 
 
 def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of a batch's inputs, with symbols for sizes that vary."""
+    """Returns the shapes and dtypes of inputs in a batch of ``rows``. A size that varies is a symbol."""
     limits = [f"{_BATCH} <= {config.max_batch_size}"] if config.max_batch_size else []
     named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
     limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(config).items() if axis in named]

@@ -479,7 +479,7 @@ class Loader:
 
 
 def _without_counts(config: ModelConfig, maker: InstanceMaker) -> bytes:
-    """Serialises a configuration without its instance groups' counts, default names and other workers' GPUs."""
+    """Serialises ``config`` without counts and default names of instance groups, and without GPUs of other workers."""
     rest = model_config.empty()
     rest.CopyFrom(config)
     for index, group in enumerate(rest.instance_group):

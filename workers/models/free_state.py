@@ -87,9 +87,9 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds the state of its sequence to a request's inputs. The batching key becomes the shapes of inputs and state.
+        """Adds the state of the request's sequence to the request's inputs. Its batching key becomes the shapes of both.
 
-        If the state does not fit the inputs, the inputs stay unchanged, and the key is an ``Unfit`` with the error.
+        If the state does not fit the inputs, the inputs stay unchanged, and the key becomes an ``Unfit`` with the error.
         """
         kept = None if request.controls.start else request.live.kept
         try:

@@ -66,7 +66,7 @@ class LaidLeaf(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The name, dtype and shape of a leaf, and the offsets in bytes where its content begins and ends."""
+    """The name, dtype and shape of a leaf in safetensors' layout, and the offsets at which its bytes begin and end."""
 
     name: str
     dtype: np.dtype[Any]

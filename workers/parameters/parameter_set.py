@@ -233,7 +233,7 @@ class ParameterSet:
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Stores the set's leaves in host memory. Call it before ``prepare``."""
+        """Stores the set's leaves, as ``hosted`` returns them, in host memory. Call it before ``prepare``."""
         self._host = host
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 

@@ -140,7 +140,7 @@ class _Memory:
             raise self._lacking() from error
 
     def _write(self, parts: Sequence[Part]) -> None:
-        """Writes parts to the file."""
+        """Fills the new memory with the contents of ``parts``, one after the other."""
         # By system calls: these do not clear new pages first, and a lack of memory is an error, not a signal.
         piece, at = np.empty(min(PIECE, self.byte_size), np.uint8), 0
         for part in parts:

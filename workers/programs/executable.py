@@ -68,7 +68,7 @@ class Inputs(Protocol):
 
     @property
     def fit(self) -> bool:
-        """True if the memory has room for the arguments."""
+        """True if this memory has room for the program's arguments."""
 
     @property
     def arrays(self) -> dict[str, Array]:

@@ -320,7 +320,7 @@ class Executables:
 
     @property
     def unexpected(self) -> set[Shapes]:
-        """The shapes without a bucket for which there are executables."""
+        """The shapes for which there are executables although no bucket has these shapes."""
         return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:

@@ -156,7 +156,7 @@ class GroupedMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments for the first ``count`` requests.
+        """Returns the program's arguments, for a GPU already on it: the gathered inputs and ``count``, that of requests.
 
         Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
         """

@@ -227,7 +227,7 @@ class StackPlacer(Placer):
         return self.shared(host)
 
     def shared(self, host: Sequence[Any]) -> Any:
-        """Places the leaves that all sets share on the worker's device. Returns their tree, with None elsewhere.
+        """Places the leaves that are the same in all sets on the device. Returns the tree, with None for other leaves.
 
         Raises Internal: the device has no memory left.
         """

@@ -33,9 +33,9 @@ _Reached = frozenset[int]
 def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
     """Examines a traced program, whose first arguments are parameters and a dict of inputs. Returns four sentences.
 
-    They say: (1) why a second run of a request may have another effect or answer, (2) which random numbers are the same for
-    all requests, (3) how large the constants of the model's ``programs`` programs are, (4) on which inputs no output depends.
-    A sentence is "" if nothing was found. ``again``: another trace of the function, or ``traced`` itself.
+    They say: (1) why the same request may have another effect or answer when it runs again, (2) which random numbers are the same
+    for all requests, (3) how large the constants of the model's ``programs`` programs are, (4) on which inputs no output depends.
+    A sentence is "" if nothing was found. ``again``: a second trace, to compare with; ``traced`` itself: none is compared.
     Raises Internal: the program uses a value of an earlier trace.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
@@ -81,7 +81,7 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
 
 
 def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> object:
-    """Returns what an operation of ``steps`` does, as a value to compare with the same operation of another trace."""
+    """Returns what an operation, as ``steps`` yields it, does: a value by which two traces of a program are compared."""
     kinds = [(each.primitive.name, [str(made.aval) for made in each.outvars]) for each in chain[-1:]]
     given = [value for each in chain[-1:] for value in each.params.values()]
     numbers = [value for value in given if all(isinstance(each, (int, float)) for each in jax.tree.leaves(value))]

@@ -94,9 +94,9 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Sets max_batch_size, unless a value is configured already.
+        """Sets max_batch_size, if the configuration has none or 0.
 
-        Raises ValueError: another value is configured, and the given value is not 0.
+        Raises ValueError: the configuration has another value, and neither is 0.
         """
         given = self._config.get("max_batch_size", 0)
         if given and max_batch_size and given != max_batch_size:

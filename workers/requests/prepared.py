@@ -164,7 +164,7 @@ def _chosen(record: RequestRecord, version: ModelVersion) -> str | None:
 
 
 def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersion) -> bool:
-    """Returns whether the client asks which parameter set answers it. Raises InvalidArgument: a parameter is wrong."""
+    """Returns whether the client asks by which parameter set it is answered. Raises InvalidArgument: it asks wrongly."""
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
         return False

@@ -164,9 +164,9 @@ class Request(RequestTensors):
         return self.sink is not None or any(isinstance(region, CudaRegion) for region in self.regions)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Stores times of a run, for ``timed``: when it began, and when it had computed.
+        """Stores, for the client, when the run of the model began and when its results were there.
 
-        ``gathered``: bytes copied for the run.
+        ``gathered``: how many bytes were copied for the run.
         """
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 

@@ -91,7 +91,7 @@ class RequestTimeline:
     def within(self, open_here: Span | None) -> Span | None:
         """Returns the open span of this request that contains a new span; None: no span is open.
 
-        ``open_here``: the innermost open span of the calling context. It is ignored if it belongs to another request.
+        This is ``open_here``, the innermost open span of the calling context, or if that is no span of this request, the newest.
         """
         if open_here is not None and not open_here.ended_ns and open_here in self._spans:
             return open_here

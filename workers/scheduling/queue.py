@@ -150,11 +150,11 @@ class Shares(dict[Hashable, int]):
             del self[owner]
 
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
-        """Returns whether an owner may queue another request in a full queue.
+        """Returns whether an owner (a user) may queue another request although the queue is full.
 
-        Requests of other owners must wait, too. Of this owner none may wait, or fewer than its share, which is
-        (2 * ``most`` - ``waiting``) / number of owners. ``waiting``: the number of waiting requests. ``most``: the number of
-        requests for which the queue has room.
+        It may if requests of others wait, and it has none in the queue, or fewer than its share. The share is
+        (2 * ``most`` - ``waiting``) / number of owners. ``waiting``: how many requests wait. ``most``: for how many the queue has
+        room.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))

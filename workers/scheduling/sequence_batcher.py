@@ -29,7 +29,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """How long an instance's batch may wait for more ready slots, and how many ready slots are enough to run."""
+    """When a batch of Triton's strategy "direct" runs: once ``enough`` sequences are ready, or after ``delay_ns``."""
 
     slots: int = 1
     delay_ns: int = 0

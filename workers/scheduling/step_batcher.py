@@ -45,7 +45,7 @@ class StepRules:
 
 @dataclass(slots=True, eq=False)
 class SlotHolder(Generic[W]):
-    """A request, the slot that it has in the device's state, and the number of its steps so far."""
+    """A request to a stepped model, its slot in the state that the device keeps, and how many steps it has taken."""
 
     request: W
     number: int

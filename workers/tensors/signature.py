@@ -81,7 +81,7 @@ class TensorSpec:
         object.__setattr__(self, "plain", not self.reshaped and self.datatype not in ("BYTES", "BOOL"))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether a client's tensor may have this shape, without the batch dimension."""
+        """Returns whether a client's tensor may have this shape. ``shape`` is without the batch dimension."""
         return _fits(shape, self.dims)
 
     def fits_model(self, shape: tuple[int, ...]) -> bool:

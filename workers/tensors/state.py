@@ -57,9 +57,9 @@ def declare_state(config: ModelConfig, module: ModuleType) -> dict[str, tuple[st
 
 
 def state_specs(config: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
-    """Returns the state that a completed configuration declares. Raises Unsupported: the state is BYTES.
+    """Returns the state of sequences that a configuration declares. Raises Unsupported: the state is BYTES.
 
-    ``axes``: state name -> names of its axes.
+    ``axes``: state name -> a name for each dim, or None; dims of -1 with one name have one size.
     """
     made: list[StateSpec] = []
     for field in config.sequence_batching.state:
