@@ -217,7 +217,7 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds the tensors in ``fields`` to ``known``. Raises InvalidArgument if a known one has another type or shape."""
+    """Adds tensors of ``model`` to ``known``, by name. Raises InvalidArgument: a known one has another type or shape."""
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
         before = known.setdefault(tensor, said)

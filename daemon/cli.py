@@ -401,7 +401,7 @@ def write_man_pages(folder: Path) -> None:
 
 
 def _described(command: click.Command, ctx: click.Context) -> click.Command:
-    """Returns a copy of a command for click-man."""
+    """Returns a copy of ``command`` with help texts from which click-man makes correct man pages."""
     described = copy.copy(command)
     described.params = command.get_params(ctx)
     # A line that begins with a dot or an apostrophe is a request to troff.

@@ -101,7 +101,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The number and size of one parameter set on one worker, and whether the set is on the device."""
+    """A parameter set on one worker: the number of its newest push, its size, and whether it is on the device."""
 
     name: str
     #: 0: what the repository has.

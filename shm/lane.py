@@ -454,7 +454,7 @@ class WorkerLane(LaneEnd):
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Removes the WireVersion from the first records of a lane. Returns True, or raises InvalidArgument for another version."""
+    """Removes the WireVersion, the first record, from ``records``. Raises InvalidArgument: it is of another version."""
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
         if fds and not records:

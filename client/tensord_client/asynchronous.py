@@ -110,7 +110,7 @@ class AsyncModel(Calls):
         return await self._connection.ask(self.call(inputs, outputs, own))
 
     async def derivative(self, kind: str) -> AsyncModel:
-        """Returns a derivative of this model as a model, as ``Model.derivative`` does."""
+        """Returns a derivative of this model as a model. ``kind``: such as "pull_back", as for ``Model.derivative``."""
         return await asyncio.to_thread(self._open, kind)
 
     async def pull_back(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:

@@ -345,7 +345,7 @@ class HttpConnection:
 
 
 class _Get(HttpExchange):
-    """A request that runs no model. Returns the answer's JSON, or None if it is empty, and its header fields."""
+    """A request that runs no model. ``read`` returns the answer's JSON (None: it is empty) and header fields."""
 
     def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:

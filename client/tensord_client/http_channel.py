@@ -238,9 +238,9 @@ class HttpResponse:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Completes an answer whose body ends with the connection.
+        """Call it when the server has closed the connection. If the body ends that way, the answer is complete.
 
-        Raises ConnectionResetError if another kind of body has not come completely.
+        Otherwise it raises ConnectionResetError.
         """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")

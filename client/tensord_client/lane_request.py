@@ -292,7 +292,7 @@ class LaneRequest(Submission, Pending[Answer]):
             return Internal(f"the worker's answer is malformed: {error}")
 
     def late(self) -> ServingError:
-        """Returns ResultsHeld if the answers in use leave the worker no room, else DeadlineExceeded."""
+        """Returns the error for a request whose time is over: ResultsHeld if this process holds too many answers."""
         error = DeadlineExceeded()
         return error if self.lane is None else self.lane.answers.explained(error)
 

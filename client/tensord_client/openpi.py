@@ -400,7 +400,7 @@ class Policy:
         return made[np.newaxis] if self._batched else made
 
     def actions(self, answer: Mapping[str, Array]) -> dict[str, Any]:
-        """Makes a robot's actions of a model's answer: arrays and texts by name."""
+        """Converts a model's answer to what a robot gets: arrays and texts by name."""
         told: dict[str, Any] = {}
         for name, value in answer.items():
             value = value[0] if self._batched else value

@@ -304,7 +304,7 @@ class TesseractGateway:
         return wire.parsed(content)
 
     async def _model(self, asked: tuple[str, int], age: float) -> TesseractModel:
-        """Returns a model that was looked up at most ``age`` seconds ago."""
+        """Returns a model by name and version. If it was looked up more than ``age`` seconds ago, looks it up again."""
         async with self._looking_up:  # so that one connection to the daemon is enough
             found = self._served.get(asked)
             if found is None or time.monotonic() - found.made > age:

@@ -55,7 +55,6 @@ _bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
 
 
 def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
-    """Returns the offset of the first bare line feed before a request, or -1."""
     for found in _bare_line_ends(data, begin, end):
         if found[1] is not None:
             return found.start()

@@ -141,7 +141,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request that shares nothing with other requests, without using the cache."""
+        """Makes a parsed request of a kind of its own, which is not cached."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling
@@ -273,12 +273,12 @@ class AnswerText:
         record: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head that all answers of this kind share.
+        """Encodes the JSON head of all answers whose repeating part is ``prepared``, from the first of them.
 
         If the JSON must contain the values of an output, or is long, no head is cached. Then ``whole`` and ``pieces`` return
         None.
         Args:
-          asked: a request of the kind, which says which outputs are binary.
+          asked: the request of the first answer, which says which outputs are binary.
           prepared: the part of the first answer that repeats.
           record: the rest of the first answer.
           view: returns the bytes of a tensor.

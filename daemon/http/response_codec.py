@@ -75,7 +75,7 @@ def encode(
 def large_texts(
     prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
 ) -> list[tuple[PreparedTensor, Slice]]:
-    """Returns the outputs that must be written as JSON and are too large for one step, each with its slice of the arena.
+    """Returns large outputs that must be written as JSON in several parts, each with its slice of the arena.
 
     Args:
       prepared: the part of the answer that repeats.

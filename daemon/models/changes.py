@@ -410,7 +410,7 @@ class Models:
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
     def worker_joined(self, incarnation: int, device: str) -> None:
-        """Sends a worker that has started the loads for its device. ``incarnation``: the number of the worker process."""
+        """Sends the loads for ``device`` to its new worker. ``incarnation``: the number of the worker process."""
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:

@@ -115,7 +115,7 @@ class GivenModels:
         shutil.rmtree(folder.parent, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes the folders of all models."""
+        """Removes the folders of all models whose files clients gave."""
         if self._root is not None:
             self._root.cleanup()
             self._root = None

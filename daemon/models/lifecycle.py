@@ -171,7 +171,7 @@ class Lifecycle:
         return [each for number in gone for each in (Publish(ModelGone(name, number)), Forget(name, number))]
 
     def _advance(self, name: str) -> list[Instruction]:
-        """Begins queued operations up to the first that waits for workers."""
+        """Begins the queued loads and unloads of model ``name``, up to the first that must wait. Returns instructions."""
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()

@@ -52,7 +52,6 @@ def _alone(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shared(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
-    """Returns the devices of a model. The arguments are those of ``place``."""
     chosen = _named(config, devices, each)
     together = config.parameters[TOGETHER].string_value if TOGETHER in config.parameters else ""
     if rate_limited and model_checks.is_isolated(config) and _needs(config):

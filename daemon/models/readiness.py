@@ -194,7 +194,7 @@ class ServedBefore:
                 os.replace(new, path)
 
     def forget(self) -> None:
-        """Removes served.json, because the daemon stops in order."""
+        """Removes served.json. Call it when the daemon stops as it should: the file is for a start after a crash."""
         with self._lock, contextlib.suppress(OSError):
             self._forgotten = True
             if self._path is not None:

@@ -472,5 +472,5 @@ def poll_error(names: Iterable[str]) -> str:
 
 
 def given_error(name: str, reason: str) -> str:
-    """Returns the message for a configuration or files of a client that cannot be used."""
+    """Returns the message for a client whose configuration or files for the model ``name`` cannot be used."""
     return f"failed to load '{name}': {reason}"

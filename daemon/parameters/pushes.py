@@ -421,7 +421,7 @@ class Parameters:
 
     @contextlib.asynccontextmanager
     async def _turn(self, model: str) -> AsyncIterator[None]:
-        """Runs the block once no other change of the model's parameters runs."""
+        """Waits until no other change of the model's parameters runs, and keeps others waiting during the ``with`` block."""
         self._waiting[model] += 1
         try:
             async with self._turns.setdefault(model, asyncio.Lock()):
@@ -487,10 +487,7 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets which versions a dead worker held back until it got their pushed values.
-
-        ``worker``: the number of the worker process.
-        """
+        """Forgets the loads of a dead worker that had waited for pushed values. ``worker``: the number of the process."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:

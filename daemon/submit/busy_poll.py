@@ -64,7 +64,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Tells that answers have come. Call it before the answered requests are removed from ``in_flight``."""
+        """Ends the polling for answers, because some have come. Call it before their requests leave ``in_flight``."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

@@ -58,8 +58,8 @@ class Throttle:
     ) -> Sequence[Callable[[InFlight], bool]]:
         """Counts the memory of an answer for its connection and its client, until ``leave``.
 
-        If the connection or the client has just filled its share, some sent requests must be withdrawn. The result has a function
-        for each case, which takes a request and returns whether this is one of them.
+        If the connection or the client now holds its whole share, the caller must withdraw some sent requests: those for which a
+        function in the result returns true.
         Args:
           worker: the worker that sent the answer.
           key: the lease of the answer.

@@ -88,7 +88,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if tracing is on without a rate or without a ``target``, a file or a collector's address."""
+        """Raises InvalidArgument if tracing is on without a rate, or ``target``, a file or a collector's address, is ""."""
         if not self.level:
             return
         if not self.rate:
@@ -111,7 +111,7 @@ class _Scope:
 
     @property
     def values(self) -> Values:
-        """Returns the present values, in which ``count`` is how many traces are left."""
+        """Returns the trace settings, in which ``count`` is how many traces are left."""
         if self.budget is None:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())

@@ -51,7 +51,7 @@ class Submission:
 
         @property
         def answered(self) -> bool:
-            """Returns whether a response has come that is not the last one."""
+            """Returns whether a response of a stream has come, and more may follow."""
 
     #: The number of workers that ended and may have begun it.
     strikes: int

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """Lets models' code in any thread reach the worker's loop. Each ``call`` is a ``ModelCall``."""
+    """What a model's code uses, in any thread, to call models and to ask the daemon. Each ``call`` is a ``ModelCall``."""
 
     def begin(self, call: Any) -> None:
         """Queues the call's request for the called model. Responses and errors are passed to ``call.answered``."""
@@ -113,7 +113,7 @@ class ModelPort:
         self.detached = Caller(self)
 
     def close(self) -> None:
-        """Closes the resources that the model's code has made."""
+        """Closes what the model's code has made outside of itself, such as processes and metrics."""
         for held in list(self.held):
             held.close()
 

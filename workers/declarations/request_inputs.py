@@ -45,7 +45,7 @@ _OWN: Mapping[str, tuple[Callable[[RequestRecord], Parameter], Parameter]] = {
 
 
 class _Asked(NamedTuple):
-    """A property of requests that a model asks for."""
+    """Something in a request, such as its ``priority``, that a model asks for in model.py."""
 
     name: str
     spec: TensorSpec
@@ -66,7 +66,7 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, record: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns a request's properties as arrays of ``rows`` rows, by input. Raises InvalidArgument: one is missing."""
+        """Returns, as inputs, the properties of a request that the model asks for. Raises InvalidArgument: one is missing."""
         return {each.spec.name: self._array(each, self._given(each, prepared, record), rows) for each in self._asked}
 
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:

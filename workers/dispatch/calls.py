@@ -415,7 +415,7 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """Asks the called model to end its stream early, or cancels the call."""
+        """Asks the called model to end its stream early. If it cannot, because it streams in no thread, cancels the call."""
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
             inner.may_stop = True

@@ -162,7 +162,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers request ``i`` of a run without an ``AnswerPlan``. If it fails, returns the reason to count, else None."""
+        """Answers request ``i`` of a run without help of a plan. If it fails, returns the reason to count, else None."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)

@@ -129,9 +129,9 @@ class Responses(ResponseReceiver):
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Handles the return of a model's function. Moves requests that have senders to ``execution.streamed``.
+        """Handles the return of a model's function. Requests that have response senders move to ``execution.streamed``.
 
-        A moved request whose run failed or that was cancelled ends now. The senders of the others may still send responses.
+        If the run of such a request failed, or it was cancelled, it ends now. Otherwise its sender may still send responses.
         """
         self._take()
         requests, results = execution.requests, execution.results

@@ -95,7 +95,7 @@ class StepRows:
         self._lanes: list[_Lane] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Has a slot's request answered together with others from the next step on, if that is possible."""
+        """Lets the responses to ``slot`` leave with those to other slots from the next step on, if possible."""
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
@@ -260,7 +260,7 @@ class Stepping:
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> bool:
-        """Launches as many steps and insertions as the planner allows. Returns whether there is more to do at once."""
+        """Has the device begin requests and compute steps, as the planner allows. Returns whether to call this again soon."""
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
             return True
@@ -328,9 +328,9 @@ class Stepping:
     # ------------------------------------------------------------------------------------------------------ from the device
 
     def read(self, wait: bool) -> None:
-        """Reads the results of insertions and steps that have finished, and answers their requests.
+        """Reads results that the device has computed, for requests that began and for steps, and answers the requests.
 
-        ``wait``: whether to wait until the oldest has finished.
+        ``wait``: whether to wait for the oldest result.
         """
         while self.given and (wait or self.given[0].run.ready):
             wait = False
@@ -363,7 +363,7 @@ class Stepping:
             self._answer(answers, rows, now_ns, join=many)
 
     def _answer(self, answers: list[SlotAnswer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
-        """Answers each request alone. ``join``: whether later steps may answer it together with others."""
+        """Sends each request a response of its own. ``join``: whether later responses may be sent together."""
         if not answers:
             return
         # With ``join`` row numbers are slot numbers.

@@ -112,9 +112,9 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that the instances of a model run one at a time.
+        """Checks that the model's instances can run one at a time, and logs that they do.
 
-        Raises Unsupported: an instance needs resources of the rate limiter. ``kind``: what the error calls models like this one.
+        Raises Unsupported: an instance needs resources of the rate limiter. ``kind``: names such models in the error.
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")

@@ -117,7 +117,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state for inputs of ``rows`` rows. Raises InvalidArgument: an axis differs between inputs."""
+        """Returns the state with which a sequence begins. Its open dims get the sizes that the inputs have in named axes."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

@@ -148,7 +148,7 @@ class DeviceRoom:
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Stops counting a replaced set that ``keep`` kept. Ignores other sets."""
+        """Stops counting the memory of a set that ``keep`` was called with. Does nothing for another set."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:

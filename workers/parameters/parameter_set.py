@@ -325,7 +325,7 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Lets the device for small programs use all parameters without a copy.
+        """Lets the single-thread device for small programs use the memory of all parameter sets, by ``share``.
 
         ``share``: takes a tree of parameters, and returns a tree for that device in the same memory. If ``share`` raises for
         ``main``, the error is raised unchanged, and nothing changes.

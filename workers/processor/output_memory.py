@@ -125,7 +125,7 @@ class OutputMemory:
 
     @property
     def offerable(self) -> frozenset[str]:
-        """Names of the outputs that XLA can write to other memory."""
+        """Names of the outputs that XLA can write to memory of ours, such as the response arena."""
         return frozenset(self._skips)
 
     def refuse(self) -> None:

@@ -148,7 +148,7 @@ class SmallPrograms:
     def lowered(
         self, usual: jax.stages.Lowered, lower: Callable[[Placement], jax.stages.Lowered]
     ) -> tuple[jax.stages.Lowered, Placement] | None:
-        """Lowers a program for the single-thread device; None: it is not known to be small, or cannot run there.
+        """Lowers a program for the CPU device with one thread; None: it is not small, as far as is known, or that fails.
 
         ``usual``: the program, lowered for the worker's device. ``lower``: lowers the program for another placement.
         """

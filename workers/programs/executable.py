@@ -300,10 +300,10 @@ class Executable(ABC):
         rows: int,
         regions: Mapping[str, Region],
     ) -> SingleRun | None:
-        """Returns an object that runs a prepared request of ``rows`` rows again and again, each time alone, or None.
+        """Returns an object that runs repeats of a prepared request, each without others; None: this executable has none.
 
         ``lane``: the lane of the request. ``inputs``: each input and its number of bytes. ``plan``: the parts of its answer.
-        ``names``: output number in ``plan`` -> name. ``regions``: the regions that the request names.
+        ``names``: output number in ``plan`` -> name. ``rows``: its rows. ``regions``: the regions that the request names.
         """
         return None
 

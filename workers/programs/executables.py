@@ -158,7 +158,7 @@ class Executables:
         return rows_apart(self.signature.model, ask, self.device.check, traced, wanted.rows, "batch", why)
 
     def _first(self, planned: Sequence[Wanted]) -> jax.stages.Lowered:
-        """Lowers and examines the program of the smallest bucket."""
+        """Lowers the program of the smallest bucket, and logs whether it is unfit to run twice, as random numbers make it."""
         traces = self._lowering.traced[planned[0]] = []
         lower = functools.partial(self._lowering.lower, *planned[0], self._usual)
         first = lower()
@@ -222,7 +222,7 @@ class Executables:
         return self._kept(parts, what, functools.partial(compile_it, number), cancellation)[0]
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """Chooses one device for all programs: the single-thread device if the program of the largest bucket suits it."""
+        """Chooses the device of all programs. If even the largest one is small, it is the CPU device with one thread."""
         small, self._small = self._small, None
         if small is not None and planned:
             lower = functools.partial(self._lowering.lower, *planned[-1])
@@ -274,7 +274,7 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for ``wanted``, whose shape has no bucket or was postponed. The caller passes it to ``add``.
+        """Compiles an executable for ``wanted``, which was not compiled at load. The caller passes it to ``add``.
 
         Raises Internal: outputs are not as declared, or rows affect each other. Errors of tracing are raised unchanged.
         """

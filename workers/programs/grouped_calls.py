@@ -90,7 +90,7 @@ class Packing:
     __slots__ = ("parts", "rows")
 
     def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
-        """Plans the rows. ``tensors``: name, shape and dtype of each tensor, in the order in which they are packed."""
+        """``tensors``: name, shape and dtype of each tensor, in the order in which they are packed."""
         numbers: dict[np.dtype[Any], int] = {}
         sizes: list[int] = []
         #: Places of the tensors, in the order in which they were given.

@@ -102,11 +102,11 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
-    """Yields a chain and its operands for each operation of a program and of the programs inside it, and then for the results.
+    """Yields (chain, operands) for each operation of a program and of programs in it, and (``outer``, results) last.
 
-    A chain is a tuple of nested operations, outermost first. The last of them has the operands. An operand is a pair: the
-    set of arguments of the outermost program (as numbers) on which it depends, and its value if it is a constant, else None.
-    ``arguments``: such a set for each argument of ``program``. ``outer``: the operations around ``program``.
+    A chain is a tuple of nested operations, outermost first; the operands are those of the last one. An operand or result is a
+    pair: the arguments of the outermost program (a set of numbers) on which it depends, and its value if it is a constant.
+    ``arguments``: such a set for each argument of ``program``. ``outer``: the chain around ``program``.
     Returns such a set for each result.
     """
     plain: Any = getattr(program, "jaxpr", program)

@@ -34,7 +34,7 @@ DeviceCall = jax.stages.Compiled
 
 
 class _Wanted(NamedTuple):
-    """Identifies a program of a model that runs step by step."""
+    """Names a program of a stepped model: "init", "insert" or "step", and for which sizes."""
 
     name: str
     #: Number of slots that a step is for.

@@ -31,7 +31,7 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The three functions of a model that runs step by step."""
+    """The functions of a stepped model: they make its state, insert a request into it, and compute the next step."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """The layout of a result row: the outputs of one request, after its insertion or after a step."""
+    """The layout of what a stepped model returns for one request, when it begins or after a step: a row of bytes."""
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []
@@ -134,9 +134,9 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the author's ``step`` for the first slots. Returns packed results and the next carry.
+        """Calls the model's ``step`` for as many slots as ``unmasked`` has. Returns packed results and the next ``carry``.
 
-        ``unmasked``: a BOOL for each of the first slots, which says whether the slot takes part.
+        ``unmasked``: a BOOL for each slot from the first on: whether it takes part. ``carry``: the model's state.
         """
         own, live = carry
         count = unmasked.shape[0]

@@ -122,7 +122,7 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """Begins without results. ``number``: the prepared request's number on the lane; ``INLINE``: it came inside a request."""
+        """``number``: the number of ``prepared`` on its lane; ``INLINE``: it has none, and came inside one request."""
         self.number = number
         self.prepared = prepared
         #: True if all of its tensors are each request's own, and none lies in a region.

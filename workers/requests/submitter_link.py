@@ -214,9 +214,9 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the encoder of small responses with these outputs. Makes it if there is none.
+        """Returns what encodes small responses with these outputs. Makes it if there is none.
 
-        ``described``: names, datatypes and shapes of the outputs. ``final``: whether they are last responses.
+        ``version``: the model's. ``described``: names, datatypes and shapes of the outputs. ``final``: whether they come last.
         """
         key = version, final, described
         kind = self._response_kinds.get(key)

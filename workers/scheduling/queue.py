@@ -217,10 +217,9 @@ class RequestQueue(Generic[W]):
         return bool(self._replaceable)
 
     def push(self, request: W) -> Replacement[W] | None:
-        """Appends a request. If a request with the same replace key waits, the newer of the two takes its place.
+        """Appends a request. If a request with the same replace key waits, only the one that arrived later stays.
 
-        Returns both requests if one was discarded, possibly the new one; else None.
-        Raises Unavailable, and changes nothing, if the queue is full.
+        Returns both requests if one was discarded, else None. Raises Unavailable, and changes nothing, if the queue is full.
         """
         if request.replace_key or self._rules.replaces:
             waiting = self._replaceable.get(request.replace_key)
@@ -288,7 +287,7 @@ class RequestQueue(Generic[W]):
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
         """Puts back requests that were taken but could not run, ahead of later ones, even if the queue is full.
 
-        ``requests`` must be in the order of their arrival. Waiting requests with the same batching key must be later ones. Of two
+        ``requests`` must be in the order of their arrival, before that of waiting requests with the same batching key. Of two
         requests with one replace key only the newer one stays. Returns each such pair.
         """
         replacements: list[Replacement[W]] = []

@@ -228,7 +228,7 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Takes the requests of ``asked`` that may run now, up to the first that may not. They are not queued.
+        """Chooses the requests of ``asked`` that the caller may run now, up to the first that may not run.
 
         Returns their sequences, in the same order. After the run the caller calls ``table.have_run``.
         """
