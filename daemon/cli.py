@@ -219,7 +219,7 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Makes this process run ``check`` as the user ``name``; None: the user of tensord.service, or the caller.
+    """Makes this process run ``check`` as user ``name``; None: for root that of tensord.service, else the caller.
 
     If tensord.service is installed and root calls, a second process runs ``check`` in the service's sandbox, and this one exits.
     In that process this function returns the first one's working directory. Otherwise it returns None.

@@ -143,7 +143,7 @@ class _Refused(Exception):
 
 
 def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
-    """Sends a command to the control socket ``path`` and returns the daemon's result. None: looks for the socket."""
+    """Sends a command to the control socket ``path`` and returns the daemon's result. None: finds the daemon's socket."""
     sock = _connected(path) if path is not None else _found()
     try:
         with sock:

@@ -36,7 +36,7 @@ class AccessLog:
         self._errors = LineRate(_MAX_ERRORS)
 
     def log_every(self, every: int, count: int) -> None:
-        """Sets what is logged: errors and every ``every``-th answer without an error. If ``every`` is 0, it is nothing.
+        """Sets what is logged: errors, and every ``every``-th answer without an error. 0: nothing is logged.
 
         ``count`` is the number of answers without an error so far.
         """

@@ -113,7 +113,7 @@ class LaneEnd:
         self.view = theirs.view
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the first datagram as ``Channel.receive`` does, and checks its WireVersion, which is left out."""
+        """Receives the first records and descriptors; None: none came. The WireVersion is checked and removed."""
         received = self.channel.receive()
         if received is None:
             return None
@@ -454,7 +454,7 @@ class WorkerLane(LaneEnd):
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Removes the WireVersion, the first record, from ``records``. Raises InvalidArgument: it is of another version."""
+    """Removes the WireVersion, the first record, from ``records``. Raises InvalidArgument: it is another, or missing."""
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
         if fds and not records:

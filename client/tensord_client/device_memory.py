@@ -242,7 +242,7 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Frees the GPU memory of arrays that were garbage-collected, and unregisters it at the server."""
+        """Unregisters GPU memory at the server, and frees it, if its array was garbage-collected."""
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:

@@ -130,7 +130,7 @@ class HttpConnection:
         deadline: float | None = None,
         patience: float | None = None,
     ) -> tuple[Any, dict[bytes, bytes]]:
-        """Sends a request that is no inference. Returns the answer's JSON, or None, and header fields."""
+        """Sends a request that runs no model. Returns the answer's JSON, or None, and fields. Times: as for ``get``."""
         head = f"{method} {path}".encode() + self._fields + fields
         if method != "GET":
             head += b"Content-Length: %d\r\n" % sum(map(len, body))
@@ -278,7 +278,7 @@ class HttpConnection:
         return _Infer(pieces, call)
 
     def _head(self, call: Call, contents: list[Buffer]) -> tuple[bytes, int]:
-        """Returns the bytes of an inference request up to ``contents``, its tensors' bytes; and how many of them are JSON."""
+        """Returns the bytes of an inference request before ``contents``, the tensors, and how many of them are JSON."""
         key = None
         if call.is_bare:
             tensors = tuple(

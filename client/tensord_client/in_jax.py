@@ -108,7 +108,7 @@ class _Output(NamedTuple):
 
 
 class _ServedModel:
-    """A model that JAX programs call on a server, or the server's model for its derivative."""
+    """A model that JAX programs call on a server, or its derivative, which is a model on the server, too."""
 
     def __init__(self, model: Model | None, of: _ServedModel | None = None, kind: str = "") -> None:
         """If ``model`` is None, this is the derivative ``kind`` of ``of``, which is looked up at its first use."""

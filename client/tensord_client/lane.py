@@ -435,7 +435,7 @@ class LaneConnection(Sender):
             lane.say(wire.record("E", model, sequence_id))
 
     def _send(self, pending: LaneRequest, max_waiting: int | None = None) -> bool:
-        """Sends a request to a worker. Returns False if no lane is usable. ``max_waiting``: None: no limit."""
+        """Sends a request, if fewer than ``max_waiting`` wait for the worker. Returns False if no lane is usable."""
         call, loop, sequence_id = pending.call, _running_loop(), pending.call.scheduling.sequence_id
         while True:
             known = self.models.get((call.model, call.version))

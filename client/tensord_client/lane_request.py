@@ -292,7 +292,7 @@ class LaneRequest(Submission, Pending[Answer]):
             return Internal(f"the worker's answer is malformed: {error}")
 
     def late(self) -> ServingError:
-        """Returns the error for a request whose time is over: ResultsHeld if this process holds too many answers."""
+        """Returns the error of a late request: ResultsHeld if this process holds too many answers, else DeadlineExceeded."""
         error = DeadlineExceeded()
         return error if self.lane is None else self.lane.answers.explained(error)
 

@@ -150,7 +150,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Returns False for a flat array, and True for nested arrays of the tensor's shape. Other nesting raises an error."""
+        """Returns whether the array is nested, not flat. Raises InvalidArgument if its nesting is not that of the shape."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()

@@ -314,7 +314,7 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Loads an ensemble's members, unless it is loaded ``again`` for a changed one. Returns it, completed."""
+        """Loads an ensemble's members; none if one of them has changed (``again``). Returns the ensemble with all fields."""
         if again:  # because a member changed: then members are only checked
             return self.ensembles.check(found, self._supervisor.workers.devices)
         name, within = found.name, (*within, found.name)

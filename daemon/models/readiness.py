@@ -181,7 +181,7 @@ class ServedBefore:
                 self.names = frozenset(map(str, json.loads(self._path.read_bytes())))
 
     def note(self, names: Set[str]) -> None:
-        """Writes ``names``, the names of all models that have served, to the file. Does nothing if they have not changed."""
+        """Writes ``names``, those of all models that have served, to served.json if they have changed."""
         if self._path is not None and names != self._wanted:
             self._wanted = frozenset(names)
             asyncio.get_running_loop().run_in_executor(None, self._write, self._path)

@@ -116,7 +116,7 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Stops watching the descriptor until ``resume``, so that ``ended`` is not called."""
+        """Stops watching the descriptor, so that the callback ``ended`` is not called, until ``resume``."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 

@@ -88,7 +88,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if tracing is on without a rate, or ``target``, a file or a collector's address, is ""."""
+        """Raises InvalidArgument if tracing is on without a rate or a ``target`` (a file, or a collector's address)."""
         if not self.level:
             return
         if not self.rate:

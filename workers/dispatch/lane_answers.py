@@ -65,7 +65,7 @@ class LaneAnswers:
     def trace_as(self, incarnation: int, options: TraceOptions, channel: Channel, agenda: Agenda[AgendaPart]) -> None:
         """Prepares to trace requests on clients' lanes. Tracing begins when settings arrive.
 
-        ``incarnation``: the number of this process's start. ``channel``: to the daemon, which exports traces over OTLP.
+        ``incarnation``: number of this process. ``options``: of traces. ``channel``: to the daemon. ``agenda``: the loop's.
         """
 
         def hand_over(traces: TracesEnded) -> bool:

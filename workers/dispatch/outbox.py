@@ -162,7 +162,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers request ``i`` of a run without help of a plan. If it fails, returns the reason to count, else None."""
+        """Answers request ``i`` of a run, for which no ``AnswerPlan`` fits. Returns the reason if it fails, else None."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -183,7 +183,7 @@ class Outbox:
         return result
 
     def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
-        """Answers a request in a short way, from row ``row`` of ``outputs``. Returns False if it needs the long way."""
+        """Answers a request from row ``row`` of ``outputs``, if there is an ``AnswerPlan`` for it. Else returns False."""
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
             return False

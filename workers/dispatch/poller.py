@@ -53,10 +53,10 @@ class Poller:
         """Stops ``wait`` from answering requests with this number, which now stands for another prepared request."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Drops what ``learn`` stored about a submitter's requests, so that ``wait`` does not answer them."""
+        """Forgets how a submitter's requests were answered, so that ``wait`` does not answer its next ones."""
 
     def forget_gone(self) -> None:
-        """Drops what ``learn`` stored, so that ``wait`` answers no requests to models that were unloaded."""
+        """Forgets how requests were answered, so that ``wait`` answers none to models that were unloaded."""
 
     @property
     def lane_requests(self) -> int:
@@ -70,7 +70,7 @@ class Poller:
         """
 
     def close(self) -> None:
-        """Frees the memory of what ``learn`` stored about requests. Called before the worker's loop ends."""
+        """Frees what is stored of earlier answers. Called before the worker's loop ends."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         """Waits until there is an event or the time is up. Returns what arrived.

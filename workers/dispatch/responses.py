@@ -173,7 +173,7 @@ class Responses(ResponseReceiver):
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Raises InvalidArgument if a client says that it has taken ``byte_size`` bytes of responses, which were not sent."""
+        """Raises InvalidArgument if a client says that it took ``byte_size`` bytes of responses, but fewer were sent."""
         sender = request.version.senders.get(request)
         if sender is None:
             return

@@ -96,7 +96,10 @@ class InstancePlan:
 def planned_instances(
     load: VersionLoad, declared: DeclaredVersion, groups: InstanceGroups, target: LoadTarget
 ) -> InstancePlan:
-    """Decides on which devices and threads the instances of a JAX or host model run."""
+    """Decides on which devices and threads the instances of a JAX or host model run.
+
+    ``load``: the version. ``declared``: what its model.py says. ``groups``: its instance groups. ``target``: the worker.
+    """
     config, module, mixed = load.config, load.module, declared.mixed
     given, several = given_devices(config, module, target.devices, target.gpu, bool(declared.taken.states))
     if mixed is not None and several is not None:

@@ -281,7 +281,7 @@ class Loader:
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 
     def _created(self, load: VersionLoad, declared: DeclaredVersion, order: int) -> _Runnable:
-        """Calls ``create`` of model.py and makes what runs the function. ``order``: how many orders of derivatives to make."""
+        """Calls ``create`` of model.py and makes what runs its function. ``order``: how many orders of derivatives it has."""
         config, module, described = load.config, load.module, declared.taken
         if load.is_host and described.states:
             raise Unsupported(

@@ -47,7 +47,7 @@ class LoadTarget:
 
         Args:
           gpu: the number of the worker's GPU; None: the device is a CPU.
-          cuda: the same GPU as the worker reaches it by CUDA; None: the device is a CPU, or CUDA cannot be used.
+          cuda: the same GPU, for copies by CUDA; None: the device is a CPU, or CUDA cannot be used.
           alone: whether one model has the process to itself, and may change process-wide state.
           pinned: the host memory that may be page-locked for parameters that leave a GPU; None: none may be.
         """

@@ -87,7 +87,7 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds the state of the request's sequence to the request's inputs. Its batching key becomes the shapes of both.
+        """Adds its sequence's state to the inputs of ``request``. The request's batching key becomes the shapes of both.
 
         If the state does not fit the inputs, the inputs stay unchanged, and the key becomes an ``Unfit`` with the error.
         """
@@ -117,7 +117,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the state with which a sequence begins. Its open dims get the sizes that the inputs have in named axes."""
+        """Returns a sequence's first state, with axes as long as in the inputs. Raises InvalidArgument: these disagree."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

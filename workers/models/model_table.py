@@ -99,7 +99,7 @@ class ModelTable:
             self.add(version)
 
     def discard_held(self, name: str, number: int) -> None:
-        """Ends the version that was loaded for ``hold`` and serves no requests yet. Does nothing if there is none."""
+        """Ends the version that ``hold`` keeps from requests. Does nothing if there is none."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.discard(version)

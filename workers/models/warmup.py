@@ -115,7 +115,7 @@ class Sample:
 
 
 def check_kinds(config: ModelConfig, kinds: Collection[str]) -> None:
-    """Raises InvalidArgument if ``model_warmup`` has a sample for a derivative whose kind is not in ``kinds``."""
+    """Raises InvalidArgument if a sample of ``model_warmup`` is for a kind of derivative that is not in ``kinds``."""
     for setting in config.model_warmup:
         kind = setting.name.partition(".")[0]
         if kind in KINDS and kind not in kinds:

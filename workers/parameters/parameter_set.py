@@ -161,7 +161,7 @@ class ParameterSet:
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Makes the tree for a device out of the other device's. ``placement``: 1: the single-thread device; 0: any other."""
+        """Makes a device's tree from the other device's. ``placement``: 1: the single-thread device; 0: the worker's."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])

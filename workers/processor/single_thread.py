@@ -179,7 +179,7 @@ class SmallPrograms:
         """Compiles a small program for a CPU device that has one thread, and runs it once. Returns None if that fails.
 
         Args:
-          lowered: the program, lowered for the worker's device. If it is not small, None is returned.
+          lowered: the program, lowered for the worker's device. If it is too large for one thread, None is returned.
           lower: lowers the program for another placement.
           zeros: returns inputs for the run.
         """

@@ -300,7 +300,7 @@ class Executable(ABC):
         rows: int,
         regions: Mapping[str, Region],
     ) -> SingleRun | None:
-        """Returns an object that runs repeats of a prepared request, each without others; None: this executable has none.
+        """Returns an object that runs repeats of a prepared request, one at a time; None: this executable cannot.
 
         ``lane``: the lane of the request. ``inputs``: each input and its number of bytes. ``plan``: the parts of its answer.
         ``names``: output number in ``plan`` -> name. ``rows``: its rows. ``regions``: the regions that the request names.

@@ -156,9 +156,9 @@ class GroupedMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """Returns the program's arguments, for a GPU already on it: the gathered inputs and ``count``, that of requests.
+        """Returns the program's arguments: the gathered inputs, and ``count``, the number of requests among them.
 
-        Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
+        A GPU gets them first. Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
         """
         self._count[...] = count
         return self._inputs.send()

@@ -150,7 +150,7 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns what encodes responses that have the datatypes and shapes of ``result``. Any thread may call this.
+        """Returns the encoder for responses that have the datatypes and shapes of ``result``. Any thread may call this.
 
         Returns None if only the worker's loop can encode such responses.
         """

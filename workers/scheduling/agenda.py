@@ -39,7 +39,7 @@ class Agenda(Generic[P]):
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:
-        """Sets when the loop asks ``part`` for work. An earlier setting ends. ``NEVER``: it does so only after ``wake``."""
+        """Sets when the loop asks ``part`` for work, in place of an earlier setting; ``NEVER``: only after ``wake``."""
         former_ns = self._due.get(part, NEVER)
         if former_ns == when_ns:
             return

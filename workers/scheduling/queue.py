@@ -152,9 +152,9 @@ class Shares(dict[Hashable, int]):
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
         """Returns whether an owner (a user) may queue another request although the queue is full.
 
-        It may if requests of others wait, and it has none in the queue, or fewer than its share. The share is
-        (2 * ``most`` - ``waiting``) / number of owners. ``waiting``: how many requests wait. ``most``: for how many the queue has
-        room.
+        It may if requests of other owners wait, and fewer of its own than its share. The share is
+        (2 * ``most`` - ``waiting``) / number of owners, and 1 at least. ``waiting``: how many requests wait. ``most``: for how
+        many the queue has room.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))

@@ -441,7 +441,7 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns the time in ns at which the first idle sequence is to end; if none is idle: the earliest possible."""
+        """Returns the time in ns at which the first idle sequence is to end; if none is idle: the earliest time possible."""
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking
