@@ -101,7 +101,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def described_type(key: str) -> msgspec.inspect.Type:
-    """Returns msgspec's description of a key's type. If the value is a list, the description is of the list's items."""
+    """Returns msgspec's description of the type of the configuration's key, or of its items if the value is a list."""
     found = msgspec.inspect.type_info(known_keys()[key])
     while isinstance(found, msgspec.inspect.Metadata | _LIST):
         found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type

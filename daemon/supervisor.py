@@ -458,7 +458,7 @@ class Supervisor:
     def isolate(self, wanted: Mapping[str, float]) -> None:
         """Starts the workers that are wanted for isolated models, and stops other workers of such models.
 
-        ``wanted``: for each of these workers its device, and the fraction (0 to 1) of a GPU's memory that it may take.
+        ``wanted``: the name of each such worker's device -> the fraction (0 to 1) of a GPU's memory that the worker may take.
         """
         if self.phase is DaemonPhase.STOPPING:
             return

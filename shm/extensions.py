@@ -21,7 +21,7 @@ STALE = "it was built from other sources than those that lie beside it"
 
 
 def sources(folder: Path, names: Sequence[str]) -> str:
-    """Returns the names of an extension's source files and a hash of their contents, which become its SOURCES.
+    """Returns the names of an extension's source files and a hash of their contents, with spaces between them.
 
     ``names`` are paths in ``folder``.
     """

@@ -433,7 +433,7 @@ class WorkerLane(LaneEnd):
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers that contain their outputs and all have the prepared answer ``numbered``."""
+        """Queues encoded answers, which contain their outputs. ``numbered``: the prepared answer to which they all refer."""
         if numbered not in self.published:
             self.published.publish(numbered)
         self.channel.put_encoded(records)

@@ -69,8 +69,8 @@ class Numbers(Generic[T]):
 
         Args:
           on_number: called after each assignment, if not None. It gets how many requests or answers have a number, and how many
-            have lost theirs by this assignment.
-          count: how many may have a number at a time. If it is 0, no number is assigned by ``number_again``.
+            lost theirs just now to make room.
+          count: how many may have a number at a time. 0: ``number_again`` assigns none.
         """
         self._on_number = on_number
         self._count = count

@@ -282,7 +282,7 @@ class Sampler:
         self._closed = False
 
     def hit(self) -> bool:
-        """Counts one request in the counters of all fronts. Returns whether to trace the request."""
+        """Counts one request in the counters that all fronts share. Returns whether to trace the request."""
         if self.turn is None:
             return False
         return self.turn.take() and (self._budget is None or self._budget.take())

@@ -371,7 +371,7 @@ class AsyncModelParameters:
         return await asyncio.to_thread(self._sets.update, parameters, **how)
 
     async def gradient(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Any) -> Any:
-        """Computes the gradient by the model's parameters, as ``ModelParameters.gradient`` does."""
+        """Computes the gradient with respect to the model's parameters. See ``ModelParameters.gradient``."""
         return await asyncio.to_thread(functools.partial(self._sets.gradient, inputs, cotangents, **own))
 
     async def list(self) -> list[dict[str, Any]]:

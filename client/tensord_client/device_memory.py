@@ -253,7 +253,7 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Frees the arrays that were garbage-collected. Arrays in use stay until the process ends. Idempotent."""
+        """Frees the GPU memory of garbage-collected arrays. Other arrays keep theirs until the process ends. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():

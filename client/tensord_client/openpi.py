@@ -202,7 +202,7 @@ class Gateway:
             await self._end_episode(robot)
 
     async def _reply(self, robot: Robot, message: bytes, timing: dict[str, float]) -> bytes | str:
-        """Returns a robot's actions for a message, or a text with an error."""
+        """Returns a robot's actions for a message, or an error's text. ``timing`` gets the model's time and is sent along."""
         try:
             observation = read(message)
             begun = time.monotonic()

@@ -286,7 +286,7 @@ class TesseractGateway:
         return b"application/json+base64", answer
 
     async def _read(self, request: Request, hold: _Hold) -> dict[str, Any]:
-        """Reads the JSON object in the body of a request."""
+        """Reads the JSON object in a request's body. Calls ``hold`` with the number of bytes of each part that comes."""
         content = bytearray()
         most, seconds = self._options.max_body_bytes, self._options.body_timeout
 

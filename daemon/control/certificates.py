@@ -74,7 +74,7 @@ class Certificates:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Returns numbers that change when the file is written or replaced, or None."""
+    """Returns a file's inode, size and time of modification; None: ``os.stat`` has failed."""
     try:
         found = os.stat(path)
     except OSError:

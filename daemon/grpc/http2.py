@@ -315,7 +315,7 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame against the windows, and returns its stream, or None."""
+        """Counts a DATA frame of ``size`` bytes against the windows. Returns its stream; None: the stream is gone."""
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size

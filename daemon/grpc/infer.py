@@ -254,7 +254,7 @@ class Infer:
             refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Returns the trace of a request, or None if it is not sampled."""
+        """Returns a request's trace, or None. ``waited_ns``: since when it was waited for; ``read_ns``: when it came."""
         metadata = head.metadata
         parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)

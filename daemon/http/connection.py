@@ -211,7 +211,7 @@ class Http1Connection(asyncio.Protocol):
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Stops reading from the socket with a ``BodyReader``, unless reading is paused."""
+        """Ends reading into the body of a ``BodyReader``. If reading is paused, leaves everything as it is."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()

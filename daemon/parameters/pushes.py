@@ -210,8 +210,10 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- a push
 
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
-        """Returns the highest version that serves or, if none serves, is being loaded. ``number`` 0: any version."""
-        # ``lacking``: a version that lost its pushed values, and is not served for that reason, counts as served.
+        """Returns the highest version that serves, else that is being loaded. ``number``: only this one; 0: all.
+
+        ``lacking``: whether one counts as serving that does not because it has lost its pushed values.
+        """
         check_not_derivative(model)
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}
@@ -371,7 +373,10 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Replaces the values of a parameter set on every worker, or on none."""
+        """Replaces the values of a parameter set on every worker, or on none. ``memory``: the values' descriptor, or -1.
+
+        Once all workers have the values, calls ``check``, which may raise an error, and ``put``. Then the workers use the values.
+        """
         staged: set[int] = set()
         try:
             while missing := [worker for worker in self._serving(key) if worker.incarnation not in staged]:

@@ -182,7 +182,7 @@ class SequenceRouting:
 
 
 def _runnable_elsewhere(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns the last ones of ``run``, a dead worker's requests of one sequence, that another worker may run."""
+    """Returns those of a dead worker's requests of one sequence that others may run. ``state``: the sequence's last."""
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
     kept = run

@@ -415,7 +415,6 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _hold(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, record: AnswerRecord) -> None:
-        """Counts the memory of an answer. Recalls requests that must now wait until memory of answers is given back."""
         for concerned in self._throttle.hold(worker, key, request, record):
             self._recall(concerned)
 

@@ -45,7 +45,7 @@ class Served(Protocol):
         """Ends a sequence without a further request. It does nothing if there is no such sequence."""
 
     def derivative(self, name: str) -> Served:
-        """Returns the model's derivative of this name. Raises NotFound if there is none."""
+        """Returns the model that computes a derivative of this one. Raises NotFound if there is none called ``name``."""
 
     def close(self) -> None:
         """Waits until all requests are answered, then unloads the model. Idempotent."""

@@ -39,7 +39,7 @@ def flag(model: str, module: ModuleType, name: str) -> bool:
 
 
 def check_names(config: ModelConfig, module: ModuleType) -> None:
-    """Raises InvalidArgument if an unused name of model.py is nearly the name of a declaration that is missing."""
+    """Raises InvalidArgument if a variable of model.py seems to be a declaration whose name is misspelt."""
     fields = {{"input": "inputs", "output": "outputs"}.get(field.name, field.name) for field, _ in config.ListFields()}
     configured = {key.partition(".")[0] for key in config.parameters} | fields
     missing = sorted(_EXAMPLES.keys() - vars(module).keys() - configured)

@@ -121,9 +121,9 @@ class Outbox:
             self.lane_answers.ended(request, error)
 
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
-        """Reserves places for large outputs, so that the program writes them directly there.
+        """Reserves memory for large outputs of ``execution``, a run of one request, so that the program writes them there.
 
-        ``execution``: a run of one request. ``sizes``: output name -> bytes. If it fails, the answer finds places after the run.
+        ``sizes``: output name -> bytes. If there is no room, nothing is reserved: the outputs are copied after the run.
         """
         (request,) = execution.requests
         if request.sink is not None:
@@ -323,7 +323,7 @@ class Outbox:
     def retry(self, now_ns: int) -> list[Request]:
         """Sends answers for which the response arena has room now. Answers that waited too long fail.
 
-        Returns the requests that wait because of ``hold``, and may run now.
+        Returns the requests that ``hold`` has made wait and that may run now.
         """
         freed: list[Request] = []
         for submitter in list(self.blocked):

@@ -87,7 +87,7 @@ class Responses(ResponseReceiver):
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
-        """Makes the sender of a request's responses."""
+        """Makes the sender of responses to ``request``, which runs since ``now_ns``. ``single``: there is one response."""
         segments, max_ahead = request.submitter.segments, self.max_ahead
         # The limit of a client's lane is divided among its requests in flight.
         if segments is not None:

@@ -75,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends the responses of each step to several requests together. ``joined`` says which slots take part."""
+    """Sends the responses of each step to several requests together. ``joined[slot]``: whether to that slot's request."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots

@@ -48,7 +48,7 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """``updates`` counts how often JAX's configuration was changed for the whole process."""
+    """Counts in ``updates`` how often JAX's configuration was changed for the whole process, not for one model."""
 
     updates = 0
 

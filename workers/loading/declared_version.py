@@ -108,8 +108,6 @@ _Axes = dict[str, tuple[str | None, ...]]
 
 
 class _Names(NamedTuple):
-    """What model.py declares beside the configuration: the names of axes, and what segment ids describe."""
-
     axes: _Axes
     state_axes: _Axes
     #: SEGMENT_IDS input -> the ragged input that it describes.

@@ -78,7 +78,7 @@ def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
 
 
 def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:
-    """Gives each output of an ensemble that has no labels of classes those of the member that computes it."""
+    """Adds class labels to outputs of an ensemble that have none: those of the member that computes the output."""
     outputs = dict(signature.outputs)
     for step, member in zip(graph.steps, members, strict=True):
         for name, tensor in step.outputs.items():

@@ -361,7 +361,7 @@ class Loader:
         declared: DeclaredVersion,
         function: Created,
     ) -> _Runnable:
-        """Starts the instances of a model that is not compiled."""
+        """Makes a model of class ``kind`` from ``function``, its code and parameters. Starts the instances that run it."""
         apply, parameters, _ = function
         config, described = load.config, declared.taken
         sets = host_sets(config.name, parameters, self._target.room)

@@ -376,7 +376,7 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """Adds the counts of ``former``, the version's earlier load, from now on. These counts may still grow."""
+        """Makes these the statistics that follow ``former``, of the version's earlier load: its counts are added to these."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:

@@ -57,9 +57,9 @@ class DeviceRun(NamedTuple):
 
 
 class SteppedModel:
-    """A version of a model that runs step by step: it computes many requests at once.
+    """A version of a model that computes many requests together, one step of all of them after the other.
 
-    Each request keeps its slot until its end.
+    Each request has a slot, its place in the arrays of a step, until its end.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """Begins without requests. ``rows``: how results are laid out. ``remote``: whether the device has memory of its own."""
+        """Begins without requests. ``rows``: the layout of result rows. ``remote``: whether the device has its own memory."""
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather

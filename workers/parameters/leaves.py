@@ -54,15 +54,15 @@ class Leaves:
         shared: Callable[[str], bool] = lambda _: False,
         fixed: Collection[str] = (),
     ) -> None:
-        """Describes leaves. The caller must have set JAX's 64-bit mode as the model needs it.
+        """Describes the leaves of a model's parameters. The caller must have set JAX's 64-bit mode as the model needs it.
 
         Args:
           model: the model's name.
           names: the names of the leaves, in the order of their tree.
           made: the leaves in this order, as the model's ``create`` function returned them.
           shared: returns for a leaf's name whether this leaf is the same in all parameter sets.
-          fixed: the names of the tree's leaves that are no arrays. They are part of the model's programs. A push may have
-            numbers under these names, which are ignored.
+          fixed: the names of what else the tree has: values that are no arrays and part of the model's programs. If a push has
+            values under these names, they are ignored.
         """
         self.model = model
         self.fixed = frozenset(fixed)

@@ -55,8 +55,8 @@ class SingleRun:
           executable: the program.
           lane: the submitter's lane, with the arenas of inputs and outputs.
           inputs: the inputs that the prepared request describes, each with its number of bytes.
-          plan: how the requests are answered.
-          names: ``PlannedOutput.content`` in the plan -> output name.
+          plan: how an answer is built from a run's outputs.
+          names: the name of each output in ``plan``, by its ``PlannedOutput.content``.
           rows: the number of rows of each request.
           regions: region name -> region, for the regions that the prepared request names.
         """

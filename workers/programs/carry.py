@@ -108,10 +108,10 @@ def carry_byte_size(signature: Signature) -> int:
 
 
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
-    """Returns the argument INT32[2, rows] of a program: each row's index in the carry, and 1 if its sequence begins.
+    """Returns the argument INT32[2, rows] of a program: where the state of each row's sequence is, and 1 if it begins.
 
-    ``used``: the same two values for each of the first rows. Other rows belong to no request. They get indices outside of the
-    carry, so that their new state is dropped.
+    ``used``: these two values for the first rows. Other rows belong to no request. They get places outside of the array of
+    states, so that their new state is dropped.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(
@@ -125,9 +125,9 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Makes ``apply``, whose states are those of the batch's rows, a function that takes and returns the carry.
+    """Returns a function that calls ``apply`` with the states of a batch's rows, and stores the states that come back.
 
-    The carry is the state of all sequences. JAX traces the wrapper: (parameters, inputs, rows, carry) -> (outputs, carry).
+    The carry is the states of all sequences. JAX traces the function: (parameters, inputs, rows, carry) -> (outputs, carry).
     ``rows`` is made by ``rows_argument``.
     """
 

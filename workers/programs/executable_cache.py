@@ -223,10 +223,7 @@ class ExecutableCache:
         return program._replace(byte_size=len(content))
 
     def good_rows(self, key: str, *, found: bool = False) -> bool:
-        """Returns whether a note under ``key`` says that a model's rows are independent.
-
-        ``found``: whether this was just found out, so that the note is written.
-        """
+        """Returns whether the cache has a note ``key``, that a model's rows are independent. ``found``: writes it before."""
         if self._directory is not None and found:
             with contextlib.suppress(OSError):
                 self._directory.write(f"{key}.rows", b"good")

@@ -182,7 +182,7 @@ class GroupedProgram:
         read: Callable[[Sequence[Any]], list[Content]],
         room: int,
     ) -> None:
-        """Makes a program for ``rows`` requests.
+        """Prepares calls of ``program`` with the inputs of ``rows`` requests, which are put into ``memory``.
 
         ``outputs``: the layout of one request's outputs in the results. ``read``: copies results to host memory. ``room``: how
         many requests the results have room for, at least ``rows``.
@@ -275,7 +275,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns the argument of ``compile`` for each number of requests. It is None if one program takes any number."""
+        """Returns for each number of requests what to call ``compile`` with: this number, or None, for any number."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property

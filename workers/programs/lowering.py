@@ -75,7 +75,7 @@ class Lowering:
             raise LookupError(said).with_traceback(error.__traceback__) from error
 
     def _jitted(self) -> Any:
-        """Returns a new jitted function for one program."""
+        """Returns the model's function, newly wrapped in ``jax.jit``."""
 
         # Not kept, because JAX holds megabytes for it (measured).
         @functools.wraps(self._apply)

@@ -75,7 +75,7 @@ class PipelineProgram:
 
     @property
     def gathers(self) -> bool:
-        """True if the memory for gathering has room for the inputs."""
+        """True if the inputs of a batch have room in the memory from which the programs read them."""
         return self._inputs.fit
 
     @functools.cached_property

@@ -141,7 +141,7 @@ class DevicePlacer(Placer):
     def pin(self, tree: Any) -> list[jax.Array | None] | None:
         """Copies the arrays of a tree of parameters to page-locked host memory, and waits for the copies.
 
-        Returns the copies. One of them is None if its leaf cannot be pushed. All is None if no page-locked memory is left.
+        Returns them, with None for each leaf that cannot be pushed. If no page-locked memory is left, returns None.
         """
         pairs = zip(jax.tree.leaves(tree), self.leaves, strict=True)
         arrays = [array if leaf.plain else None for array, leaf in pairs]

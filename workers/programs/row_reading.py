@@ -43,7 +43,7 @@ def read(program: Any) -> Reading:
 
 
 def _passed(equation: Any) -> Any:
-    """Returns the branch of an error check for the case without an error; None: ``equation`` is no error check."""
+    """If ``equation`` calls back to report an error in one branch, returns the branch without it. Else returns None."""
     branches = equation.params.get("branches", ())
     calls = any(chain and "callback" in chain[-1].primitive.name for each in branches for chain, _ in steps(each))
     return next((each for each in branches if calls and not each.eqns), None)

@@ -58,8 +58,8 @@ class Question(NamedTuple):
     ) -> Question:
         """Returns the cache key of a request. The key does not copy ``arrays``, the inputs by name.
 
-        ``load``: an object for each load of a model version. ``outputs``: the outputs' names, if the model's answer depends on
-        which are requested. ``parameters``: a value that identifies the parameters that the model computes with.
+        ``load``: an object that stands for this load of the model version. ``outputs``: the names of requested outputs; empty if
+        the answer does not depend on them. ``parameters``: a value that identifies the parameters with which the model computes.
         """
         wanted = tuple(sorted(outputs))
         digest = hashlib.blake2b(repr((id(load), hash(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)

@@ -243,7 +243,7 @@ class RequestQueue(Generic[W]):
         return 0 < most <= waiting and not self._shares.below(owner, waiting, most)
 
     def _append(self, request: W, number: int) -> None:
-        """Inserts a request behind the other requests of its owner."""
+        """Inserts a request into line ``number`` of the queue, behind the other requests of its owner."""
         last, owner = self._last, request.owner
         if owner not in last and len(last) > 2 * len(self._shares) + 64:
             # Who has nothing waiting and is not ahead of the others begins like one that was never there.

@@ -327,7 +327,7 @@ class SequenceTable(Generic[S]):
         return None
 
     def restore(self, request: S) -> LiveSequence[S] | None:
-        """Puts a request that was taken but could not run back at the front of its sequence. Returns the sequence.
+        """Queues a request again that could not run, at the front of its sequence. Returns the sequence.
 
         None: the sequence was cancelled. Then the request is not queued, and the caller has to call ``done`` for it.
         """

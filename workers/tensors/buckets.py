@@ -101,7 +101,6 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns how many units (``ragged.unit``) a ragged input has after padding. ``count``: its units before."""
         if -1 not in spec.model_dims:
             # No dim varies, so each row is one unit.
             return rows

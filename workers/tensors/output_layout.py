@@ -45,9 +45,9 @@ class BatchOutputs(NamedTuple):
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of outputs that each have a buffer of their own.
+    """Returns the layout of the outputs ``arrays``, each of which has memory of its own.
 
-    ``slots``: whether the arrays have a first dimension of rows; False: each array is a single row.
+    ``slots``: whether the first dimension of the arrays counts rows; False: each array is a single row.
     """
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):
