@@ -455,7 +455,7 @@ def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
 @click.argument("name", shell_complete=_model_name)
 @click.pass_obj
 def models_show(daemon: _Daemon, name: str) -> None:
-    """Show a model's versions: where each is loaded, what it takes, why it is slow, its inputs and outputs.
+    """Show a model's versions: workers, programs, what makes requests slow, inputs and outputs.
 
     With --json everything that is known of the versions is printed.
     """

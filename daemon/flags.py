@@ -242,7 +242,7 @@ class FlagOption(click.Option):
 
 
 class _KeyType(_TextType):
-    """A click type for the values of a flag, which completes them in the shell."""
+    """The click type of a flag's value. In the shell it completes what the user has typed of the value."""
 
     name = "value"
 

@@ -150,10 +150,10 @@ class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
 
 
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Asks what is known of the region ``name``, or of all regions if it is "". The supervisor replies with a JSON array.
+    """Asks the supervisor, or a worker, for what it knows of the region ``name``; "": of all regions.
 
-    A worker replies with a JSON object: region name -> [how many tensors of requests lie in this region, how many lie in
-    earlier regions of this name].
+    The supervisor replies with a JSON array. A worker replies with a JSON object: region name -> [how many tensors of
+    requests lie in this region, how many lie in regions that had the name before].
     """
 
     name: str = ""

@@ -413,7 +413,7 @@ class _Infer(HttpExchange):
 
 
 def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
-    """Returns the "parameters" of a tensor's JSON that name a region."""
+    """Returns the "parameters" in a tensor's JSON that name its ``region``: name, offset and bytes. None: returns {}."""
     if region is None:
         return {}
     name, offset, byte_size = region

@@ -203,7 +203,7 @@ class LaneConnection(Sender):
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks the daemon once for a model. The caller has the lock ``_asking``."""
+        """Asks the daemon once for a model, for an answer within ``wait`` seconds. The caller has the lock ``_asking``."""
         if self._socket is None or self._socket.is_closed:
             self._socket = None
             self._socket = self._connect()

@@ -141,7 +141,7 @@ class TesseractModel:
         return {path: point.gradient(name, found[name]) for name, path in by.items()}
 
     async def _jacobian(self, point: wire.Point, shapes: Any, by: _Paths, of: _Paths, hold: _Hold) -> dict[str, Any]:
-        """Returns the Jacobian of outputs by inputs. Each request computes many products with unit vectors."""
+        """Returns output path -> input path -> Jacobian. ``by``, ``of``: names of the inputs and outputs -> their paths."""
         taken, given = {name: point.arrays[name].shape[1:] for name in by}, {name: shapes[name] for name in of}
         inputs, outputs = (sum(map(math.prod, each.values())) for each in (taken, given))
         back = PULL_BACK in self._kinds and (PUSH_FORWARD not in self._kinds or outputs <= inputs)

@@ -298,7 +298,7 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses bytes from the client. If they are the head of one request and at most its body, the head is cached.
+        """Parses bytes from the client. If they are one request's head, and at most its body, caches the head.
 
         ``between``: whether the bytes came while no request was arriving or unanswered, so that they begin a request.
         """

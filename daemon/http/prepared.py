@@ -151,13 +151,13 @@ class PreparedRequests:
         return f"<PreparedRequests {len(self._known)}, texts {len(self.texts)}>"
 
 
-def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Returns for each input of the request ``said`` where its data is, or the data itself if the JSON has it."""
+def _values(prepared: PreparedKind, head: RequestHead, cut: Cut | None) -> list[Source]:
+    """Returns for each input in ``head`` where its data is, or the data itself if the JSON has it."""
     sources: list[Source] = []
-    for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
+    for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, head.inputs, strict=True):
         if source is VALUES:
             entry.datatype = datatype  # by the name that it has here
-            source = request_codec.read_values(entry, apart)
+            source = request_codec.read_values(entry, cut)
         sources.append(source)
     return sources
 

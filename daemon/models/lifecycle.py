@@ -242,7 +242,7 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the running operation if every worker has answered."""
+        """If every worker has answered, ends the model's running load or unload. Returns what is now to be done."""
         operation = model.running
         if operation is None:
             return []
@@ -303,7 +303,7 @@ class Lifecycle:
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns instructions to load a version, after a push of its parameters, on the workers that do not have it.
+        """Returns instructions to load version ``number`` on the workers that lack it, because its parameters were pushed.
 
         The list is empty while the version is being loaded.
         """

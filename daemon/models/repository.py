@@ -348,7 +348,7 @@ def _choose(config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, config: ModelConfig, version: int) -> str:
-    """Guesses a model's backend from the names that its Python file defines."""
+    """Returns a model's backend, "python" if its file defines TritonPythonModel, "jax" if it defines ``create``."""
     file = config.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:

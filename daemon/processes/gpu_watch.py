@@ -114,7 +114,7 @@ def _address(handle: Any) -> int:
 
 
 def _say(report: Look | Event) -> bool:
-    """Writes ``report`` as a line of JSON. Returns False if nobody reads it."""
+    """Writes ``report`` to standard output as a line of JSON. Returns False if the reader has closed it."""
     try:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         sys.stdout.buffer.flush()

@@ -204,9 +204,9 @@ class WorkerPool:
         return msgspec.structs.replace(options, response_cache=cache)
 
     def missing(self) -> list[str]:
-        """Returns the names of the workers that are not ready, or have not loaded their models.
+        """Returns the names of workers that are not ready, or have yet to load models.
 
-        The worker of an isolated model is listed only while it is ready and still has to load the model.
+        If a worker is for one isolated model, it is named only in the second case.
         """
         ready = [worker for worker in self if worker.ready]
         loading = {worker.name for worker in ready if worker.owed}

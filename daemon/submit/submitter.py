@@ -324,7 +324,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Passes one datagram of answers to their requests. Returns whether more may come."""
+        """Passes one datagram of answers to their requests. Returns False if the socket has no other one now."""
         try:
             answers = worker.lane.receive()
         except ChannelClosed:

@@ -14,7 +14,7 @@ class DerivativeCall:
     """Makes the inputs of a request to a derivative, and the caller's result of its answer."""
 
     def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
-        """``max_batch_size``, ``inputs`` and ``outputs`` are those of the model."""
+        """Prepares calls of a model's derivative ``kind``, such as "pull_back". The other arguments are the model's."""
         names = Names(model)
         self._inputs = inputs
         #: The tensors that are given besides the inputs, and the prefix of their names.

@@ -202,7 +202,7 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the ``Caller`` of the current context; None: the context has none, as in a thread that a model has started."""
+    """Returns the run of model code in which this is called; None: in none, as in a thread that a model has started."""
     return _current.get(None)
 
 

@@ -128,7 +128,7 @@ class KnownParameters:
 
 
 def request_inputs(config: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns the request properties that model.py declares; None: it declares none.
+    """Returns the properties of requests that model.py declares to be inputs of its model; None: it declares none.
 
     Raises InvalidArgument: a declaration is malformed.
     """

@@ -162,7 +162,7 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues copies of small inputs to the staging memory on the GPU. Returns the total bytes of the inputs."""
+        """Queues copies of inputs to offsets in ``byte_size`` bytes of memory on the GPU. Returns the bytes of all inputs."""
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:

@@ -83,7 +83,7 @@ class Dispatcher:
         gpu: int | None = None,
         post: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
-        """Makes the objects that the dispatcher owns.
+        """Makes the objects that the dispatcher owns. ``options``, ``models``, ``regions`` and ``page`` are the worker's.
 
         Args:
           compiler: the thread that compiles what is needed while serving.

@@ -84,7 +84,7 @@ class Outbox:
     ) -> None:
         """Answers accepted requests that will not run, each with its error, and counts them as failed.
 
-        ``why``: the reason of failure to count. Replaced requests are counted as replaced instead.
+        ``why``: the reason of failure to count. If an error is ``Replaced``, its request is counted as replaced.
         """
         for request, error in answers:
             reason = Failure.REPLACED if isinstance(error, Replaced) else why

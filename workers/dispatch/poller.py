@@ -41,7 +41,7 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Registers a submitter's lane, so that ``wait`` may answer its requests. The lane's socket must be in the epoll."""
+        """Registers a submitter's lane. While it waits, ``wait`` may answer its requests. The epoll must have its socket."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Unregisters a submitter's lane that has ended."""
@@ -92,7 +92,7 @@ class Poller:
         return Woken(events, [], [])
 
     def _look(self, until_ns: int) -> list[tuple[int, int]]:
-        """Polls without sleeping until a time. Returns the events."""
+        """Polls without sleeping until there are events, or until ``until_ns``. Returns the events."""
         poll = self._epoll.poll
         now_ns = time.monotonic_ns()
         while now_ns < until_ns:

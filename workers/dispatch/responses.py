@@ -275,7 +275,7 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds the model's run, which ends now, to the timeline of the sender's traced request."""
+        """Notes in the timeline of the sender's request that its run ends now. ``result``: the outputs, or None."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)

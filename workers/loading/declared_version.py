@@ -73,7 +73,7 @@ class VersionLoad:
     def samples(self, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
         """Makes the version's warmup samples. Raises InvalidArgument: a sample does not fit the model, or cannot be read.
 
-        ``described``: the model's tensors. ``made_inputs``: the inputs that the worker makes.
+        ``described``: the model's tensors. ``made_inputs``: inputs that the worker makes, so that samples do not have them.
         """
         nobody = made_inputs.nobody
         inputs = {name: spec for name, spec in described.inputs.items() if name not in nobody and not spec.of_batch}

@@ -193,7 +193,7 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the executable for these shapes and rows if its outputs need not be divided for a request, else None."""
+        """Returns the executable for one request of ``rows`` rows, if its outputs can be sent as they are; else None."""
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None

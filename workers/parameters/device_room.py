@@ -26,7 +26,7 @@ _MAX_OUT_OF_DATE = 64
 
 
 class _Resident(NamedTuple):
-    """A set on the device, in a heap that orders sets by their last use."""
+    """An entry of the heap of parameter sets on the device. The heap orders them by their last use."""
 
     #: When the set was last used, as far as the heap knows: by then or later.
     used: int

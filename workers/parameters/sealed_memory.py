@@ -172,7 +172,7 @@ class _Memory:
             at += part.byte_size
 
     def lend(self) -> int:
-        """Returns a descriptor for readers. Raises OSError: no descriptor can be made."""
+        """Returns a new read-only descriptor of the memory, which the caller closes. Raises OSError: none can be made."""
         if _seals(self.fd) & _RETURNING != _RETURNING:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _RETURNING)
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)

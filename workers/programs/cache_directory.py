@@ -275,7 +275,7 @@ def _bytes(directory_fd: int, name: str, others: int = _WRITABLE) -> bytes:
 
 @contextlib.contextmanager
 def _written(directory_fd: int, *parts: bytes) -> Iterator[str]:
-    """Writes a new file with a random name, which it yields."""
+    """Writes ``parts`` into a new file, and yields its random name. At the end of the ``with`` block deletes the file."""
     name = _NEW + secrets.token_hex(16)
     try:
         with open(
@@ -291,7 +291,7 @@ def _written(directory_fd: int, *parts: bytes) -> Iterator[str]:
 
 
 def _locks(fd: int) -> bool:
-    """Tries to lock a file without waiting. Returns whether it is locked."""
+    """Locks a file, without waiting. Returns False if somebody else has locked it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

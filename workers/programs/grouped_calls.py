@@ -468,7 +468,7 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns ``waiting``, or MOST if one call for MOST requests is enough for a program of this ``weight``."""
+    """Returns the number of requests for which a program is called if ``waiting`` wait. MOST: it is padded to that."""
     # One call is enough for a tiny program of which more than half is used.
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

@@ -448,7 +448,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Counts those responses to this request that were sent together with other ones and are not counted yet."""
+        """Adds to the statistics the responses of this request that were sent together with those of other requests."""
         if self.counted is not None:
             self.counted()
 

@@ -145,7 +145,7 @@ class RequestTimeline:
         self._within.append(within)
 
     def told(self) -> Timeline:
-        """Returns the timeline as a record. If the request has run, the record ends its computation at the present time."""
+        """Returns the timeline as a record. If the request's computation has begun, the record has it end now."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()
@@ -178,7 +178,7 @@ def timeline_end(parameters: tuple[str, int] | None) -> bytes:
 
 
 def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as records. An open span ends now. ``within``: for each call of another model, the span around it."""
+    """Returns the spans as records. An open span ends now. ``within``: the span around each call of another model."""
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []

@@ -456,7 +456,7 @@ class RequestQueue(Generic[W]):
         return [request for each in owners for waiting in each.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Drops a request that has left the queue from the table of replace keys."""
+        """Forgets that a request may be replaced, as it has left the queue, by a newer one with the same replace key."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 
