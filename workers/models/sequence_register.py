@@ -103,7 +103,7 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that a sequence begins to run. ``generation``: its number among those with this id."""
+        """Writes to the sequence page that a sequence begins to run. ``generation``: tells it from others with this id."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
