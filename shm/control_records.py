@@ -30,7 +30,7 @@ from tensord.shm.record import Record
 
 
 class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time and memory that loading a model took. Without compiled programs, only the time is known."""
+    """The time and memory that loading a model took. If the model has no compiled programs, only the time is known."""
 
     #: Seconds from reading its files to its last program, run once.
     seconds: float = 0.0

@@ -123,7 +123,7 @@ class PublishedNumbers(set[Numbered[T]]):
     """The prepared requests or answers that the other end knows by number."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Starts empty. ``record`` makes the Prepare or PrepareAnswer for a number."""
+        """Starts empty. ``record`` makes the record that tells the other end of ``channel`` what a number stands for."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}

@@ -234,7 +234,7 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the thread take a replaced set off the device."""
+        """Makes the thread for pushes remove ``former``, a replaced set, from the device."""
 
         def leave() -> None:
             # The room for versions before may have been too small for it.

@@ -173,7 +173,7 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to the server at ``address``. If the address is a folder of models, serves them in this process."""
+    """Connects to a server. If ``address`` is a folder of models, serves them here. ``patience``: as in ``connect``."""
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode

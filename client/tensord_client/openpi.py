@@ -113,7 +113,7 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Updates how many received bytes of this robot are unread. ``read`` is the size of a message that was just read."""
+        """Updates how many received bytes of this client are unread. ``read``: the size of a message that was just read."""
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
         if self.asking or not self.unread:

@@ -103,7 +103,7 @@ class _Encoded:
 
 
 def tree(node: Any) -> Any:
-    """Returns a tree of inputs in which each array is an ``_Encoded``."""
+    """Returns ``node``, parsed JSON with inputs, with an ``_Encoded`` (not decoded yet) in place of each array."""
     if isinstance(node, dict):
         is_array = "shape" in node and "dtype" in node
         return _Encoded(node) if is_array else {key: tree(each) for key, each in node.items()}

@@ -90,12 +90,12 @@ class SharedCounters:
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns, by status code, how many answers the front with row ``row``, and the dead ones before it, have given."""
+        """Returns status code -> number of answers of the front with row ``row``, and of fronts that had this row before."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
     def dropped_traces(self, row: int) -> int:
-        """Returns how many traces the fronts in row number ``row`` have ever dropped."""
+        """Returns how many traces the front with row ``row``, and fronts that had this row before, have dropped."""
         return self._words[row * _WORDS + _TRACES]
 
     def clear(self, row: int) -> None:

@@ -54,7 +54,7 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Returns the lease of the body, which the caller then owns, or None."""
+        """Returns the lease of the body, which the caller then owns. None: there is none, or it was taken before."""
         lease, self._lease = self._lease, None
         return lease
 

@@ -170,7 +170,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the header fields of a single call, and returns its content-length, or None.
+    """Checks the header fields in which a call differs from others of its kind. Returns its content-length, or None.
 
     Raises Malformed if a field is invalid.
     """

@@ -155,7 +155,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
           head: the message without its id and its raw tensors.
           client_id: the id of the request.
           raws: the raw tensors.
-          walked: the result of ``walk`` for the message, or None.
+          walked: the parts into which ``walk`` has cut the message; None: it could not.
           known: the shared part, if it is already cached, or None.
         Raises RefusedRequest if the message is no valid request for a served model.
         """

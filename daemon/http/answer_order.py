@@ -329,7 +329,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Closes an idle connection once the client has received all answers."""
+        """Closes an idle connection. If the client has yet to receive answers, it is closed after that."""
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
         else:

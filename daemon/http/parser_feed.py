@@ -213,7 +213,7 @@ class Messages:
             exchange.take_turn()
 
     def _complete(self, head: InferHead) -> None:
-        """Applies the operator's rules to ``head``, and reads its ``traceparent``."""
+        """Applies the configuration's rules for header fields to ``head``, and reads its ``traceparent``."""
         if self._serving.has_rules:
             self._apply_rules(head)
         if self._serving.tracer.joins:

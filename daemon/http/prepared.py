@@ -233,9 +233,9 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of answers with the repeated part ``prepared``, for requests of this kind.
+        """Returns the encoder of answers to requests of this kind whose repeated part is ``prepared``.
 
-        ``record``: the rest of the answer. ``view``: returns the bytes of a tensor.
+        ``record``: the rest of an answer. ``view``: returns the bytes of a tensor.
         Raises InvalidArgument if a tensor of the answer is outside the arena.
         """
         known = self._answers.get(id(prepared))

@@ -147,7 +147,7 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Begins to unload ensembles that lack a member, and the models ``more``."""
+        """Begins to unload ``users``, ensembles that lack a member now, and the models named in ``more``."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []

@@ -433,7 +433,7 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs each folder that holds no model, with its reason, once."""
+        """Logs once each folder in ``others``, a path with the reason why it is no model, unless its name is in ``found``."""
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

@@ -509,7 +509,7 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker the pushed values of a version. Only then handles the worker's waiting answers to its loads."""
+        """Gives a worker a version's pushed values. Only then handles the worker's answers that it has loaded the version."""
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:

@@ -442,7 +442,7 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts, such as C extensions, child processes lack."""
+    """Logs which optional parts child processes lack. A C extension is such a part."""
 
     def __init__(self, what: str = IN_C) -> None:
         """``what``: how a warning about missing parts begins."""

@@ -52,7 +52,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Wakes ``finish`` and ``bury``. Call it when a process has died and is removed from their ``children``."""
+        """Wakes ``finish`` and ``bury``. Call it after a dead process was removed from the ``children`` given to these."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:

@@ -134,7 +134,7 @@ class Account(Holdings):
 
 
 class Accounts:
-    """Opens and closes the accounts of the connections of a front."""
+    """Opens and closes the accounts of a front's connections. Each counts the arena bytes that its connection holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
         """Starts without accounts.

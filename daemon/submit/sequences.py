@@ -140,7 +140,7 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
-        """Returns the daemon's worker if it serves the version of ``state``, else None. There must be exactly one worker."""
+        """Returns the only worker if it serves the version of ``state``, else None. Call it only if there is one worker."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 

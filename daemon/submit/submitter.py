@@ -193,7 +193,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the waiting requests for which there is a worker now, in order of arrival, in which steps of sequences run."""
+        """Sends the waiting requests for which there is a worker now, in the order in which they arrived."""
         # Those of a dead worker, which came before others that waited for its fence, are behind them.
         waiting, self._waiting = sorted(self._waiting.items(), key=lambda each: each[0].record.request_id), {}
         for request, gives_up in waiting:

@@ -169,7 +169,7 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        If a connection has no request in flight, its first request that ``holds_up`` others is returned even without room.
+        If a connection has no request in flight, its first one whose ``holds_up`` is True may be sent in any case.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

@@ -27,7 +27,7 @@ class Newest(Generic[A]):
     """Base class of ``Latest`` and ``AsyncLatest``. It sends the inputs of ``put``, and stores the newest answer for ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
-        """Sends nothing yet. ``submit`` sends a request with the given inputs and returns a future of its answer."""
+        """Begins without inputs. ``submit`` sends a request with the given inputs and returns a future of its answer."""
         self._submit = submit
         self._put = 0
         #: The number of the newest answer, and of the newest one that ``get`` has returned.
@@ -72,7 +72,7 @@ class Newest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Stores what the ``number``-th ``put`` was answered, and sends stored inputs."""
+        """Stores the answer in ``future`` to the inputs of the ``number``-th ``put``. Sends the inputs that wait, if any."""
         asked: Any = None
         with self._changed:
             del self._under_way[number]

@@ -140,7 +140,7 @@ def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | No
 
 
 def _names(config: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
-    """Returns the names of parameters that differ between the sets in a batch. (): all may; None: a batch has one set."""
+    """Returns the names of parameters in which a batch's sets may differ. (): in all; None: a batch has one set."""
     given, where, is_text = _declared(config, module, "batch_sets", False)
     if is_text:
         given = {"true": True, "false": False}.get(given.lower(), tuple(name.strip() for name in given.split(",")))

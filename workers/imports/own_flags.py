@@ -95,7 +95,7 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Applies a setting of JAX until ``stack`` is closed, and in each later ``code`` block.
+        """Sets a setting of JAX for this model: now, until ``stack`` is closed, and later in each block of ``code``.
 
         Does nothing if the setting has this value already.
         """

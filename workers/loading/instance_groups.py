@@ -31,8 +31,8 @@ Aside = Callable[[], AbstractContextManager[None]]
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
     """Waits until this model may be compiled and first run, in the ``with`` block. Only one model may at a time.
 
-    ``aside``: makes a context manager in which other models go on loading. ``progress.renew`` is set to a function, which the
-    block calls at each step of its work.
+    ``aside``: makes a context manager in which other models go on loading. ``turns``: whose turn it is. The block calls
+    ``progress.renew``, which is set here, at each step of its work.
     Raises Cancelled: the load was cancelled.
     """
     # Compilation takes much memory, also on a GPU.

@@ -203,12 +203,12 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether an ensemble's steps must be separate requests: if ``request`` names or asks for a parameter set."""
+    """Returns whether steps must be separate requests: ``request`` names a parameter set, or asks which set was used."""
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that computes a step for ``rows`` rows, or None if a program is not all that the step needs."""
+    """Returns the program that is a whole step for ``rows`` rows, or None. ``batches``: whether the ensemble has rows."""
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs
     if model is None or loaded.instances or loaded.made_inputs or member.sequences is not None or loaded.streams:

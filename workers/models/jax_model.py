@@ -221,7 +221,7 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether a program's outputs answer a single request and need not be divided."""
+        """Returns whether a run's outputs need not be divided: they are the answer to one request of ``bucket`` rows."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:

@@ -290,7 +290,7 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """For each shape without a bucket, allows batches of as many rows as the largest program compiled for that shape."""
+        """For each shape that no bucket has, lets as many rows share a batch as the largest program for this shape takes."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:

@@ -74,9 +74,9 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees the resources of an instance that has run. If it waits for resources, ends the wait.
+        """Frees the resources of an instance that has run. If it has not, it has waited for resources: ends the wait.
 
-        ``again``: whether the instance waits for its next run from now on.
+        ``again``: whether an instance that has run waits for its next run from now on.
         """
         if instance in self._running:
             del self._running[instance]

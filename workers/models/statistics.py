@@ -75,7 +75,7 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of responses at this position; None: the position is too high."""
+        """Returns the statistics of requests' responses with this number; None: it is too high to have statistics."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())

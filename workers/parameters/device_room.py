@@ -42,7 +42,7 @@ class DeviceRoom:
     """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
-        """Begins without sets.
+        """Begins without parameter sets.
 
         Args:
           byte_size: the most bytes that all sets together may take on the device.

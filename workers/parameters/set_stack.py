@@ -80,7 +80,7 @@ class BatchSets:
     __slots__ = ("_sets",)
 
     def __init__(self, sets: Mapping[Any, ParameterSet]) -> None:
-        """Stores the parameter set of each request. The requests are in the order of their rows in the batch."""
+        """``sets``: request -> its parameter set, in the order of the requests' rows in the batch."""
         self._sets = sets
 
     def of(self, request: Any) -> ParameterSet:
@@ -159,8 +159,8 @@ class SetStack:
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
         """Returns the parameters of a program, a tree of the stack's arrays, and each row's index in these, INT32[rows].
 
-        Sets that are not in the stack are written to it, so use the result for the next call of a program alone. Errors of the
-        device are raised unchanged, and the stack is empty afterwards.
+        Sets that are not in the stack are written to it. So use the result for no more than the next call of a program. Errors of
+        the device are raised unchanged, and the stack is empty afterwards.
         Args:
           sets: all parameter sets of the model version.
           chosen: one set for all rows, or the set of each request or row; None: ``main``.

@@ -163,7 +163,6 @@ class Making:
             return memory.sealed()
 
     def _contents(self, memory: NewMemory, places: Sequence[tuple[LaidLeaf, Copy]]) -> Iterator[Array]:
-        """Yields the contents of the leaves, in the push's order."""
         found = layout.read(memory.content.data, self.what)
         for leaf, _ in places:
             if leaf.byte_size:

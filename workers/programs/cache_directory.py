@@ -227,7 +227,7 @@ def _check_above(directory_fd: int, path: Path) -> None:
 
 
 def _content(directory_fd: int, name: str, secret: bytes) -> bytes:
-    """Returns the content of a file without the HMAC in front of it."""
+    """Returns a file's content without the HMAC in front of it. Raises ValueError if the HMAC is not the content's."""
     whole = _bytes(directory_fd, name)
     content = whole[_HEAD:]
     if whole[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(

@@ -84,7 +84,7 @@ class PackedTensor(NamedTuple):
 
 
 class Packing:
-    """Packs a request's tensors into one array (row) for each dtype."""
+    """Packs a request's tensors into arrays. Each is called a row and has all tensors of one dtype."""
 
     # Each argument and result makes a call slower.
     __slots__ = ("parts", "rows")

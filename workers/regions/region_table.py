@@ -52,8 +52,8 @@ class RegionTable:
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
         """Opens a client's system region and adds it to the table. Returns the region and its use.
 
-        The use is "guarded" or "sealed" if the region is mapped, or "snapshot" if it is only copied. ``fd``: a sealed descriptor,
-        or one that another worker has checked; None: this worker opens the object by its key.
+        The use is "snapshot" if the memory is only copied. If it is mapped, it is "sealed" or, if it may shrink, "guarded".
+        ``fd``: the object's descriptor, sealed or checked by another worker; None: this worker opens the object by its key.
         Raises AlreadyExists: the name is taken.
         Raises InvalidArgument or Internal: the object is refused, or cannot be mapped. Raises Unavailable: the process has too
         many open files.

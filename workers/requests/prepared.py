@@ -284,7 +284,7 @@ def _check(
     version: ModelVersion,
     contents: Sequence[Content] = (),
 ) -> Checked:
-    """Checks names, datatypes and shapes of a request's inputs."""
+    """Checks names, datatypes and shapes of a request's inputs. Returns what was found, or raises an error."""
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
     checked = version.checked.get(described)
     if checked is not None:
@@ -417,7 +417,7 @@ def _contents(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:
-    """Returns the bytes of each input. Leases the inputs' regions."""
+    """Returns the bytes of each input. Leases the inputs' regions, and appends them to ``leased``."""
     contents: list[Content] = []
     for tensor, place in placed(prepared.inputs, record.contents):
         if isinstance(place, bytes):

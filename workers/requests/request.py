@@ -97,8 +97,8 @@ class Request(RequestTensors):
           regions: the regions that the request has leased, once per tensor.
           now_ns: when the request arrived, if its record does not say so.
           copied_byte_size: how many bytes of its tensors were copied so far.
-          contents: the bytes of each input, if these are the bytes of the arrays: no input is BYTES, BOOL or reshaped.
-          preparation: the prepared request, for which answers are planned; None: none are planned.
+          contents: the bytes of each input. Give them only if no input is BYTES, BOOL or reshaped.
+          preparation: plans how requests with this ``prepared`` are answered; None: there is no plan.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None

@@ -119,7 +119,7 @@ class EncodedResponses:
     def add(self, record: bytes) -> bool:
         """Adds an encoded response in the model's thread.
 
-        Returns False if the loop has called ``take`` before. Then the caller must pass this object to the loop once more.
+        Returns False if ``take`` was called before. Then the caller must pass this object to the worker's loop once more.
         """
         self._records.append(record)
         return not self.taken

@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """Stores, for each part of a loop, when the loop asks it for work."""
+    """Stores at what time a loop next asks each of its parts for work."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 

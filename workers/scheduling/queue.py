@@ -414,7 +414,6 @@ class RequestQueue(Generic[W]):
         return True
 
     def _withdraw(self, request: W, owners: _Waiters[W]) -> None:
-        """Removes a request from ``owners`` and from the count of its owner."""
         owner = request.owner
         waiting = owners[owner]
         del waiting[request.sequence]
@@ -487,7 +486,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes ``key`` from a line of the queue. If the line is empty then, removes the line."""
+        """Removes ``key`` from line ``number`` of the queue. Removes the line too if it is empty then and not the first."""
         del line[key]
         if not line and number:
             del self._lines[number]

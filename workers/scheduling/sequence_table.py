@@ -250,7 +250,7 @@ class SequenceTable(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
-        """Takes requests that arrived together and may run now, one row each, without queueing them.
+        """Takes requests that came together, have one row each and may run now. They are not queued.
 
         Takes none if other requests wait. Stops at the first request that has to wait, belongs to a running sequence, or is
         invalid. Returns the sequences of the taken requests, in the order of ``asked``.

@@ -79,7 +79,7 @@ class Step(NamedTuple, Generic[W]):
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
-    """An answer to a request that runs step by step, made by a step or by the insertion of the request."""
+    """An answer to a request that runs step by step. A step made it, or the insertion of the request into its slot."""
 
     request: W
     #: The request's row of the outputs.
@@ -226,11 +226,11 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], flags: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Returns the answers to send after a step, and the slots whose new output must be collected.
+        """Returns the answers of a step to send one by one, and the slots whose outputs are to be sent together.
 
         Frees the slots of finished requests. ``step``: the oldest step on the device. ``flags``: what the device has returned
         for each slot: EMITS (its request has an output), FINISHED (the request is over), both, or 0. ``joined``: for each slot,
-        whether its outputs are collected for one answer; empty: no slot's are.
+        whether its outputs may be sent together with others; empty: no slot's may.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []

@@ -28,7 +28,7 @@ class Inbox:
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
         """Queues a function for the worker's loop, and wakes the loop. Does nothing after ``close``.
 
-        ``soon``: False: if the loop looks at the queue in any case (see ``look``), it is not woken.
+        ``soon``: if False, a loop that looks at the queue anyway (see ``look``) is not woken.
         """
         self._calls.append(call)
         # Who drains says so before it looks.
