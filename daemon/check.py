@@ -208,7 +208,7 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """A process that loads models on one device."""
+    """A process that tries, on one device, whether models can be loaded."""
 
     def __init__(
         self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float, deep: bool

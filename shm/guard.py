@@ -25,7 +25,7 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether any ``Guarded`` of this process has ``faults``."""
+    """Returns whether pages went missing from any ``Guarded`` mapping of this process."""
     return available and _guard.any()
 
 
@@ -68,7 +68,7 @@ class Guarded:
             _guard.hold(self._slot, held)
 
     def release(self) -> None:
-        """Ends the guard. Call it once nobody reads or writes the mapping any more. Idempotent."""
+        """Ends the guard; the mapping stays. Call it once nobody reads or writes the mapping any more. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             _guard.remove(slot)

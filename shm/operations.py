@@ -209,7 +209,7 @@ MAIN_SET = "main"
 
 
 class MakeParameters(Record, frozen=True, tag="c.makeparams"):
-    """Tells a worker to write all parameters of a parameter set from ``source`` into one memfd in safetensors format.
+    """Tells a worker to write a parameter set in safetensors format into a memfd. ``source``: where its values are.
 
     The reply is JSON {"byte_size"} with the memfd's descriptor. The memfd has the seals SHRINK, GROW, WRITE and SEAL.
     """

@@ -197,7 +197,7 @@ class _Served:
         self.withdraw = lambda request: worker.post(functools.partial(worker.withdraw, request))
 
     def derivative(self, name: str) -> _Served:
-        """Returns the model's derivative of this name. Raises NotFound if there is none."""
+        """Returns the model that computes a derivative of this one. Raises NotFound if there is none called ``name``."""
         if name not in self._derivatives:
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {lacks(*of_model(name))}")
         return self._derivatives[name]

@@ -32,7 +32,7 @@ _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 def is_accepted(header: str) -> bool:
-    """Returns whether an Accept header takes JSON with base64 that is neither compressed nor in memory of CUDA."""
+    """Returns whether an Accept header takes the encoding json+base64, in which all answers are."""
     return _ACCEPTED.search(header) is not None and _REFUSED.search(header) is None
 
 
@@ -51,8 +51,8 @@ def parsed(content: bytearray) -> dict[str, Any]:
 def read(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False) -> Array:
     """Makes an array of a tensor's datatype. ``came`` is the value in the request, and ``path`` its name in errors.
 
-    ``most`` is the most bytes of the array. If ``abstract`` is true, a value may be only a shape and a dtype, which become
-    zeros without memory. Raises InvalidArgument if the value exceeds a bound or does not fit the tensor.
+    ``most`` is the most bytes of the array. If ``abstract``, a value need only have shape and dtype. The array then has zeros
+    and takes no memory. Raises InvalidArgument if the value is too large or does not fit the tensor.
     """
     if not isinstance(came, _Encoded):  # texts, numbers, lists of them
         made = cast(path, came, tensor.datatype)

@@ -80,7 +80,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns three counts of the numbers for a front's prepared requests: in use now, ever assigned, and taken away."""
+        """Returns how many prepared requests of the front with row ``row`` have numbers, ever got one, and lost theirs."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 

@@ -320,7 +320,7 @@ class SocketTransport(asyncio.Transport):
 class SocketWatch:
     """Reads and writes the client sockets of one front when epoll reports them ready.
 
-    ``heeds_end``: whether a transport reports at once that the client sends no more, even if unread bytes are left.
+    ``heeds_end``: when a client sends no more, whether a transport reports it before all bytes are read.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:

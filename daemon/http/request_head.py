@@ -95,7 +95,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """Holds one entry of ``outputs``, read by the exact parser. Its parameters may be any JSON values."""
+    """An entry of a request's ``outputs`` that the quick parser refused: its parameters may be any JSON values."""
 
     name: str
     parameters: dict[str, Any]

@@ -89,7 +89,7 @@ class Agent:
 
     Args:
       state: returns whether the daemon is being drained, and why it is not ready, or "".
-      look: stores the busy times of the workers in a ``BusyPart``.
+      look: puts how busy the workers have been, which the line says, into a ``BusyPart``.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class Lifecycle:
     def unload(self, name: str, token: int) -> list[Instruction]:
         """Queues an unload of a model, and begins it if no other load or unload of the model runs.
 
-        A Settled instruction with ``token`` follows once all workers have answered, or at once if the model is unknown.
+        Once all workers have answered, a Settled instruction with ``token`` is returned: here if the model is unknown.
         """
         if name not in self.models:
             return [Settled(token)]

@@ -264,7 +264,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Makes every worker use the values of a push. Returns the record of the push."""
+        """Makes every worker use the values of push ``number``. Returns its record. ``memory``: a descriptor, or -1."""
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
             # Before it is read: a file that changes meanwhile is another one.
@@ -297,7 +297,7 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Loads a version whose pushed values were lost, with the values in ``memory``. Returns ``content`` once it serves."""
+        """Loads a version whose pushed values were lost, with those in ``memory``. Returns ``content`` once it serves."""
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
             raise Unavailable(
@@ -349,7 +349,7 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor, which the caller closes, of memory with the values of a set. Returns -1 if they are lost."""
+        """Returns a descriptor, for the caller to close, of memory with the values of ``content``; -1: they are lost."""
         if content.memory >= 0:
             return os.dup(content.memory)
         if content.file is None or await self._fingerprint(key, content.file) != content.fingerprint:

@@ -108,10 +108,10 @@ class ProcessSlots:
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Calls ``start`` after a delay, to replace a dead process, if a process of its name is still needed then.
+        """Replaces a dead process: calls ``start`` after a delay, if a process of its name is still needed then.
 
-        If ``start`` raises OSError, it is called again after another delay. As long as no process of this name was ready,
-        ``gives_up`` is called first, if ``dead`` cannot use its device or if at least five have died.
+        If ``start`` raises OSError, it is called again after another delay. If no process of this name was ever ready, and if
+        ``dead`` cannot use its device or at least five have died, the daemon is asked first to stop.
         ``doing``: what the process did, for the log, such as " while loading model 'm' version 1", or "" if that is not known.
         """
         if not self._needs(dead):

@@ -62,7 +62,7 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
 def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
     """Returns whether a client registers the existing ``region`` again: the owner and the memory are the same.
 
-    Memory with the same key counts as the same.
+    POSIX shared memory with the same key counts as the same.
     ``peer``: the client. ``sealed``: the memfd that came with the request, or -1.
     """
     there = region.request

@@ -67,7 +67,7 @@ class Calls:
         self._derivatives: dict[str, Any] = {}
 
     def _open(self: C, kind: str) -> C:
-        """Returns the derivative of this kind. The first call looks it up."""
+        """Returns the derivative ``kind``, such as "pull_back". The first call asks the server for it."""
         if kind not in self._derivatives:
             name, version = f"{self.name}.{kind}", self._asked_version
             try:

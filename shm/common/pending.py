@@ -382,7 +382,7 @@ class Pending(Generic[T]):
 
 
 class Deadlines:
-    """A thread that ends requests at their deadlines, if only callbacks wait for them. Thread-safe."""
+    """A thread that ends requests at their deadlines, for requests for which no thread waits. Thread-safe."""
 
     def __init__(self) -> None:
         #: A heap of deadlines in seconds of ``time.monotonic()``, each with a number and a request, which others hold.

@@ -191,7 +191,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Makes ``caller`` known to the code that runs in the block."""
+    """Makes ``current`` return ``caller`` in the ``with`` block."""
     token = _current.set(caller)
     try:
         yield caller

@@ -47,7 +47,7 @@ Apply = Callable[..., dict[str, Any]]
 
 
 def declared_order(config: ModelConfig, module: ModuleType, described: Signature) -> int:
-    """Returns how many orders of derivatives a model has; 0: it has no derivatives.
+    """Returns how many orders of derivatives model.py or the configuration declares for a model; 0: none.
 
     ``described``: all tensors of the model.
     Raises InvalidArgument: the declared value is malformed, or the exported programs contain fewer orders. Raises Unsupported:

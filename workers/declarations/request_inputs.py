@@ -91,7 +91,7 @@ class RequestInputs:
         return of_inputs
 
     def parted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divides ``inputs`` into the client's inputs and the properties of the request."""
+        """Divides ``inputs`` into the client's inputs, and properties of the request that model.py has as inputs, by name."""
         names = {each.spec.name: each.name for each in self._asked}
         own = {name: array for name, array in inputs.items() if name not in names}
         return own, {name: inputs[key] for key, name in names.items()}

@@ -81,8 +81,8 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, row: int) -> AnswerRecord | None:
     """Writes a request's outputs that go to regions, and returns the record of its answer with all other outputs.
 
-    Returns None, and writes nothing, if any region of the request is GPU memory. ``outputs``: the outputs of the batch, in which
-    the request begins at ``row``.
+    Returns None, and writes nothing, if any region of the request is GPU memory. ``plan``: where each output goes.
+    ``outputs``: the outputs of the batch, in which the request begins at ``row``.
     Raises InvalidArgument: the memory of a region does not exist any more.
     """
     rows, contents = request.rows, outputs.contents

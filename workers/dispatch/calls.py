@@ -50,7 +50,7 @@ _Node = InnerRequest | Instance
 
 
 def path(call: ModelCall) -> list[str]:
-    """Returns the names of the models in a chain of calls, from the model that the client asked to the caller of this call."""
+    """Returns the names of the models in a chain of calls. A client asked the first one; the last one made ``call``."""
     names = [call.caller.port.name]
     request: Request | None = next(iter(call.requests), None)
     while isinstance(request, InnerRequest) and request.origin is not None:

@@ -460,7 +460,7 @@ def _timeline_end(version: ModelVersion) -> bytes | None:
 
 
 def _usable_sets(request: Request) -> dict[str, ParameterSet] | None:
-    """Returns the parameter sets, by name, that later requests of the same kind may use; None: only ``main``."""
+    """Returns the parameter sets, by name, that repeats of a request may use; None: they may use only ``main``."""
     version = request.version
     # The planner of sequences knows their sets, and answers that name their set are prepared for main alone.
     # The version's own dict, which changes with each push.

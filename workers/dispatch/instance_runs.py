@@ -76,7 +76,7 @@ class InstanceRuns:
         return not (instance.given and (version.planner.next_tick_ns or version.queue.replaceable))
 
     def withdraw(self, version: ModelVersion, now_ns: int) -> None:
-        """Releases the resources of each instance that is not busy and has no batch to run now."""
+        """Returns to the rate limiter the resources of each instance that is not busy and has no batch to run now."""
         for number, instance in enumerate(version.loaded.instances):
             due_ns = None if instance.busy else version.planner.due_ns(number)
             if instance.needs and not instance.busy and (due_ns is None or due_ns > now_ns):

@@ -47,7 +47,7 @@ class Poller:
         """Unregisters a submitter's lane that has ended."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Stores how an execution's requests were answered, so that ``wait`` may answer requests that differ only in data."""
+        """Stores how an execution's requests were answered. So ``wait`` itself may answer others that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
         """Stops ``wait`` from answering requests with this number, which now stands for another prepared request."""
@@ -60,7 +60,7 @@ class Poller:
 
     @property
     def lane_requests(self) -> int:
-        """The number of requests on clients' lanes that ``wait`` has answered so far."""
+        """The number of requests on clients' lanes that ``wait`` itself has answered so far."""
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:

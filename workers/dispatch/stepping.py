@@ -128,9 +128,9 @@ class StepRows:
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses to the requests in ``slots`` together. For each slot ``joined`` must be True.
+        """Sends a step's responses to the requests in ``slots`` together. ``joined`` must be True for each of these slots.
 
-        Returns the senders whose clients may take responses too slowly. Their requests are answered separately from now on.
+        Returns the senders whose clients may take responses too slowly. Their requests get separate responses from now on.
         ``rows``: the step's outputs, UINT8[all slots, size].
         """
         if slots != self._ready:
@@ -200,7 +200,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Makes ``step`` run a model version as well, until the version has no more requests."""
+        """Makes ``self.step`` also run a model version, until the version has no more requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)

@@ -90,7 +90,7 @@ class DeviceInputs:
 
     @property
     def fit(self) -> bool:
-        """True if the host memory has room for all inputs."""
+        """True if all inputs fit into the memory in which small inputs are put together on the host."""
         return 0 < self._byte_size <= TOGETHER
 
     @property

@@ -47,7 +47,7 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
-    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects."""
+    """Makes the parameter sets of a model that runs on the host, of any objects. ``room``: limits what they may take."""
     try:
         leaves, structure = jax.tree.flatten(parameters)
         names, fixed = array_names(parameters), fixed_names(parameters)
@@ -89,7 +89,7 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns ``apply`` as a function of the list of all arrays in the tree ``parameters``, and that list.
+    """Returns ``apply`` as a function of a list of the arrays in ``parameters``, and this list. Other leaves are kept.
 
     If all leaves of the tree are arrays, returns the arguments unchanged.
     """

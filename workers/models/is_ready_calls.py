@@ -51,7 +51,7 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Has the loop call ``answered`` with True if each ``is_ready`` returns True within five seconds, else with False."""
+        """Has the worker's loop call ``answered``. True: each instance's ``is_ready`` has returned True within 5 seconds."""
         self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)

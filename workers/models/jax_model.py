@@ -385,6 +385,6 @@ class JittedInstance(Instantiated):
         return self._model.describe(error)
 
     def close(self) -> None:
-        """Frees the thread's memory for inputs."""
+        """Frees the memory in which this instance puts the inputs of a batch together."""
         self._twins.clear()
         self._device.close()

@@ -275,7 +275,7 @@ class ModelVersion:
 
     @property
     def family(self) -> list[ModelVersion]:
-        """This version and the versions of its derivatives."""
+        """This version, and the versions of the models that compute its derivatives."""
         return [*self.derivatives, self]
 
     @property

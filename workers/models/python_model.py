@@ -68,7 +68,7 @@ def auto_complete(module: ModuleType, config: ModelConfig, port: ModelPort) -> M
 
 @dataclass(frozen=True, slots=True)
 class PythonVersion:
-    """What the instances of one version of a Triton Python model share: code, configuration, and tensors."""
+    """What the instances of one version of a Triton Python model share, such as its code and configuration."""
 
     module: ModuleType
     config: ModelConfig
@@ -171,7 +171,7 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns the index of each row's request, None for an empty row. Returns None if requests have no slots."""
+        """Returns for each slot the index of its request, None for an empty slot. Returns None if requests have no slots."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
@@ -274,7 +274,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns None if a request may run again, else an error."""
+        """Returns None if a request may run again, else an error. ``response``: what the model returned; valid is None."""
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "
@@ -333,7 +333,7 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output of ``rows`` rows in the shape for clients.
+        """Returns an output of ``rows`` rows in the shape and datatype that clients get.
 
         An output of other dimensions than declared stays unchanged, with one warning. With ``strict_outputs``, raises Internal
         instead.

@@ -96,7 +96,10 @@ class RegisteredSequences:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a new sequence, which waits for a slot. Raises Unavailable: too many sequences are live."""
+        """Registers a new sequence, which waits for a slot. ``generation`` tells sequences with this id apart.
+
+        Raises Unavailable: too many sequences are live.
+        """
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())

@@ -93,7 +93,7 @@ class SteppedModel:
         self._unmasked: tuple[int, frozenset[int], Any] | None = None
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the batching key of inputs. Requests with equal keys get slots in one call.
+        """Returns the batching key of inputs. One call of a program can put requests with equal keys into slots.
 
         Raises InvalidArgument: they do not fit.
         """

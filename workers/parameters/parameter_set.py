@@ -56,7 +56,7 @@ class Placer:
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns how many bytes of the leaves in ``host`` programs read there, without a copy."""
+        """Returns the bytes of those leaves that programs read in ``host`` itself, without a copy."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
@@ -193,9 +193,9 @@ class ParameterSet:
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory. If they are only on the device, fetches them.
+        """Returns the set's arrays in host memory. If they are only on the device, fetches them.
 
-        None stands for a leaf that cannot be pushed, and for a leaf that all sets share with ``main``.
+        None stands for an array that cannot be pushed, and for one that all sets share with ``main``.
         """
         if self._host is None:
             self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
@@ -295,12 +295,11 @@ class ParameterSets:
 
         Args:
           placer: copies leaves to the devices.
-          tree: the parameters of ``main`` on the device; a leaf that lies in ``stack`` is None.
+          tree: the parameters of ``main`` on the device; None stands for a leaf in ``stack``. Ignored if ``on_demand``.
           room: the device memory that pushed parameters may use; None: there is none.
           host: the leaves of ``tree`` in host memory; None: they are not there.
           stack: the stack of a model whose batches mix sets; None: its batches do not mix sets.
-          on_demand: whether ``main`` may leave the device as other sets may. If so, ``tree`` is ignored, and the caller brings
-            ``main`` from ``host`` to the device by ``main.prepare``.
+          on_demand: whether ``main``, like other sets, may leave the device. The caller brings it there by ``main.prepare``.
         """
         self.placer = placer
         self.leaves = placer.leaves

@@ -132,10 +132,10 @@ class SetStack:
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
-        """Describes the parameters of a program for ``rows`` rows: the tree of stacked leaves, and each row's index.
+        """Describes a program's arguments for ``rows`` rows: the stacked leaves as a tree, and each row's index in them.
 
-        Unless all sets share a leaf, its stacked array has a first axis for the sets. ``spec``: describes an array by its shape
-        and dtype.
+        The first axis of a stacked leaf is the sets. A leaf that all sets share has no such axis. ``spec``: describes an array
+        by its shape and dtype.
         """
         shapes = [leaf.shape if leaf.shared else (self.slots, *leaf.shape) for leaf in self._leaves]
         tree = [spec(shape, leaf.placed) for shape, leaf in zip(shapes, self._leaves, strict=True)]
@@ -212,7 +212,7 @@ class SetStack:
         sets.misses += 1
 
     def _whole(self, sets: ParameterSets) -> Any:
-        """Returns the complete tree of parameters: stacked and shared leaves."""
+        """Returns the complete tree of parameters: stacked leaves, and leaves that all sets share."""
         if self._tree is None or self._tree_of is not sets.main:
             assert self._arrays is not None
             stacked, shared = iter(self._arrays), iter(jax.tree.leaves(sets.main.on(self._at)))

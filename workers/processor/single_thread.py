@@ -161,7 +161,7 @@ class SmallPrograms:
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether a program is small; None: that is not known before it is compiled."""
+        """Returns whether a program is small enough to run in one thread; None: that is not known before it is compiled."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None

@@ -183,7 +183,7 @@ class Executable(ABC):
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """For each input: its name, the address in ``gathered`` of its first row, and the bytes from row to row."""
+        """For each input in ``gathered``: its name, the address of its first row in memory, and the bytes from row to row."""
         return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
 
     def arguments(self) -> dict[str, Any]:

@@ -340,7 +340,7 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Returns a program for each number of requests in ``compiled``; empty: there is no memory for inputs."""
+        """Returns for each key of ``compiled`` what runs so many requests in one call; empty: their inputs have no room."""
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []

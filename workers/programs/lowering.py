@@ -153,7 +153,7 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises Internal unless an output has the declared datatype and ``elements`` elements, as the ragged input has."""
+    """Raises Internal unless an output has the declared datatype and ``elements``, as many as input ``spec.cut_like``."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"

@@ -125,7 +125,7 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the bytes of all leaves that programs use right in ``host``, without a copy; 0: not on a processor."""
+        """Returns the bytes of those leaves that programs read in ``host`` itself. If the device is no processor: 0."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)

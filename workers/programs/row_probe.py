@@ -172,7 +172,7 @@ def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float
 
 
 def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, draw: int) -> dict[tuple[str, str], str]:
-    """Returns a sentence for each output whose rows depend on other rows, on their place or on the number of rows."""
+    """Returns (output, what its rows depend on) -> a sentence that says so. ``draw``: which inputs are generated."""
     base, others = generated(inputs, 2 * draw), generated(inputs, 2 * draw + 1)
     run, made = runs[rows], runs[rows](base)
     #: Output, what it may depend on, and an array of it as it is and otherwise.

@@ -182,7 +182,7 @@ class Saying:
 
 
 class _Asking(Saying):
-    """Turns errors into a TritonModelException, and NotAllowed into one with Triton's text."""
+    """A context manager that turns errors into TritonModelException. For NotAllowed it has Triton's text."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, asking.NotAllowed):

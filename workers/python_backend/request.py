@@ -108,7 +108,7 @@ def checked_parameters(parameters: Any) -> dict[str, Parameter]:
 
 
 def _value(key: str, value: Any) -> Parameter:
-    """Returns the value as a plain bool, int or str, which can be sent."""
+    """Returns the value of parameter ``key`` as a plain bool, int or str, or raises TritonModelException."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -462,7 +462,7 @@ def _with_known_shape(prepared: PreparedRequest, record: RequestRecord, contents
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Gives each ``LateTensor`` in ``named`` the dtype and shape of the input with that name."""
+    """Gives each ``LateTensor``, whose bytes were not read yet, the dtype and shape of the input of its name."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):
@@ -472,7 +472,7 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 def _arrays(
     prepared: PreparedRequest, record: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Returns the inputs' arrays by name."""
+    """Returns the inputs' arrays by name. ``contents``: the bytes of each input."""
     made = {
         tensor.name: _array(record, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
@@ -517,7 +517,7 @@ def _outputs(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
-    """Returns the requested outputs by name. Leases the outputs' regions."""
+    """Returns the requested outputs by name. Leases the outputs' regions, and appends them to ``leased``."""
     wanted: dict[str, RequestedOutput] = {}
     for output in prepared.outputs:
         if output.name in wanted:

@@ -284,7 +284,7 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if ``byte_size`` more bytes of requests exceed the user's limit and this submitter's share."""
+        """Raises Unavailable if ``byte_size`` more bytes of requests exceed the user's limit and also the submitter's part."""
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
         if held + byte_size > most and submitter.request_byte_size + byte_size > share:

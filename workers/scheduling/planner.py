@@ -123,7 +123,7 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns for which numbers of waiting rows with this batching key ``take`` returns all of them, as ascending ranges.
+        """Returns ascending ranges of numbers of rows. If so many rows with this batching key wait, ``take`` returns all.
 
         For a number between two ranges, ``take`` returns only a part of the rows. The last number of the last range is the most
         rows that can share a batch. The result is empty if requests are delayed or never share a batch.

@@ -545,7 +545,7 @@ def _in_order(owners: _Waiters[W]) -> Iterable[W]:
 
 
 def _next_of(owners: _Waiters[W]) -> W:
-    """Returns the request that runs first."""
+    """Returns the first of the waiting requests in ``owners``."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return _first(waiting)
@@ -586,7 +586,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests from the queue, without a limit. Returns replaced requests, each with its replacement."""
+        """Adds requests from the queue. If one with the same replace key is there, replaces it. Returns each such pair."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

@@ -123,7 +123,7 @@ class StepBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Gives slots to the next waiting requests. Returns these requests, which the caller inserts into the state together.
+        """Gives slots to the next waiting requests. Returns these requests, which the caller inserts together.
 
         The list is empty if no request may get a slot before the next step.
         """
@@ -154,7 +154,7 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------------ slots
 
     def slot(self, request: W) -> int:
-        """Returns a request's slot, which it must have."""
+        """Returns the number of a request's slot, its place in each step. The request must have one."""
         return self._holders[request].number
 
     def with_slots(self) -> list[W]:

@@ -104,7 +104,7 @@ def _is_flat(declared: object) -> bool:
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
-    """Returns names, declarations and structure of a tree. Raises InvalidArgument, with ``what`` and ``kind``, if it is wrong."""
+    """Returns names, leaves and structure of the tree ``declared``. ``what``, ``kind``: it and a leaf, in errors."""
     found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_IS_NONE)
     names = [name_of(keys, kind) for keys, _ in found]
     for name, (_, leaf) in zip(names, found, strict=True):

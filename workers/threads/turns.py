@@ -35,7 +35,7 @@ class Turns:
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
         """Waits for the calling thread's turn, which lasts until the end of the ``with`` block.
 
-        Yields a function to call whenever the next step of the thread's work begins.
+        Yields a function. The thread calls it whenever a step of its work begins, so that the time of the step is measured.
         Raises Cancelled: ``cancellation`` was cancelled during the wait.
         """
         mine = object()
