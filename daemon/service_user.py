@@ -50,7 +50,7 @@ class Service:
 
 
 def installed() -> Service | None:
-    """Returns how the installed tensord.service runs, or None if it or systemd is not installed."""
+    """Returns the user, folder and settings of the installed tensord.service, or None if it or systemd is not installed."""
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
         done = subprocess.run(

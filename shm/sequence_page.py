@@ -119,7 +119,7 @@ class SequencePage(Page):
 
     @classmethod
     def create(cls, sequences: int) -> SequencePage:
-        """Creates a sequence page for ``sequences`` live sequences and about as many ended ones.
+        """Creates shared memory in which a worker lists up to ``sequences`` live sequences, and about as many ended ones.
 
         Raises Unavailable if the host has no memory left or no more files may be opened.
         """

@@ -132,7 +132,10 @@ def _load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Returns the models to load, with their versions, members before ensembles."""
+    """Finds the model in the folder ``path``, and the models that it uses if it is an ensemble. Returns all with their versions.
+
+    ``version``: the version of the model in ``path``; 0: the newest one that is served. The models of an ensemble come before it.
+    """
     found: dict[tuple[str, int], FoundModel] = {}
     under_way: list[str] = []
 

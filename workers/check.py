@@ -49,7 +49,7 @@ class Apart:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Returns what the daemon answers if ``operation`` succeeds, without doing it.
+        """Returns the answer of a successful ``operation``, but does not carry it out: the model is loaded only to be checked.
 
         Raises Unavailable: the operation loads or unloads a model, and the daemon is not configured to do so on request.
         """

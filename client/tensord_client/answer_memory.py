@@ -179,12 +179,12 @@ class AnswerMemory:
     """The memory of one worker that answers lie in. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
-        """Prepares for the answers on a new lane.
+        """Makes the account of one new lane's answers.
 
         Args:
           held: counts the answers that this process uses.
           byte_size: the most bytes that answers on this lane may have together.
-          release: a method of the lane that sends the message of ``release_record`` to the worker. It is referred to weakly, and
+          release: a method of the lane, which tells the worker which answers are no longer used. It is referred to weakly, and
             called in any thread, also by the garbage collector.
         """
         self.held = held

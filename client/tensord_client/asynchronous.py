@@ -259,7 +259,7 @@ class AsyncLatest(Newest[Answer]):
     """
 
     def forget(self) -> None:
-        """Resets this object to have no inputs, no answers and no waiting tasks."""
+        """Resets this object to have no inputs and no answers. Tasks that wait in ``get`` are dropped, not woken."""
         super().forget()
         #: Futures of the tasks that wait in ``get``.
         self._waits: list[asyncio.Future[None]] = []

@@ -28,9 +28,9 @@ class ResultsHeld(ServingError):
     code = "RESULTS_HELD"
 
     def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
-        """Makes the error of a process that uses ``held`` answers and may use ``limit``.
+        """``held``: how many answers of this process still lie in the server's memory; ``limit``: how many may.
 
-        If the server refused a request for want of memory, ``byte_size`` is the total size of the held answers, and ``refusal``
+        If the server refused a request for want of memory, ``byte_size`` is the total size of these answers, and ``refusal``
         is the server's error text.
         """
         size, most = (f" of {byte_size} bytes", "") if refusal else ("", f", at most {limit} may be")

@@ -329,7 +329,7 @@ class _Message:
 
 
 class Policy:
-    """A model as robots see it. Observations, actions and metadata have no batch axis."""
+    """Calls a model for robots: converts their observations, and the answers to actions. None of these has a batch axis."""
 
     def __init__(self, model: AsyncModel, version: int, config: Mapping[str, Any], ignored: Sequence[str]) -> None:
         """Describes to robots how ``model`` is used. ``version`` is the version that was asked for, or 0 for the newest.
@@ -421,9 +421,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Serves robots until SIGTERM or SIGINT.
+    """Runs a gateway, which serves the server's models to robots over openpi's WebSocket protocol, until SIGTERM or SIGINT.
 
-    Raises OSError if a file or the address cannot be used, or ServingError if there is no daemon.
+    Raises OSError if a file or the address cannot be used, or ServingError if there is no server.
     """
     (host, port), keys = gateway.place(options), gateway.keys(options)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None

@@ -141,8 +141,14 @@ class Point:
     def __init__(
         self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], batched: bool, most: int, abstract: bool
     ) -> None:
-        """``values`` are the values in the request by input name. ``most`` and ``abstract`` are arguments of ``read``.
+        """Decodes the inputs of one request.
 
+        Args:
+          values: the values in the request by input name.
+          tensors: the model's inputs by name.
+          batched: whether the model has a batch dimension.
+          most: the most bytes of an input, and of all inputs.
+          abstract: whether a value may be only a shape and a dtype.
         Raises InvalidArgument if a value does not fit its input.
         """
         given = {name: read(name, each, tensors[name], most, abstract) for name, each in values.items()}
@@ -165,9 +171,9 @@ class Point:
         bound("the rows of inputs have", sum(each.nbytes for each in self.arrays.values()), "bytes", most)
 
     def in_rows(self, name: str, array: Array, dimensions: int) -> Array:
-        """Returns ``array`` with as many rows as the other inputs have. A single row, of ``dimensions`` dimensions, is repeated.
+        """Returns ``array`` with as many rows as the other inputs have. If it has one row, or no axis for rows, it is repeated.
 
-        Raises InvalidArgument if the array has another number of rows.
+        ``dimensions``: the number of dimensions without rows. Raises InvalidArgument if the array has another number of rows.
         """
         array = array if array.ndim > dimensions else array[None]
         if array.shape[0] not in (1, self.rows):
@@ -202,7 +208,7 @@ def slices(arrays: Mapping[str, Array]) -> Callable[[int, int], dict[str, Array]
 
 
 def written(array: Any) -> Any:
-    """Returns an array in the form in which JSON has it."""
+    """Converts an array to JSON: an object with shape, dtype and base64; texts become one flat list."""
     if array.dtype.kind == "O":
         return [each.decode(errors="replace") for each in array.ravel()]
     data = {"buffer": base64.b64encode(array.tobytes()).decode(), "encoding": "base64"}

@@ -61,7 +61,7 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 
 
 class ConnectionEnd:
-    """Shows the end of one client connection by a file descriptor, which may be passed to other processes.
+    """Tells any process, by a file descriptor, that one client connection has been closed.
 
     The descriptor is the reading end of a pipe. The front closes the writing end together with the connection. If the front
     dies, the kernel closes it.

@@ -40,7 +40,7 @@ _VARINT, _FIXED64, _DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 @dataclass(slots=True)
 class _Field:
-    """The limits of one field of a message."""
+    """How often one field of a protobuf message may occur."""
 
     name: str
     most: int

@@ -67,9 +67,9 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns the content of each input. An input whose content is not in the head takes the next of ``raws``.
+        """Returns the content of each input: its own if the head has it, else the next of ``raws``.
 
-        ``raws``: the tensors in ``raw_input_contents``, of which there must be ``raw_count``.
+        ``raws``: the tensors of the message's ``raw_input_contents``. There must be ``self.raw_count`` of them.
         """
         rest = iter(raws)
         return [next(rest) if content is None else content for content in self.contents]

@@ -440,7 +440,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes a whole answer, because no cached JSON head fits it."""
+        """Encodes and writes a whole answer, an error too. For most answers the start of the JSON is cached; not for this one."""
         if record.lease is not None and lane is not None:
             self._unwritten = (lane, record.lease)
         if record.code:
@@ -513,7 +513,10 @@ class Exchange(InFlight):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps, and then writes it."""
+        """Compresses the answer in steps, and then writes it.
+
+        ``json_size``: the bytes of its JSON. ``tail_size``: the bytes of the tensors behind it.
+        """
         if self._gone:
             return
         if deflation.step():

@@ -79,7 +79,7 @@ class JsonArray:
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts the array at once to the bytes of the tensor.
+        """Converts the whole array, without a pause, to the bytes of the tensor.
 
         Raises InvalidArgument if the text does not fit the datatype or the shape.
         """
@@ -164,7 +164,10 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Returns the lengths of nested lists, outermost first, or [] if lengths differ."""
+    """Returns the lengths of nested JSON lists, outermost first, or [] if lengths differ. Yields often, so that it can pause.
+
+    ``structure``: the brackets and commas of the JSON text.
+    """
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:
         closing = left.find(b"]")

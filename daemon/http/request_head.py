@@ -120,9 +120,9 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 
 
 def quick(head: bytes | memoryview) -> RequestHead:
-    """Parses ``head``, the JSON of an inference request as clients usually write it.
+    """Parses ``head``, the JSON of an inference request, by the fast decoder.
 
-    Raises UnusualText if the text is no JSON or not in the protocol's format.
+    Raises UnusualText if it cannot read the text. The exact parser, which is slower, may.
     Raises InvalidArgument if a list has too many entries.
     """
     try:

@@ -175,7 +175,7 @@ class Collection:
         busy.look(now_ns, sum(total.counts.busy_ns for total in self._ledger.totals(served)), len(workers), running)
 
     def _served(self) -> list[tuple[str, int]]:
-        """Returns each version that serves, as the name and number of a model or derivative."""
+        """Returns name and version number of each model that serves, and of its derivatives, such as ``M.pull_back``."""
         lifecycle, found = self._models.lifecycle, list[tuple[str, int]]()
         for name, number in [
             (name, number) for name, numbers in lifecycle.ready_models().items() for number in numbers

@@ -129,7 +129,7 @@ class Ensembles:
     def followers(self, name: str) -> list[str]:
         """Returns the ensembles that use the model ``name`` and must be loaded again after it.
 
-        If an ensemble also uses a model whose load waits for ``name``, it is left out.
+        An ensemble that also uses a model that waits for the load of ``name`` is left out: it is loaded after that model.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]

@@ -424,7 +424,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Records that a worker unloaded a version. ``worker``: the number of the worker process."""
+        """Records that worker process ``worker`` unloaded a version. Returns what the workers must do next."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -498,9 +498,10 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the devices on which isolated models need workers, each with the fraction (0 to 1) of a GPU's memory for it.
+        """Returns the devices that workers of isolated models need: models that share their worker process with no other.
 
-        A model needs its workers while it is wanted, and until they have unloaded it.
+        Each device has the fraction (0 to 1) of a GPU's memory that its worker may take; the default is in ``options``. A model
+        needs its workers while it is wanted, and until they have unloaded it.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():

@@ -272,7 +272,7 @@ def poll(path: Path) -> FoundModel:
 
 
 def readable_folders(paths: Sequence[Path]) -> list[Path]:
-    """Returns the folders with models in the repositories. A repository that cannot be read is left out."""
+    """Returns the folder of each model in the repositories ``paths``. A repository that cannot be read is left out."""
     gone = unreadable(paths)
     return folders([path for path in paths if path not in gone])
 

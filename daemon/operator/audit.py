@@ -63,7 +63,7 @@ class Audit:
 
 
 def _described(operation: Operation) -> str:
-    """Returns a phrase that says what an operation changes, or ""."""
+    """Returns a phrase for the audit log, such as "load of model 'm'", or "" if the operation changes nothing."""
     match operation:
         case LoadModel(name, config, files):
             given = ", with a configuration" if config else ""

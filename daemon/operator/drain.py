@@ -106,7 +106,10 @@ class Drain:
         self._supervisor.models.drain(False)
 
     async def _drain(self, seconds: float) -> str:
-        """Runs a drain. Returns a sentence if requests are still unanswered, or ""."""
+        """Waits ``seconds``, then refuses new requests and waits for those that run.
+
+        Returns a sentence if some are still unanswered after the exit timeout, or "".
+        """
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
         self.phase = DrainPhase.REFUSING

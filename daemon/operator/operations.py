@@ -61,7 +61,7 @@ _NOT_READY = "the model's is_ready() does not say that it is"
 
 @dataclass(slots=True)
 class Operations:
-    """Carries out control operations (``tensord.shm.operations``)."""
+    """Carries out what clients and models ask for besides inference: to load a model, to push parameters, to change a setting."""
 
     _models: Models
     _parameters: Parameters

@@ -173,7 +173,7 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
 
 
 def _node(address: str, system: Path) -> str:
-    """Returns the NUMA node of a PCI address, such as "node0", or "" if it is unknown."""
+    """Returns the NUMA node of a PCI address, such as "node0", or "" if it is unknown. ``system``: normally /sys."""
     with contextlib.suppress(OSError, ValueError):
         number = int((system / "bus/pci/devices" / address.lower() / "numa_node").read_text())
         return f"node{number}" if number >= 0 else ""

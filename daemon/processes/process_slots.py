@@ -37,7 +37,7 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for this process. Its group is the innermost one that counts kills for want of memory."""
+        """Returns a detector for this process, with its innermost control group that counts kills for want of memory."""
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:

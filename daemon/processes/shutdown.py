@@ -84,7 +84,7 @@ class Shutdown:
         hurry.cancel()
 
     async def bury(self, children: Callable[[], Iterable[Child]]) -> None:
-        """Kills the processes that ``children`` returns, again after each death, until none is alive."""
+        """Kills processes until none is alive. Calls ``children`` again after each death, because new ones may have started."""
         while alive := [child for child in children() if child.alive]:
             self._death.clear()
             for child in alive:

@@ -42,7 +42,7 @@ class Holdings:
 class ClientAccount(Holdings):
     """Counts the arena bytes that all connections of one client hold, and remembers which requests get large answers.
 
-    ``sizes``: the largest small lease, the largest medium lease, and the arena, in bytes.
+    ``sizes``: the most bytes of a lease that counts as small, the most of one that counts as medium, and the bytes of the arena.
     """
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")

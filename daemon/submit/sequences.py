@@ -160,7 +160,10 @@ class SequenceRouting:
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Chooses the worker for a new sequence, and counts the sequence there."""
+        """Chooses the worker for a new sequence, and counts the sequence there. Returns None if no worker serves the model.
+
+        ``key``: the sequence. ``slots``: the model version, as a sequence page names it. ``gpu``: where the inputs lie, or "".
+        """
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))

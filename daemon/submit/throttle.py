@@ -104,7 +104,7 @@ class Throttle:
 
     @property
     def held(self) -> int:
-        """Returns how many leases are counted."""
+        """Returns how many answers still have leases."""
         return len(self._outstanding)
 
     def _fills_client(self, account: Account, request: InFlight) -> bool:

@@ -83,9 +83,9 @@ def read_arguments(
 
 
 def traced(name: str, value: Any) -> str:
-    """Returns a ``traceparent`` in W3C's form, or "" if it is malformed or says "not sampled".
+    """Returns the ``traceparent`` ``value`` in W3C's form, or "" if it is malformed or says "not sampled".
 
-    ``name`` is the argument's name in errors.
+    Raises InvalidArgument, with the argument's ``name``, if ``value`` is no text.
     """
     ids = sampled(text(name, value).strip())
     return "" if ids is None else "00-{}-{}-01".format(*ids)

@@ -11,7 +11,7 @@ from .tensors import Tensors, arrays
 
 
 class DerivativeCall:
-    """Makes the inputs of a request to a derivative, and the caller's result of its answer."""
+    """Converts a call of a derivative, such as ``M.pull_back``: makes its inputs, and names its outputs for the caller."""
 
     def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
         """Prepares calls of a model's derivative ``kind``, such as "pull_back". The other arguments are the model's."""

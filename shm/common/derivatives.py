@@ -31,7 +31,7 @@ FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
 
 
 def of_model(name: str) -> tuple[str, str]:
-    """Splits a derivative's name into its model's name and the kind of derivative. Any other name gives ("", "")."""
+    """Splits the name of a derivative: "M.pull_back" gives ("M", "pull_back"). The name of a model gives ("", "")."""
     model, _, kind = name.rpartition(".")
     return (model, kind) if model and kind in KINDS else ("", "")
 
@@ -70,7 +70,7 @@ def named(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays whose names are ``prefix`` and one of ``names``, without the prefix."""
+    """Returns the array ``prefix + name`` under ``name``, for each name in ``names``."""
     return {name: arrays[prefix + name] for name in names}
 
 
@@ -92,7 +92,7 @@ def lacks(model: str, kind: str) -> str:
 
 
 def described(name: str, own: T, derivatives: Mapping[str, T]) -> T:
-    """Returns ``own`` for a model's name, or one of ``derivatives`` for the name of a derivative.
+    """Looks up ``name``: returns ``own`` for the name of a model, or one of ``derivatives`` for a name like ``M.pull_back``.
 
     Raises InvalidArgument if there is no such derivative.
     """

@@ -66,7 +66,7 @@ UNSCHEDULED = Scheduling()
 
 
 class Kind(enum.Enum):
-    """The kind of values that a scheduling parameter may have."""
+    """The type of a request's scheduling parameter, such as ``priority`` or ``timeout``."""
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"

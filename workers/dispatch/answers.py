@@ -168,11 +168,13 @@ def complete(
     Returns None, and writes nothing, if the response arena is full.
     Args:
       result: the outputs by name.
+      version: the model's version, for the answer.
+      inline_byte_size: the most bytes of an output that goes in the answer's record itself.
       places: places that were reserved before the program ran, which are released on errors; None: places are chosen here.
       final: whether this is the last answer.
     Raises Internal: an output does not fit into its region, or its dtype has no datatype.
-    Raises InvalidArgument: the outputs are larger than the whole arena, an output cannot be classified, or the memory of a
-    region does not exist any more.
+    Raises InvalidArgument: the outputs are larger than the whole arena, the client wants class labels of an output that cannot
+    have them, or the memory of a region does not exist any more.
     """
     try:
         chosen = _choose(request, result, signature)

@@ -363,7 +363,7 @@ class Dispatcher:
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
-        """Sends answers for which there is room now, and fails those that waited too long."""
+        """Sends answers that waited for room in a response arena and now have it. Fails those whose time to wait is over."""
         for version, requests in by_version(self._outbox.retry(now_ns)).items():
             version.executing -= len(requests)
             self._restore(version, requests)

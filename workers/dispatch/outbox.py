@@ -176,7 +176,10 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Gives a result to the model or step that made the request. Returns what it gave: the result, or Cancelled."""
+        """Gives a result to the model that made the request, or Cancelled if the request was cancelled. Returns what it gave.
+
+        ``moments``: the times of the run; None: the request did not run.
+        """
         if request.cancelled:
             result = Cancelled()
         hand_over(request, result, moments)
@@ -243,7 +246,11 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Sends a result. Returns True, or False if the arena lacks room, or the error to send instead."""
+        """Writes a result to memory and sends the answer to the client.
+
+        ``places``: memory that was reserved before the run; None: it is chosen now. Returns True; False: the response arena
+        has no room, so try again later; an error: send that instead.
+        """
         if request.submitter.closed:
             self.end(request)
             return True

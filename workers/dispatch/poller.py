@@ -17,7 +17,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """What ``Poller.wait`` found: events, datagrams for Python to handle, and answers for which sockets had no room."""
+    """What ``Poller.wait`` returns: events of epoll, datagrams that came in, and datagrams that could not be sent."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
@@ -64,9 +64,9 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many requests of clients ``wait`` may answer from now on.
+        """Sets how many requests of clients ``wait`` may answer from now on, before Python sees them.
 
-        ``joins``: whether it leaves requests with a trace context to Python.
+        ``joins``: whether those that belong to a client's trace are left to Python.
         """
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Chooses the first requests that may run now. Returns how many they are.
+        """Finds how many requests at the beginning of ``asked`` may run now. Returns that number, and stores their sequences.
 
         ``asked``: correlation id, START and END of each request. ``clients``: for each request the file descriptor of its
         client's lane, or -1 for a front; None: fronts sent all of them.

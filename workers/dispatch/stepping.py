@@ -144,7 +144,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Groups ``slots`` by their requests' lanes. Members that are not in ``slots`` leave."""
+        """Groups ``slots`` by their requests' lanes. A request whose slot is not among them is answered alone from now on."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -427,5 +427,5 @@ class Stepping:
 
 
 def _own_set(request: Request) -> ParameterSet | None:
-    """Returns the parameter set that a request uses in all its steps; None: ``main``."""
+    """Returns the parameter set that a generating request named for all its steps, or None for the set ``main``."""
     return request.chosen if isinstance(request.chosen, ParameterSet) else None

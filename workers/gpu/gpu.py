@@ -144,7 +144,10 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], arrays: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns views of ``contents``, the bytes of each output, as arrays by name."""
+        """Returns ``contents``, the bytes of each output, as arrays by name, without a copy.
+
+        ``arrays``: the outputs on the GPU, which have the same dtypes and shapes.
+        """
         if self._fetched is None:
             outputs = {name: arrays[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in outputs.items()]
@@ -183,7 +186,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, arrays: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies a request's outputs to the places that the GPU can reach. Returns all outputs."""
+        """Returns all outputs of a request. Writes those whose places the GPU can reach to these places at once."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: arrays[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

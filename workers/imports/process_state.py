@@ -35,7 +35,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Restores process-wide state that models' code has changed. It may be used only outside of ``OwnFlags.code`` blocks."""
+    """Restores settings of the Python process that the code of a model has changed, such as ``gc`` and JAX's configuration."""
 
     def __init__(self) -> None:
         self._known = False

@@ -36,7 +36,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """What a derivative is loaded from: its function (``apply``), and the parameters and programs of its model."""
+    """What a derivative, as ``M.pull_back``, is loaded from: its function ``apply``, the parameters and programs of M."""
 
     apply: Callable[..., Any]
     #: The model's parameters, as ``create`` returned them.

@@ -110,7 +110,7 @@ class Loader:
           inbox: passes functions from the instances' threads to the worker's loop.
           page: the worker's status page.
           server: carries out calls that models make to other models; None: they may make none.
-          aside: makes a context manager for the time in which a load only waits. Other loads go on meanwhile.
+          aside: makes a context manager. While a load is in its ``with`` block, it only waits, and other loads go on.
         """
         own_flags.prepare()
         self._target = target
@@ -166,7 +166,10 @@ class Loader:
             raise self._failure(record, what, error, progress.cancellation) from None
 
     def _module(self, record: Load, config: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
-        """Runs a version's model.py, or makes a module from exported programs."""
+        """Runs a version's model.py, or makes a module if the version's file holds exported programs.
+
+        ``flags``: where the settings that model.py makes in JAX are kept.
+        """
         folder, file = Path(record.version_path), config.default_model_filename or "model.py"
         # Finds modules that were installed since the last load.
         importlib.invalidate_caches()
@@ -471,7 +474,7 @@ class Loader:
 
     @staticmethod
     def _completed(config: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns the configuration in ``record``, with defaults for the GPUs that ``maker`` has."""
+        """Returns the configuration in ``record``. Takes its name from ``config``, and defaults for the GPUs of ``maker``."""
         given = model_config.from_bytes(record.config)
         given.name, given.backend = config.name, given.backend or config.backend
         model_config.complete(given, maker.gpus)

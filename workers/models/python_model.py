@@ -212,7 +212,10 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request after a decoupled model's run: ``STREAMED`` if a sender goes on to answer it."""
+        """Returns the result of a request after a run of a decoupled model, which answers by a sender.
+
+        ``STREAMED``: the model kept the sender. None: the request is to be run again. An error: neither.
+        """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:

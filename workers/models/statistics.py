@@ -380,7 +380,7 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Takes over the final counts of the former load (see ``succeed``). Call it once that load is closed."""
+        """Copies the counts of the version's earlier load, which ``succeed`` named. They must be final: that load is closed."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None

@@ -40,7 +40,7 @@ _ASKED, _STEPS = 4, 3
 
 
 class DeviceRun(NamedTuple):
-    """A call of a program that the device may still run: an insertion or a step."""
+    """A program that the device may still run: it adds requests to the batch that is stepped, or makes one step of that batch."""
 
     made: Any
     #: Arrays that the device may still read.

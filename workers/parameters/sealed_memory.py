@@ -322,8 +322,8 @@ class MemoryPool:
     def expire(self, now_ns: int) -> bool:
         """Drops memory that the pool no longer needs. Returns whether a later call may have more to drop.
 
-        Memory is not needed if none of its size was sealed in the last ``KEPT_NS`` nanoseconds, or if it is free now and was free
-        at the last call. ``now_ns``: the time of CLOCK_MONOTONIC.
+        It drops memory of sizes that were not filled in the last ``KEPT_NS`` nanoseconds. It also drops memory that is free
+        now and was free at the last call. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
         gone: list[_Memory] = []

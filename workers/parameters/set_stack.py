@@ -122,10 +122,10 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Sets the device of the stack, and the functions that make and fill its arrays.
+        """Stores where the arrays of the stack will be, and the functions that make and fill them.
 
         Args:
-          at: 1 if that is the single-thread device, 0 if it is any other.
+          at: 1 for the CPU device that computes with one thread, 0 for the worker's own device.
           open: makes arrays of zeros on the device, one for each leaf of the stack.
           put: writes a set's leaves into the arrays, at the index of the set.
         """

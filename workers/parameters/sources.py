@@ -83,7 +83,7 @@ class Making:
         self.fd = -1
 
     def lease(self, region: AnyRegion) -> None:
-        """Keeps a region open until this object is closed, because ``make`` reads it."""
+        """Keeps a region open until this object is closed, because ``make`` copies pushed parameters from it."""
         region.lease()
         self._regions.append(region)
 
@@ -143,7 +143,7 @@ class Making:
             return memory.sealed()
 
     def _read_from(self, copy: Copy, offset: int, byte_size: int) -> bytes:
-        """Returns ``byte_size`` bytes of the source from ``offset`` on."""
+        """Returns ``byte_size`` bytes of the pushed parameters from ``offset`` on. ``copy`` is the function that reads them."""
         found = np.zeros(byte_size, _BYTES)
         copy(offset, found)
         check_intact(self._regions)

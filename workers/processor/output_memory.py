@@ -147,9 +147,9 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program by ``call``. Returns its outputs, and an object by which later runs write them to given memory.
+    """Runs a program by ``call`` and watches where XLA allocates its outputs. Returns the outputs and what was learned.
 
-    ``names``: the outputs to write to given memory.
+    By that, later runs write the outputs ``names`` directly into a client's memory.
     """
     _native.watch_allocations()
     try:

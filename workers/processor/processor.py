@@ -209,7 +209,10 @@ def _overlapping(one: _Range, others: list[_Range]) -> int:
 
 
 class Processor(ExecutionDevice):
-    """Runs programs by JAX alone: on the CPU, on several devices, or on a GPU without CUDA. Any thread may use it."""
+    """Runs programs by JAX's own means on a CPU, on several devices, or on a GPU where CUDA is not called directly.
+
+    Any thread may use it.
+    """
 
     remote = False
 

@@ -76,9 +76,10 @@ def _opened() -> jax.Device:
 
 
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
-    """Opens a device with one thread, if one is useful beside the worker's ``device``. Call it before any model is loaded.
+    """Opens a second CPU device, which computes with one thread, for programs of at most ``max_flops`` operations.
 
-    Returns None if ``device`` is no CPU or has one thread, if ``max_flops`` is 0, or if JAX fails to open it.
+    Returns None if ``device`` is no CPU or has one thread, if ``max_flops`` is 0, or if JAX fails to open it. Call it before any
+    model is loaded.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None
@@ -198,7 +199,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Logs ``error``. Programs that are compiled from now on do not use the single-thread device."""
+        """Logs ``error``. Programs that are compiled from now on use all threads, as large ones do."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False

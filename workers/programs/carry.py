@@ -149,7 +149,7 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 
 
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the outputs and the new state in what a function ``returned``, by name.
+    """Splits what a model's ``apply`` returned into the outputs and the new state, each by name. ``rows``: the batch's rows.
 
     Raises Internal: they are not as declared.
     """

@@ -127,7 +127,7 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """Makes an executable of ``program``. ``inputs``: the memory for gathering inputs."""
+        """Makes an executable of ``program``, which was compiled for ``wanted``. ``inputs``: the memory for gathering inputs."""
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows

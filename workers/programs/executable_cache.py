@@ -135,9 +135,11 @@ class ExecutableCache:
     ) -> tuple[CompiledProgram, bool]:
         """Returns an executable from the cache, or made by ``make``, and whether it was made.
 
-        Of several workers that share the directory only one makes a program. The others wait for it. ``usual``: where the program
-        runs, unless it was stored for the single-thread device. ``small``: opens that device; None: no program runs there.
-        ``what``: names the program in the log.
+        Of several workers that share the directory only one makes a program. The others wait for it.
+        Args:
+          usual: the device on which the program runs normally.
+          small: opens the device with one thread, for programs that were stored for it; None: there is no such device.
+          what: names the program in the log.
         Raises Cancelled: the load was cancelled. Errors of ``make`` are raised unchanged.
         """
         cancellation.check()

@@ -89,9 +89,9 @@ def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> objec
 
 
 def line_of(chain: Sequence[Any]) -> str:
-    """Returns the author's line of nested operations as `` (model.py, line 7, in apply)``; "": there is none.
+    """Returns the line of model code that an operation comes from, such as `` (model.py, line 7, in apply)``; "": none is known.
 
-    ``chain``: the operations, outermost first.
+    ``chain``: the operation, last, and before it the operations that contain it, such as loops.
     """
     tracebacks = [each.source_info.traceback for each in reversed(chain)]
     for frame in [frame for each in tracebacks if each is not None for frame in each.frames]:

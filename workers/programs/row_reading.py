@@ -31,7 +31,10 @@ class Reading(NamedTuple):
 
 
 def read(program: Any) -> Reading:
-    """Finds the facts of a ``Reading`` in a traced program, a ``Jaxpr``."""
+    """Finds whether a traced program may be tried, has loops or error checks, and how exactly it computes.
+
+    ``program``: a ``Jaxpr``.
+    """
     equations, finfo = [chain[-1] for chain, _ in steps(program) if chain], cast("Any", jnp.finfo)
     exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
     names = {each.primitive.name for each in equations}

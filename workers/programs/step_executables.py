@@ -66,9 +66,10 @@ class StepExecutables:
     ) -> None:
         """Compiles nothing yet.
 
-        ``slots``: for how many requests the state has room. ``step_slots``: the numbers of slots that ``step`` is compiled for,
-        ascending; the last one is ``slots``. ``insert_rows``: how many requests ``insert`` takes; 0: one, whose arrays have no
-        dimension for requests. ``source``: the model's source code, part of the cache's keys.
+        ``programs``: the model's functions ``init``, ``insert`` and ``step``. ``slots``: how many requests their carry holds.
+        ``step_slots``: the numbers of slots that ``step`` is compiled for, ascending; the last one is ``slots``.
+        ``insert_rows``: how many requests ``insert`` takes; 0: one, whose arrays have no dimension for requests. ``source``: the
+        model's source code, part of the cache's keys.
         """
         self._step_slots = step_slots
         self._signature = signature
@@ -163,7 +164,7 @@ class StepExecutables:
         self._run_once()
 
     def leaks(self) -> bool:
-        """Lets JAX trace each kind of program again. Returns whether a trace leaves values in variables elsewhere."""
+        """Traces each of the model's functions again. Returns whether one of them keeps a tracer of JAX afterwards."""
         wanted = (_Wanted("init"), _Wanted("step", self._slots), _Wanted("insert", shapes=self._shapes[0]))
         return any(leaks(functools.partial(self._lower, what, self._place)) for what in wanted)
 

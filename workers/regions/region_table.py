@@ -263,7 +263,7 @@ def _is_private(region: AnyRegion) -> bool:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Returns whether a region is intact and is the part of ``fd`` that ``record`` names."""
+    """Returns whether ``region`` is the part of the file ``fd`` that ``record`` names, and can still be read."""
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)

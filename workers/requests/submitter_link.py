@@ -146,7 +146,10 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts the bytes of a record that has arrived in part. Raises InvalidArgument: the user's requests are too large."""
+        """Counts ``byte_size`` as the bytes of a record of which only a part has arrived, in place of the last such count.
+
+        Raises InvalidArgument: all requests of the user on this host take too much memory.
+        """
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 
@@ -268,9 +271,9 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """How many bytes of answers one lane may have while the user's lanes together have reached their limit.
+        """How many bytes of answers one lane may have while all lanes of its user together hold ``max_byte_size`` or more.
 
-        The number is (2 * limit - bytes of all lanes' answers) / number of lanes.
+        The number is (2 * ``max_byte_size`` - bytes of all lanes' answers) / number of lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 

@@ -313,7 +313,10 @@ class RequestQueue(Generic[W]):
         return replacements
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
-        """Has ``expire`` check a request that has a deadline or a timeout."""
+        """Stores when a request's deadline or timeout is over, for ``expire``. Does nothing if it has neither.
+
+        ``policy``: the queue's timeout and what follows it.
+        """
         expires_ns = self._expiry(request, policy)
         if expires_ns:
             self._push_expiry(expires_ns, request)
@@ -537,7 +540,7 @@ def _first(waiting: OrderedDict[int, W]) -> W:
 
 
 def _in_order(owners: _Waiters[W]) -> Iterable[W]:
-    """Iterates over the requests of all owners in the order of their turns."""
+    """Iterates over the waiting requests of several owners in the order in which they came."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return waiting.values()

@@ -130,7 +130,7 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 def declare_ragged(config: ModelConfig, module: ModuleType) -> dict[str, str]:
     """Adds the declarations of model.py about ragged inputs to a configuration.
 
-    Returns SEGMENT_IDS input -> the ragged input that it describes.
+    Returns each input that is declared to hold segment ids, with the ragged input that it describes.
     Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     what, types = f"model '{config.name}'", model_config_pb2

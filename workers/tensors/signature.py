@@ -89,7 +89,7 @@ class TensorSpec:
         return _fits(shape, self.model_dims)
 
     def to_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the model's shape of a tensor that a client sent in ``shape``."""
+        """Converts the shape in which clients send the tensor to the model's own (``reshape`` in its configuration)."""
         return _refill(shape, self.dims, self.model_dims) if self.reshaped else shape
 
     def to_client(self, shape: tuple[int, ...]) -> tuple[int, ...]:
