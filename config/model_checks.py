@@ -409,7 +409,10 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(config: ModelConfig, whole: bool) -> None:
-    """Checks the states of sequences. If ``whole``, each state needs a datatype."""
+    """Raises InvalidArgument or Unsupported if the states of sequences are not configured as they must be.
+
+    ``whole``: whether the datatype of a state must be there, because model.py does not add it.
+    """
     states = config.sequence_batching.state
     if states and config.backend == "python":
         raise Unsupported(f"model '{config.name}': sequence_batching.state: a Triton Python model keeps its own state")

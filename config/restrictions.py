@@ -67,5 +67,5 @@ def parse(entries: Iterable[str]) -> dict[str, Restriction]:
 
 
 def without_values(entries: Iterable[str]) -> tuple[str, ...]:
-    """Returns ``entries``, each ``GROUP[,GROUP...]:KEY=VALUE``, with ``...`` in place of each secret VALUE."""
+    """Returns ``entries``, each ``GROUP[,GROUP...]:KEY=VALUE``, with ``...`` in place of VALUE, which is a secret."""
     return tuple(re.sub(r"(:[^=]*=).*", r"\1...", entry, flags=re.DOTALL) for entry in entries)

@@ -368,7 +368,7 @@ class Source:
         self._ask(bring)
 
     def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """Calls a function of the file system's library, again after a passing error."""
+        """Calls a function of the file system's library. After an error that may be temporary, tries again a few times."""
         pauses = list(PAUSES)
         while True:
             try:

@@ -102,7 +102,7 @@ class Programs:
 
 
 class Supervisor:
-    """The main object of the daemon."""
+    """Starts, watches and stops the daemon's fronts and workers, and owns what they share: models, regions, settings."""
 
     def __init__(
         self,

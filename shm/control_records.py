@@ -257,7 +257,7 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
 
 
 class Derivative(Record, frozen=True):
-    """Describes a derivative of a model version. ``metadata`` and ``config`` are as in ``VersionTraits``."""
+    """Describes a derivative of a model version, such as ``M.pull_back``. ``metadata`` and ``config`` are JSON."""
 
     name: str
     metadata: bytes

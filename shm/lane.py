@@ -300,7 +300,7 @@ class SubmitterLane(LaneEnd):
         return answers
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Returns the error for an answer whose segment could not be mapped."""
+        """Gives back the lease of an answer whose segment could not be mapped here. Returns an answer with the error instead."""
         self.channel.put(Release((lease,)))
         self.unsaid = True
         try:
@@ -372,9 +372,9 @@ class WorkerLane(LaneEnd):
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that was received elsewhere. Returns its records for the dispatcher, in their order.
+        """Decodes a datagram that was received elsewhere. Returns the records for the dispatcher, in their order.
 
-        Returned leases and messages about segments are handled here, so the list may be empty.
+        Records that give back leases or tell of segments are handled here and not returned.
 
         Args:
           content: the datagram's bytes.

@@ -140,7 +140,7 @@ class ParameterPushes:
             self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
 
     def _expire(self, now_ns: int) -> None:
-        """Drops, in the thread, memory that was kept for further pushes, if none came for a long time."""
+        """Lets the thread for pushes drop memory that the pool keeps for further pushes, if none came for a long time."""
 
         def done(keeps: bool | Exception) -> None:
             self._expires = False
@@ -192,7 +192,10 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns the checked arrays of a push; None: the leaf is not part of it."""
+        """Reads pushed parameters from the memory ``fd``. Checks names, shapes and sums, and values if ``operation`` says so.
+
+        Returns an array for each of the model's leaves; None: it is not part of the push. ``what`` names the push in errors.
+        """
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
         found = layout.read(memory.view, what, sets.leaves)
@@ -268,7 +271,7 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Returns the error for clients when a push fails."""
+    """Converts an error of a push to one for clients. ``what`` names the push in the text and in the log."""
     if isinstance(error, ServingError):
         # A traceback would keep memory.
         return error.with_traceback(None)

@@ -564,7 +564,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` of a loaded version and of each of its derivatives.
+        """Makes the ``ModelVersion`` of a loaded model and returns it. Its derivatives, such as ``M.pull_back``, get their own.
 
         Each instance gets an entry on the status page until the instance ends.
         """

@@ -518,7 +518,10 @@ class LaneConnection(Sender):
             raise
 
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
-        """Returns whether another worker or version may take the request that ``by`` refused. Waits for one up to ``until``."""
+        """Returns whether to send a refused request again, because another worker or version may take it.
+
+        Waits for a worker until the time ``until``; None: as long as the client's patience. ``by``: the lane that refused.
+        """
         before = self.known(call)
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
@@ -605,7 +608,10 @@ if wire is not None:
             self._lock = wire.Lock()
 
         def _found(self, call: Call) -> Answer | Pending[Answer]:
-            """Sends the request from Python, and prepares the next call to run in C. The caller has the lock."""
+            """Sends the request from Python, and prepares the next call to run in C. The caller has the lock.
+
+            Returns the answer, or a ``Pending`` if it has not come.
+            """
             connection, opened = self._connection, self._connection.opened
             now = opened[0]
             came = connection.exchange(call)

@@ -141,7 +141,7 @@ class Gateway:
     """Serves robots. It turns their observations into requests, and answers into actions."""
 
     def __init__(self, client: AsyncClient, options: argparse.Namespace, keys: Sequence[bytes]) -> None:
-        """Serves nobody yet. A robot must send one of ``keys``, unless there are none."""
+        """Serves nobody yet. If there are ``keys``, a robot must send one of them to connect."""
         self.options = options
         self.robots: set[Robot] = set()
         #: Bytes that have come from all robots and were not read yet.

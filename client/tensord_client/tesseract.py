@@ -71,10 +71,16 @@ _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.
 
 
 class TesseractModel:
-    """A model with its derivatives, as clients see it. The shapes of ``inputs`` and ``outputs`` are those of one row."""
+    """One model as programs that use ``tesseract-core`` see it: its function, and its products with derivatives.
+
+    The shapes of ``inputs`` and ``outputs`` are those of one row.
+    """
 
     def __init__(self, model: AsyncModel, derivatives: Mapping[str, AsyncModel], bounds: argparse.Namespace) -> None:
-        """Serves ``model`` and its derivatives, by kind. ``bounds`` are the program's options."""
+        """Serves ``model``, and its ``derivatives`` by their kinds, such as "pull_back".
+
+        ``bounds``: the gateway's command-line options, among them the most bytes of a request.
+        """
         self._model, self._bounds, self.made, self._batched = model, bounds, time.monotonic(), model.max_batch_size > 0
         self.inputs, self.outputs = (
             {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}

@@ -185,7 +185,10 @@ class Point:
         return rows if self.has_rows else rows[0, ...]
 
     def gradient(self, name: str, rows: Array) -> Array:
-        """Returns the gradient by an input, made of the gradients by its rows. It has the input's own shape and dtype."""
+        """Brings a gradient into the shape and dtype of the input ``name``, as the request had it.
+
+        ``rows``: the gradient by the input in each row. If the input has no axis for rows, they are added up.
+        """
         shape = self.shapes[name]
         rows = rows if rows.shape == shape else rows[0] if self.rows == 1 else rows.sum(0)
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)
@@ -218,7 +221,7 @@ def written(array: Any) -> Any:
 def openapi(
     title: Mapping[str, str], endpoints: Sequence[str], inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Returns the OpenAPI document of a model with its endpoints, inputs and outputs.
+    """Returns the OpenAPI document of a model. ``title``: its "title" and "version". ``endpoints``: their names.
 
     The shapes of ``inputs`` and ``outputs`` are those of one row.
     """

@@ -159,7 +159,10 @@ def _refused(text: str) -> RefusedRequest:
 
 
 def _field_start(start: bytes) -> tuple[int, int, int]:
-    """Returns the tag (0: unknown), content offset and content size of a field."""
+    """Reads a protobuf field's tag and size from its first bytes.
+
+    Returns the tag (0: a field that is skipped), and offset and size of the content.
+    """
     tag = start[0]
     if tag in _TAGS:
         size, at = varint(start, 1)

@@ -269,7 +269,10 @@ class Stream:
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts buffered bytes, and lets the client send the rest of a message whose tensors go into the arena."""
+        """Counts buffered bytes of messages, and refuses the call if all calls together buffer too many.
+
+        If the message has got its memory in the arena, lets the client send the rest of it (WINDOW_UPDATE).
+        """
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving

@@ -241,7 +241,7 @@ class AnswerOrder:
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Pauses or resumes reading from the socket, as the requests demand."""
+        """Pauses reading from the socket while the client takes no answers or a body waits for memory. Else resumes it."""
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:

@@ -244,7 +244,10 @@ class JsonStrings:
         raise json_data.of_wrong_kind("BYTES")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Returns the offsets before and behind the first comma between strings."""
+        """Returns the offsets before and behind the first comma between strings, from offset ``search`` on.
+
+        If there is none, they are those of the closing bracket.
+        """
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()
             backslashes = 0

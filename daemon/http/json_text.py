@@ -118,7 +118,7 @@ class ResponseLayout:
     __slots__ = ("_outputs", "_shared", "prepared")
 
     def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
-        """Encodes the JSON that all responses share.
+        """Encodes the JSON that all responses to one request share. ``client_id``: the request's id, as the client gave it.
 
         Raises InvalidArgument if JSON cannot express an output of ``prepared``.
         """

@@ -203,7 +203,10 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts piece ``number`` of the data in ``apart`` to ``count`` elements. If it is large, does so later, in steps."""
+    """Converts the JSON of one input's ``data`` to ``count`` elements. If it is long, returns an object that does so in steps.
+
+    ``apart``: the request, with the ``data`` of inputs cut out. ``number``: which of them. ``entry``: that input's other fields.
+    """
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:

@@ -84,7 +84,7 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class ExactInput:
-    """Holds one entry of ``inputs``, read by the exact parser. ``data`` is ABSENT if there is none."""
+    """One entry of ``inputs`` in the JSON of an inference request. ``data`` is ABSENT if the entry has none."""
 
     name: str
     shape: Sequence[int]

@@ -86,13 +86,13 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether the daemon is ready: every model that counts must be served.
+    """Decides whether the daemon is ready: each model in ``counted`` must be served.
 
     A model whose devices are broken does not count, unless the devices of all models are broken.
     Args:
       standing: the readiness of each model.
-      strict: whether models that failed to load count as well.
-      counted: the names of the models that count.
+      strict: False: a model in ``counted`` whose load has failed does not count.
+      counted: names of models.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]

@@ -145,7 +145,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker on which the sequence ``key`` is live, or None. If several say so, returns the latest one."""
+        """Returns the worker on which the sequence ``key`` is live, or None. If several have it, returns where it began last."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -203,7 +203,10 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run in ``slots``. -n means that n sequences wait."""
+    """Returns how many more sequences of a model version a worker can run. -n means that n sequences wait.
+
+    ``slots``: the model version, as a sequence page names it.
+    """
     published = worker.sequences.slots(slots)
     if published is None:
         return 0

@@ -534,7 +534,10 @@ class Submitter:
         worker.shut()
 
     def _run_again(self, request: InFlight, is_lost: bool, was_executing: bool) -> None:
-        """Sends a dead worker's request to another worker, unless it must not run twice."""
+        """Sends a dead worker's request to another worker. If it may not run twice, it fails instead.
+
+        ``is_lost``: whether its sequence was lost with the worker.
+        """
         if request.cancelled:
             self._finish(request)
             return

@@ -339,7 +339,10 @@ class SequenceSteps(Generic[M]):
         self._begun = False
 
     def _step(self, own: Own, end: bool) -> Own:
-        """Adds the sequence's fields of the next request to ``own``, and returns ``own``."""
+        """Puts the id, START and END of the sequence's next request into ``own``, the arguments of a call, and returns ``own``.
+
+        ``end``: whether the sequence ends with it. Raises InvalidArgument if the sequence has ended.
+        """
         if self._over:
             raise InvalidArgument(
                 f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"

@@ -177,7 +177,7 @@ def _add(fields: Any, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
 
 
 def _declared(spec: TensorSpec, lead: tuple[str, ...] = ()) -> str:
-    """Returns a tensor's declaration as in a model.py, with ``lead`` in front."""
+    """Returns a tensor's declaration as in a model.py, such as ``FP32[n, 3]``. ``lead``: dimensions to put before its own."""
     axes = zip(spec.axes, spec.model_dims, strict=True)
     return f"{spec.datatype}[{', '.join([*lead, *(str(dim if axis is None else axis) for axis, dim in axes)])}]"
 
@@ -276,7 +276,11 @@ class _ModelFunction:
     outputs: list[str]
 
     def applied(self, derivative: _Kind, lifted: bool, exported: bool) -> Apply:
-        """Returns ``derivative`` as a function of parameters and arrays. ``lifted``: of arrays with a first axis for rows."""
+        """Returns ``derivative`` as a function of parameters and arrays.
+
+        ``lifted``: True if the arrays have an axis for rows, of which each is computed alone. ``exported``: True if the model
+        is an exported program.
+        """
 
         def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             return derivative(self, parameters, given)

@@ -76,12 +76,12 @@ def chosen_devices(
 def given_devices(
     config: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
-    """Returns the device or devices to pass to ``create``, and the devices on which the model's programs run.
+    """Returns what the model's ``create`` gets, a device or several, and the devices on which the model's programs run.
 
     The second result is None if the programs run on the worker's first device alone. ``gpu``: the number of the GPU that is
     first in ``devices``; None: the devices are no GPUs. ``keeps_state``: whether the model has state.
-    Raises InvalidArgument: the number of devices is malformed or too large. Raises Unsupported: state needs the worker's first
-    device.
+    Raises InvalidArgument: the model declares a malformed or too large number of devices. Raises Unsupported: state needs the
+    worker's first device.
     """
     count = device_count(config, module)
     chosen = chosen_devices(config, count, devices, gpu)

@@ -197,7 +197,10 @@ class CudaDevice:
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
     ) -> int:
-        """Queues copies of one input's ``arrays`` to device memory. Returns the number of bytes."""
+        """Queues copies of one input's ``arrays`` to device memory. Returns the number of bytes.
+
+        Appends the host arrays that are read to ``sources``: the caller keeps them until the copies are done.
+        """
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
         for array in arrays:
@@ -318,7 +321,10 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in outputs.items()}
 
     def _follow(self, output: jax.Array) -> Any:
-        """Makes this thread's stream wait for ``output``. The caller keeps the result until the stream has waited."""
+        """Makes this thread's CUDA stream wait for ``output``, which a program is still computing.
+
+        Returns an object that the caller must keep until the stream has waited.
+        """
         # By DLPack's stream argument: XLA's stream runs the program and its event; the worker's waits for the event, copies,
         # and records the one event that a thread waits for. The reverse, XLA waiting for copies, costs more than it saves: XLA
         # learns the stream only when memory is imported by DLPack, and an import takes longer than a small transfer.

@@ -25,7 +25,7 @@ def _interface() -> Any:
 
 
 def host_put(arrays: Sequence[Any], device: jax.Device, committed: bool = True) -> list[jax.Array]:
-    """Converts numpy or JAX arrays to arrays of a processor's device, with the same values and datatypes.
+    """Converts numpy or JAX arrays to arrays of a CPU device, with the same values and datatypes.
 
     An array whose memory begins at a multiple of 64 bytes is not copied, and nobody may write to it afterwards. Any other array
     is copied. ``committed``: whether the new arrays are bound to the device, as by ``jax.device_put``.

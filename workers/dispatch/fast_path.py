@@ -382,7 +382,10 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions of ``places`` by name; None: C cannot use one of them."""
+        """Returns the regions in which a request's tensors lie, by name; None: the C extension cannot use one of them.
+
+        ``places``: of each tensor; None: it lies in no region.
+        """
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -445,7 +448,7 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 
 
 def _differ_in_tensors(request: Request, execution: Execution) -> bool:
-    """Returns whether answers to later requests of the same kind will differ from this one only in their tensors."""
+    """Returns whether C may answer later requests that are encoded alike as this one: only their tensors will differ."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:

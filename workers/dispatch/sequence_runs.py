@@ -82,7 +82,10 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the requests of ``choose`` and returns their outputs. C gathers the inputs first."""
+        """Returns a function that runs the requests that ``choose`` chose, and returns their outputs.
+
+        Before it is called, the C extension gathers the requests' inputs.
+        """
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 

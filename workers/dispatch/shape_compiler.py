@@ -117,7 +117,7 @@ class ShapeCompiler:
     def _compile(
         self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
     ) -> Executable:
-        """Compiles a program in the compiler's thread."""
+        """Compiles a program in the compiler's thread. ``running``: submitter and id of each request that waits for it."""
         self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:
             return executables.compile(wanted)

@@ -123,7 +123,7 @@ class StepRows:
             self._lanes.clear()
 
     def leave_all(self) -> None:
-        """Removes all requests, so that each is answered separately."""
+        """Ends the joint answering of steps: the responses of each request are sent separately from now on."""
         for slot in list(self.members):
             self.leave(slot)
 
@@ -160,7 +160,10 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Finds the requests whose clients may be behind. From now on each is answered alone. Returns their senders."""
+        """Finds the requests whose clients may take responses too slowly. Returns their senders.
+
+        From now on the responses of each of them are sent separately.
+        """
         steps = len(self._left_ns)
         # Once ``_MOST`` times are noted these are all: never more are noted.
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]

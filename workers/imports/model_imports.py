@@ -47,7 +47,7 @@ _OF_ITS_OWN = frozenset({"__class__", "__loader__", "__name__", "__package__", "
 
 
 class SourceLoader(SourceFileLoader):
-    """Loads a .py file of a model. The module gets the model's own builtins.
+    """Loads a .py file of a model. The module gets the ``__builtins__`` of that model.
 
     Compiled copies (.pyc) are neither read nor written.
     """
@@ -314,7 +314,10 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Makes a ``PlainName`` if a model imports its own module by a short name. It must be the last on ``sys.meta_path``."""
+    """Finds modules of models by their short names, on ``sys.meta_path``, of which it must be the last entry.
+
+    ``sys.modules`` gets a placeholder, a ``PlainName``, that shows each model its own module of that name.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

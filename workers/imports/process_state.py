@@ -45,9 +45,10 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Restores the process-wide state before and after the ``with`` block, in which the model ``who`` is loaded.
+        """Undoes changes of process-wide settings, as of ``gc`` or JAX's configuration, before and after the ``with`` block.
 
-        The log attributes changes found after the block to ``who``, and changes found before it to models that run.
+        In the block the model ``who`` is loaded. The log attributes changes found after it to ``who``, and changes found before
+        it to models that run.
         """
         with self._lock:
             if self._known:

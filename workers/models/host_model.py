@@ -96,7 +96,7 @@ class HostModel(HostFunction):
         execution.results = results
 
     def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Concatenates each input of a batch's requests. Adds the batch inputs."""
+        """Concatenates each input of a batch's requests. Adds the inputs that the configuration computes (``batch_input``)."""
         inputs: dict[str, Array] = {}
         rows = sum(request.rows for request in requests)
         for spec in self.signature.inputs.values():

@@ -44,7 +44,8 @@ class ModelTable:
     def add(self, version: ModelVersion) -> None:
         """Adds a version and its derivatives, which get requests from now on.
 
-        If the same version was loaded before, that one only ends the requests that it has. One that is held ends at once.
+        If the same version was loaded before, the earlier load only ends the requests that it has. If the earlier load was
+        held back until now, without requests, it ends at once.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)

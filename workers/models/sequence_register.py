@@ -64,10 +64,10 @@ class SequenceRegister:
 
 
 class RegisteredSequences:
-    """Registers the sequences of one load of a model version on the worker's sequence page.
+    """Registers the sequences of one load of a model version on the worker's sequence page, which fronts read.
 
     For each sequence call ``waiting`` first, then ``begun`` when its first request runs, and ``gone`` at its end. Sequences
-    with the same id may overlap, so ``generation`` tells them apart.
+    with the same id may overlap: each has another number, ``generation``.
     """
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
@@ -84,7 +84,7 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """Removes the free slots from the sequence page, so that no new sequences come."""
+        """Takes the number of free slots off the sequence page, which fronts read. So they begin no new sequences here."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]

@@ -124,7 +124,7 @@ class ParameterSet:
     def on(self, placement: int) -> Any:
         """Returns the tree of parameters on a device. If the parameters are not there, brings them there first.
 
-        ``placement``: 1: the single-thread device; 0: any other.
+        ``placement``: 0: the worker's device; 1: the CPU device that computes with one thread, for small programs.
         Raises Unavailable: the device has no room for the parameters.
         """
         if self._leaves:
@@ -154,7 +154,7 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the tree to a device. ``placement``: 1: the single-thread device; 0: the usual one."""
+        """Copies the parameters to a device: 0: the worker's; 1: the CPU device that computes with one thread."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self.sets.placer.lay(self.hosted()))
@@ -180,7 +180,7 @@ class ParameterSet:
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may be removed from the device: it is also in host memory, and ``commit`` is not still to come.
+        """True if the set may be removed from the device: it is also in host memory, and it is not being pushed.
 
         ``main`` may leave only if the model's parameters are loaded on demand.
         """

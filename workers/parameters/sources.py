@@ -150,11 +150,11 @@ class Making:
         return found.tobytes()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
-        """Copies the leaves of a set. Returns the descriptor of the sealed memory.
+        """Copies pushed parameters into sealed memory. Returns the memory's file descriptor.
 
         ``places``: each leaf, and the function that copies its bytes.
-        Raises InvalidArgument: the leaves are too large, the model does not have them, they are gone, or their checksum is
-        wrong.
+        Raises InvalidArgument: they are too large, the model does not have them, the pushed checksum is wrong, or the client has
+        removed the region that they lie in.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:
@@ -186,7 +186,10 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Ends the leases of regions, and closes ``fd`` if it is open. May be called more than once."""
+        """Closes the memory that was made, unless it was taken, and lets clients remove the regions that were read.
+
+        May be called more than once.
+        """
         for region in self._regions:
             region.unlease()
         self._regions = []

@@ -197,7 +197,10 @@ class Executables:
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> tuple[CompiledProgram, bool]:
-        """Returns the program with the key ``parts``, and whether ``make`` has made it. Otherwise it is from the cache."""
+        """Returns a program from the cache on disk, or else made by ``make``, and whether it was made.
+
+        ``parts``: what tells it from other programs of the model. ``what``: its name in the log.
+        """
         # ``parts`` tell the program apart from the version's others.
         what = f"model '{self.signature.model}', {what}"
         return self._cache.found_or_made(self._key(parts), self._usual, self._small, what, make, cancellation)

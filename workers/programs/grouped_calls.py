@@ -106,7 +106,7 @@ class Packing:
         self.rows = list(zip(numbers, sizes, strict=True))
 
     def pack(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Returns the rows that contain these tensors. Call it while JAX traces a function."""
+        """Concatenates the elements of a request's tensors, one array for each dtype. Call it while JAX traces a function."""
         rows: list[list[Any]] = [[] for _ in self.rows]
         for part in self.parts:
             rows[part.row].append(jnp.ravel(tensors[part.name]))
@@ -406,7 +406,7 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Compiles programs that run several requests, by ``make``, for each executable in ``singles`` that wants them.
+        """Calls ``make`` to compile programs that run several requests at once, for each of ``singles`` if ``wants`` says so.
 
         Errors of ``make`` are raised unchanged.
         """
@@ -423,7 +423,10 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs for several requests like ``single``: its shapes are new, and it is small."""
+        """Returns whether to compile programs that run several requests with the input shapes of ``single``.
+
+        If they were asked for before, returns False. Else returns whether ``single`` is a small program.
+        """
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False
@@ -454,7 +457,7 @@ class GroupedCalls:
         return maker.programs({length: compiled[number] for length, number in numbers.items()})
 
     def add(self, single: Executable, programs: Sequence[GroupedProgram]) -> None:
-        """Adds the programs that ``compile`` has made for the shape of ``single``, so that ``find`` returns them."""
+        """Adds ``programs``, which run several requests of the same input shapes as ``single``, so that ``find`` returns them."""
         shape = self._shapes.get(single.wanted.shapes)
         if shape is not None and programs:
             shape.add(programs)

@@ -83,7 +83,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the requests can run here. On a GPU all must be small, and no output may have to stay there."""
+        """Returns whether the requests can run here. On a GPU their inputs must be small, and all outputs go to host memory."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

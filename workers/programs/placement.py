@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The number of the device for ``ParameterSet.on``. 1: the single-thread device; 0: any other."""
+        """The argument for ``ParameterSet.on``. 1: programs run on the CPU device with one thread; 0: on the worker's device."""
         return int(self.is_single_thread)
 
     @property
@@ -48,7 +48,7 @@ class Placement(NamedTuple):
 
     @property
     def is_single_thread(self) -> bool:
-        """True if programs run on the single-thread device."""
+        """True if programs run on the CPU device with one thread, not on the worker's device."""
         return bool(self.options)
 
     def parameter_specs(self, rows: int) -> Any:

@@ -145,7 +145,7 @@ Sent = Result | EncodedResponses | None
 
 
 class ResponseReceiver:
-    """Receives responses of senders. This base class drops responses, because warm-up samples have no client."""
+    """Receives a model's responses. This class drops them, for runs at load that no client asked for; others send them."""
 
     max_ahead = 1
 
@@ -356,7 +356,10 @@ class ResponseSender:
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Waits for room. Returns the error if the request ends instead."""
+        """Waits until the client has taken enough responses. Returns an error if this may not wait and far too many lie there.
+
+        ``wait``: whether to wait; None: unless an asyncio loop runs in this thread.
+        """
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:

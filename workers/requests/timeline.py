@@ -170,7 +170,7 @@ def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -
 
 
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
-    """Returns the encoded fields behind the timestamps of a ``Timeline`` that has no spans and no other requests.
+    """Returns what follows the timestamps in an encoded ``Timeline``, if it says nothing but the parameter set.
 
     ``parameters``: name and number of the pushed parameter set that the request ran with; None: it ran with none.
     """

@@ -154,7 +154,10 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations of step ``number`` that a new tensor may make ready."""
+        """Returns which runs of step ``number`` may have become ready because of a new value of ``tensor``.
+
+        A step runs once for each response of a decoupled model before it. ``iteration``: the number of that response.
+        """
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

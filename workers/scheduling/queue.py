@@ -122,7 +122,7 @@ class QueueRules:
 
     @property
     def single_line(self) -> bool:
-        """True if there is one priority level without a policy. Then only ``max_size``, deadlines and replace keys apply."""
+        """True if all requests wait in one simple queue, which only ``max_size`` and requests' own deadlines affect."""
         one_level = self.levels == self.default_level == 1 and not self.policies
         return one_level and self.default_policy == QueuePolicy() and not self.replaces
 

@@ -40,7 +40,10 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Adds a request's deadline and, if its sequence has no slot, its queue timeout. ``waiting``: how many requests wait."""
+        """Adds a request's deadline and, if its sequence has no slot, its queue timeout.
+
+        ``waiting``: how many requests wait in all sequences. If there are many more entries, old ones are removed.
+        """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
             moments.append(request.arrived_ns + request.timeout_ns)

@@ -37,7 +37,7 @@ class RequestTensors(Sequenced):
     def arrays(self) -> dict[str, Array]:
         """The input arrays by name, in the model's shapes (after a configured reshape). Nobody writes to them.
 
-        An input in GPU memory or in a snapshot region is a ``LateTensor``.
+        An input in GPU memory, or in a region that is copied when it is read, is a ``LateTensor``.
         """
         if self._arrays is None:
             # Made only for who asks: what is gathered into a batch goes there as bytes.

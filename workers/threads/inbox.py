@@ -40,7 +40,7 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Sets whether the loop calls ``run`` without being woken.
+        """Sets whether the loop looks for queued functions by itself. If ``looks`` is False, whoever queues one wakes the loop.
 
         Returns True if ``looks`` is False and functions are queued. The loop must then call ``run`` before it waits.
         """
