@@ -117,7 +117,7 @@ def choices(key: str) -> tuple[str, ...]:
 
 
 def _words(wanted: Any) -> Iterator[str]:
-    """Yields the words in a type: "true" and "false" of bool, and the values of each Literal in it."""
+    """Yields the words that are values of a type: "true" and "false" of bool, and those of each Literal in it."""
     if wanted is bool:
         yield from ("true", "false")
     elif typing.get_origin(wanted) is typing.Literal:
@@ -211,7 +211,7 @@ def written(configured: Configured) -> str:
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
     """Reads the settings in environment variables that begin with ``TENSORD_``.
 
-    Variables that a container platform has set are ignored. Raises ConfigurationError if any other one is for no known key.
+    Variables that a container platform has set are ignored. Raises ConfigurationError if another one is for no known key.
     """
     variables = _variables()
     foreign = service_variables(environment)

@@ -246,7 +246,7 @@ def _check_sum(path: Path, name: str, wanted: str) -> None:
 
 
 def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Device], timeout: float) -> FoundModel:
-    """Checks a fetched model as ``tensord check`` does, and returns it as it was read."""
+    """Reads and checks the fetched ``model``, as ``tensord check`` does. ``beside``: the repository that it is for."""
     found = repository.poll(model)
     repositories = list(dict.fromkeys([beside, *(Path(path).absolute() for path in options.repository.paths)]))
     models, waiting = {found.name: found}, list(found.members)

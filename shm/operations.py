@@ -100,8 +100,8 @@ ANONYMOUS = Peer()
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     """Registers part of a POSIX shared-memory object as a region.
 
-    The worker that gets this first opens the object, and replies with its descriptor and JSON {"access"}, as below. The other
-    workers get the descriptor and this ``access``.
+    The worker that gets this first opens the object, and replies with its descriptor and JSON {"access"}. The other workers
+    get this with the descriptor and that ``access``.
     """
 
     name: str

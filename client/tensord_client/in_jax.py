@@ -182,7 +182,7 @@ def _primitive() -> Any:
     asked      the model
     names      the names of the first arguments, which are inputs of the model
     linear     the names of the next arguments, in which the outputs are linear
-    gradients  the names in ``linear`` for which there is a gradient: it is one of the last arguments, which only transposing uses
+    gradients  the names in ``linear`` whose gradients are known. These are the last arguments, and used only for transposing.
     wanted     the outputs
     outer      the sizes of the axes that ``vmap`` added. They are the first axes of every array, with size 1 if it is not mapped.
     """

@@ -178,7 +178,7 @@ class LaneConnection(Sender):
         return self.http().open(model, version)
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
-        """Returns a model's description and lanes. ``until``: the ``time.monotonic`` to give up. ``anew``: asks again."""
+        """Returns a model's description and lanes. ``until``: when it gives up (``time.monotonic``). ``anew``: asks again."""
         begun = time.monotonic()
         while True:
             left = max(0.0, until - time.monotonic())

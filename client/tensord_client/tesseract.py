@@ -266,7 +266,7 @@ class TesseractGateway:
         return status, b"application/json", json.dumps({"detail": detail}).encode()
 
     async def _respond(self, request: Request, hold: _Hold) -> tuple[bytes, dict[str, Any]]:
-        """Answers a request. Returns the answer's content type and JSON object. ``hold`` counts the bytes that it takes."""
+        """Answers a request. Returns the answer's content type and JSON object. ``hold`` is told how many bytes it takes."""
         if not gateway.is_known(self._keys, request.headers.getlist("authorization")):
             raise HTTPException(401, "the API key is none of the gateway's: use http://api-key:KEY@HOST:PORT/MODEL")
         version = request.path_params.get("version", "0")
@@ -327,7 +327,7 @@ class TesseractGateway:
 
 
 class _Connection(H11Protocol):
-    """A client's connection. If there are too many, in TLS handshakes or after, it is closed at once."""
+    """A client's connection. It is closed at once if there are too many. Connections in a TLS handshake count, too."""
 
     _opening: ClassVar[weakref.WeakSet[_Connection]] = weakref.WeakSet()
 

@@ -32,7 +32,7 @@ _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 def is_accepted(header: str) -> bool:
-    """Returns whether an Accept header takes the encoding json+base64, in which all answers are."""
+    """Returns whether an Accept header takes JSON with arrays in base64. The server sends arrays in no other way."""
     return _ACCEPTED.search(header) is not None and _REFUSED.search(header) is None
 
 

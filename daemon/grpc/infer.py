@@ -196,7 +196,7 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends a request that was decoded in full. If that fails, ``lease`` is given back."""
+        """Sends a decoded request. If that fails, gives ``lease`` back. ``waited_ns``, ``read_ns``: times for its trace."""
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
         if self._makes_ids and not client_id:

@@ -298,7 +298,7 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses bytes from the client. If they are one request's head, and at most its body, caches the head.
+        """Parses bytes from the client. Caches the head if they are a request's head with no more than its body.
 
         ``between``: whether the bytes came while no request was arriving or unanswered, so that they begin a request.
         """

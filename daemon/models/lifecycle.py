@@ -103,7 +103,7 @@ class Lifecycle:
     def unload(self, name: str, token: int) -> list[Instruction]:
         """Queues an unload of a model, and begins it if no other load or unload of the model runs.
 
-        Once all workers have answered, a Settled instruction with ``token`` is returned: here if the model is unknown.
+        Returns a Settled with ``token`` if the model is unknown. Else a later event returns it, when all workers have answered.
         """
         if name not in self.models:
             return [Settled(token)]

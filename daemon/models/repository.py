@@ -348,7 +348,7 @@ def _choose(config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, config: ModelConfig, version: int) -> str:
-    """Returns a model's backend, "python" if its file defines TritonPythonModel, "jax" if it defines ``create``."""
+    """Returns "python" if code in the model's folder ``path`` defines TritonPythonModel, "jax" if it defines create."""
     file = config.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:
@@ -433,7 +433,7 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs once each folder in ``others``, a path with the reason why it is no model, unless its name is in ``found``."""
+        """Logs each folder in ``others`` (path -> why it is no model) once, unless a model in ``found`` has its name."""
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

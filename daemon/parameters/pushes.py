@@ -210,9 +210,9 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- a push
 
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
-        """Returns the highest version that serves, else that is being loaded. ``number``: only this one; 0: all.
+        """Returns the highest version that serves or, if none does, is being loaded. ``number``: the version; 0: any.
 
-        ``lacking``: whether one counts as serving that does not because it has lost its pushed values.
+        ``lacking``: whether a version counts as serving if it is not served because it has lost its pushed values.
         """
         check_not_derivative(model)
         models = self._models.lifecycle.models

@@ -206,7 +206,7 @@ class WorkerPool:
     def missing(self) -> list[str]:
         """Returns the names of workers that are not ready, or have yet to load models.
 
-        If a worker is for one isolated model, it is named only in the second case.
+        A worker for an isolated model is named only if it is ready and has yet to load this model.
         """
         ready = [worker for worker in self if worker.ready]
         loading = {worker.name for worker in ready if worker.owed}

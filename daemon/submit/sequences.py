@@ -185,7 +185,7 @@ class SequenceRouting:
 
 
 def _runnable_elsewhere(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns those of a dead worker's requests of one sequence that others may run. ``state``: the sequence's last."""
+    """Returns which of ``run``, requests of a dead worker's sequence, may run elsewhere. ``state``: the sequence's."""
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
     kept = run

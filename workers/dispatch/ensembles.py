@@ -127,7 +127,7 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs a batch by ``program``, all of the pipeline's steps, and answers it. Returns False if the run failed."""
+        """Runs a batch by ``program``, all steps in one, and answers it. If that fails, returns False without an answer."""
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns

@@ -75,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends the responses of each step to several requests together. ``joined[slot]``: whether to that slot's request."""
+    """Sends each step's responses to several requests together. ``joined[slot]``: whether the slot's request is one."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots

@@ -149,7 +149,7 @@ def _umask() -> int:
 def _programs(
     config: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """Returns file name -> exported function. ``exported``: exports it for a number of rows, or for any, by a symbol."""
+    """Returns file name -> exported function. ``exported``: exports it for so many rows or, given a symbol, for any."""
     try:
         return {"model": exported(_BATCH)}
     except Exception:

@@ -47,7 +47,7 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
-    """Makes the parameter sets of a model that runs on the host, of any objects. ``room``: limits what they may take."""
+    """Makes the parameter sets of a model on the host from its ``parameters``, any objects. ``room``: limits the sets."""
     try:
         leaves, structure = jax.tree.flatten(parameters)
         names, fixed = array_names(parameters), fixed_names(parameters)

@@ -110,9 +110,9 @@ class LoadedModel:
     derivatives: tuple[LoadedModel, ...] = ()
 
     def join(self, request: Request) -> None:
-        """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or the request's priority.
+        """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or its priority.
 
-        If the model is iterative, the request has no END, and without a correlation id it gets a new one and starts a sequence.
+        A request to an iterative model gets no END. If it has no correlation id, it gets a new one, and starts a sequence.
         Raises InvalidArgument, and releases the request's regions: an input's datatype cannot hold the request's value.
         """
         if (plan := self.sequences) is not None:

@@ -277,7 +277,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns None if a request may run again, else an error. ``response``: what the model returned; valid is None."""
+        """Returns None if a request may run again, else an error. ``response``: what the model returned; has to be None."""
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "

@@ -74,7 +74,7 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees the resources of an instance that has run. If it has not, it has waited for resources: ends the wait.
+        """Frees the resources of an instance that has run, or ends the wait of one that waits for resources.
 
         ``again``: whether an instance that has run waits for its next run from now on.
         """

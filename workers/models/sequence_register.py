@@ -110,7 +110,7 @@ class RegisteredSequences:
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the worker's ``SequencePage`` that a sequence has ended. ``generation``: that of its ``waiting``."""
+        """Writes to the worker's ``SequencePage`` that a sequence has ended. ``generation``: the one given to ``waiting``."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

@@ -376,7 +376,7 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """Makes these the statistics that follow ``former``, of the version's earlier load: its counts are added to these."""
+        """Continues ``former``, the statistics of the version's earlier load: its counts are from now on part of these."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:

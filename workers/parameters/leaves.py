@@ -61,8 +61,8 @@ class Leaves:
           names: the names of the leaves, in the order of their tree.
           made: the leaves in this order, as the model's ``create`` function returned them.
           shared: returns for a leaf's name whether this leaf is the same in all parameter sets.
-          fixed: the names of what else the tree has: values that are no arrays and part of the model's programs. If a push has
-            values under these names, they are ignored.
+          fixed: the names of the tree's other leaves. They are no arrays, and part of the model's programs. If a push has values
+            under these names, they are ignored.
         """
         self.model = model
         self.fixed = frozenset(fixed)

@@ -60,7 +60,7 @@ class Placer:
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Puts the leaves ``host`` into the model's tree, without a copy. Call it only if all programs run on a processor."""
+        """Returns the model's tree with ``host`` as leaves, not copied. Call it only if all programs run on a processor."""
         raise NotImplementedError
 
     def pin(self, tree: Any) -> Sequence[Any] | None:
@@ -387,7 +387,7 @@ class ParameterSets:
         return Unused(unused, None if stays or former.is_hosted else former)
 
     def drop(self, name: str) -> list[object]:
-        """Forgets the set with this name, and its values before the last push. Returns both: they are freed with the list.
+        """Forgets the set of this name and its values before the last push. The caller frees both by dropping the result.
 
         Raises NotFound: there is no set with that name. Raises InvalidArgument: the name is ``main``.
         """

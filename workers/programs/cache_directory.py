@@ -227,7 +227,7 @@ def _check_above(directory_fd: int, path: Path) -> None:
 
 
 def _content(directory_fd: int, name: str, secret: bytes) -> bytes:
-    """Returns a file's content without the HMAC in front of it. Raises ValueError if the HMAC is not the content's."""
+    """Returns a file's content without its HMAC. Raises ValueError if that was not made of it with ``secret``."""
     whole = _bytes(directory_fd, name)
     content = whole[_HEAD:]
     if whole[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(

@@ -125,7 +125,7 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Returns a function that calls ``apply`` with the states of a batch's rows, and stores the states that come back.
+    """Returns a function that calls ``apply`` with the states of a batch's rows and puts new states into the carry.
 
     The carry is the states of all sequences. JAX traces the function: (parameters, inputs, rows, carry) -> (outputs, carry).
     ``rows`` is made by ``rows_argument``.

@@ -148,7 +148,7 @@ class Executables:
             self._lowering.check(*first, self._lowering.lower(*first, self._usual))
 
     def _are_apart(self, made: Executable, check: Callable[[], None]) -> bool:
-        """Raises Internal if rows affect each other; returns False if memory is lacking to find out. ``check``: may raise."""
+        """Raises Internal if rows affect each other. Returns False if memory lacks to find out. ``check``: may end it."""
         wanted = made.wanted
         if not self._lowering.traced[wanted]:  # the cache had the program
             self._lowering.lower(*wanted, self._usual)

@@ -275,7 +275,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns for each number of requests what to call ``compile`` with: this number, or None, for any number."""
+        """Returns number of requests -> argument of ``compile``: the same number, or None if one program takes any number."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -471,7 +471,7 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns the number of requests for which a program is called if ``waiting`` wait. MOST: it is padded to that."""
+    """Returns for how many requests a program runs if ``waiting`` wait: as many, or, with padding, MOST."""
     # One call is enough for a tiny program of which more than half is used.
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

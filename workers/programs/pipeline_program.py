@@ -75,7 +75,7 @@ class PipelineProgram:
 
     @property
     def gathers(self) -> bool:
-        """True if the inputs of a batch have room in the memory from which the programs read them."""
+        """True if a batch's inputs fit into the memory in which they are put together for the programs."""
         return self._inputs.fit
 
     @functools.cached_property

@@ -72,7 +72,7 @@ class Rows:
         return jnp.concatenate([*(as_bytes(each).reshape(len(each), -1) for each in arrays), says[:, None]], axis=1)
 
     def cut(self, row: Array) -> dict[str, Array]:
-        """Returns the outputs in one row, in the client's shapes, as views of the row."""
+        """Returns the outputs in a result row by name, in the shapes that clients get. They are views of the row."""
         return {spec.name: row[start:stop].view(spec.dtype).reshape(spec.dims) for spec, start, stop in self._parts}
 
 

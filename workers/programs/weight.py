@@ -57,7 +57,7 @@ def is_within(program: Program, most: tuple[float, float], text: Program | None 
 
 
 def share_of(program: Program) -> float:
-    """Returns which part of an iteration of the worker's loop a program takes; inf: more than one, or unknown."""
+    """Returns a program's work as a part of what one iteration of the worker's loop may do; inf: more, or unknown."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, (_ITERATION, _ITERATION)) else math.inf
 

@@ -278,7 +278,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers take more than ``max_byte_size``, and the submitter's its ``share``."""
+        """Raises Unavailable if the user's answers exceed ``max_byte_size``, and those to ``submitter`` the ``share``."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(

@@ -161,7 +161,7 @@ class RequestTimeline:
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
     """Begins a traced request's timeline at ``queued_ns``, when the request was queued.
 
-    ``context``: the trace that it belongs to. Is ignored if its ``request_id`` is another request's.
+    ``context``: the trace that the request belongs to. It is ignored if its ``request_id`` is another one.
     """
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:

@@ -458,7 +458,7 @@ class RequestQueue(Generic[W]):
         return [request for each in owners for waiting in each.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Forgets that a request may be replaced, as it has left the queue, by a newer one with the same replace key."""
+        """Forgets the replace key of ``request``, which has left the queue: a newer one with this key cannot replace it."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 
@@ -589,7 +589,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests from the queue. If one with the same replace key is there, replaces it. Returns each such pair."""
+        """Adds requests, each in place of one with the same replace key, if any. Returns what was replaced, and by which."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)
