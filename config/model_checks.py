@@ -409,10 +409,7 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(config: ModelConfig, whole: bool) -> None:
-    """Raises InvalidArgument or Unsupported if the states of sequences are not configured as they must be.
-
-    ``whole``: whether the datatype of a state must be there, because model.py does not add it.
-    """
+    """Checks the configured states of sequences. ``whole``: each needs a datatype, because model.py declares none."""
     states = config.sequence_batching.state
     if states and config.backend == "python":
         raise Unsupported(f"model '{config.name}': sequence_batching.state: a Triton Python model keeps its own state")

@@ -311,7 +311,7 @@ def config(daemon: _Daemon, everything: bool) -> None:
 @click.option("--no-wait", is_flag=True, help="Do not wait for the models that are loaded then.")
 @click.pass_obj
 def reload(daemon: _Daemon, no_wait: bool) -> None:
-    """Read configuration and repositories again and, without --no-wait, wait for the models that are loaded then.
+    """Read configuration and repositories again and, without --no-wait, wait until the changed models are loaded.
 
     The command fails if the new configuration is refused.
     """

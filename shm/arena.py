@@ -75,7 +75,7 @@ class Lease(msgspec.Struct, eq=False):
 def taken_by(segment: int, byte_size: int) -> int:
     """Returns how many bytes of an arena a block for ``byte_size`` bytes takes up.
 
-    ``segment`` is the number of the block's segment. In segment 0, sizes are rounded up to a power of two.
+    ``segment``: the number of the block's segment. Sizes are rounded up: to a power of two in segment 0, to MiB in others.
     """
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)

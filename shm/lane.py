@@ -237,7 +237,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends queued records and unneeded leases. Returns True if all are sent.
+        """Sends queued records, and gives back leases that are no longer needed. Returns True if all are sent.
 
         If it returns False, call it again when the socket is writable.
         """

@@ -88,7 +88,7 @@ class Numbers(Generic[T]):
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a prepared request or answer with its number, or None if an equal one was never given before."""
+        """Returns a prepared request or answer with its number. It gets one when it comes the second time; before: None."""
         key = encoder.encode(prepared)
         known = self._known.get(key)
         if known is not None:

@@ -29,9 +29,9 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Forgets a request and returns True, if its answer may be sent now and no other answer is stored.
+        """Returns whether a request's answer may be sent at once: it is the first in turn, and no answer waits.
 
-        Otherwise it returns False. Then give the answer to ``done``.
+        If so, the request is forgotten. If not, give the answer to ``done``.
         """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:

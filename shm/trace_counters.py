@@ -98,5 +98,5 @@ class SampleCounter(Passes):
 
 
 def _block(rate: int) -> int:
-    """Returns how many requests a front counts for each read of the shared counter."""
+    """Returns how many requests a front passes over at a time without asking the other fronts, if one of ``rate`` is traced."""
     return min(_MAX_BLOCK, max(1, rate // 8))

@@ -69,7 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Makes a trace the exemplar of its durations' buckets. ``moments`` has the trace's timestamps in ns by name."""
+        """Stores a trace as example in the histogram bucket of each of its durations. ``moments``: its times in ns, by name."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -83,8 +83,8 @@ class Exemplars:
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
         """Returns each model version with its exemplars, as the reply to ``TraceExemplars``.
 
-        An exemplar has the kind of duration, the number of the bucket, the trace's id, the duration in seconds, and when it
-        was stored, in seconds since 1970.
+        An exemplar has the kind of duration, the index of the histogram's bucket, the trace's id, the duration in seconds, and
+        when it was stored, in seconds since 1970.
         """
         return [
             (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])

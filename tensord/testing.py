@@ -132,10 +132,7 @@ def _load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Finds the model in the folder ``path``, and the models that it uses if it is an ensemble. Returns all with their versions.
-
-    ``version``: the version of the model in ``path``; 0: the newest one that is served. The models of an ensemble come before it.
-    """
+    """Returns the model in the folder ``path`` after the models that it uses, if it is an ensemble, each with its version."""
     found: dict[tuple[str, int], FoundModel] = {}
     under_way: list[str] = []
 

@@ -192,10 +192,7 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Reads pushed parameters from the memory ``fd``. Checks names, shapes and sums, and values if ``operation`` says so.
-
-        Returns an array for each of the model's leaves; None: it is not part of the push. ``what`` names the push in errors.
-        """
+        """Checks pushed parameters in the memory ``fd``. Returns an array for each leaf of the model; None: it is not pushed."""
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
         found = layout.read(memory.view, what, sets.leaves)

@@ -282,7 +282,7 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration runs waiting requests and receives none. ``at_once``: whether some can run now."""
+        """Returns whether this iteration only runs requests that wait, because many came. ``at_once``: some can run now."""
         # Many requests have come while others waited: the next iterations receive none.
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
@@ -349,7 +349,7 @@ class Worker:
             self._watch_halves()
 
     def _watch_halves(self) -> None:
-        """Schedules the time at which the oldest incomplete record will be overdue."""
+        """Schedules a look at incomplete records, for the time at which the oldest has taken too long to arrive."""
         _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 

@@ -111,7 +111,7 @@ class _ServedModel:
     """A model that JAX programs call on a server, or its derivative, which is a model on the server, too."""
 
     def __init__(self, model: Model | None, of: _ServedModel | None = None, kind: str = "") -> None:
-        """If ``model`` is None, this is the derivative ``kind`` of ``of``, which is looked up at its first use."""
+        """If ``model`` is None, this is a derivative of ``of``, such as "pull_back" (``kind``), looked up at its first use."""
         self._model = model
         self.of = of
         self.kind = kind

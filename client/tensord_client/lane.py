@@ -518,10 +518,7 @@ class LaneConnection(Sender):
             raise
 
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
-        """Returns whether to send a refused request again, because another worker or version may take it.
-
-        Waits for a worker until the time ``until``; None: as long as the client's patience. ``by``: the lane that refused.
-        """
+        """Returns whether to send the request again that the lane ``by`` refused. Waits until ``until`` for another worker."""
         before = self.known(call)
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
@@ -608,10 +605,7 @@ if wire is not None:
             self._lock = wire.Lock()
 
         def _found(self, call: Call) -> Answer | Pending[Answer]:
-            """Sends the request from Python, and prepares the next call to run in C. The caller has the lock.
-
-            Returns the answer, or a ``Pending`` if it has not come.
-            """
+            """Sends the request from Python, and prepares C to send the next one. The caller has the lock."""
             connection, opened = self._connection, self._connection.opened
             now = opened[0]
             came = connection.exchange(call)

@@ -191,10 +191,7 @@ class Placement:
         return layout.placed or self.fill(call, layout)
 
     def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
-        """Stores and returns where each tensor of a call goes: into the message, or to shared memory.
-
-        Raises InvalidArgument if the inputs do not fit the model.
-        """
+        """Stores and returns where each tensor of a call goes. Raises InvalidArgument if an input does not fit the model."""
         layout = call.layout = self.lay_out(call, model)
         layout.own = own_fields(call)
         return layout

@@ -71,16 +71,10 @@ _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.
 
 
 class TesseractModel:
-    """One model as programs that use ``tesseract-core`` see it: its function, and its products with derivatives.
-
-    The shapes of ``inputs`` and ``outputs`` are those of one row.
-    """
+    """A model and its derivatives, in ``tesseract-core``'s terms. The shapes of inputs and outputs are those of one row."""
 
     def __init__(self, model: AsyncModel, derivatives: Mapping[str, AsyncModel], bounds: argparse.Namespace) -> None:
-        """Serves ``model``, and its ``derivatives`` by their kinds, such as "pull_back".
-
-        ``bounds``: the gateway's command-line options, among them the most bytes of a request.
-        """
+        """Serves ``model``, and its ``derivatives`` by kind, such as "pull_back". ``bounds``: the gateway's options."""
         self._model, self._bounds, self.made, self._batched = model, bounds, time.monotonic(), model.max_batch_size > 0
         self.inputs, self.outputs = (
             {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}
@@ -210,7 +204,7 @@ class TesseractModel:
 
 
 class TesseractGateway:
-    """Answers clients' requests with JSON, within bounds."""
+    """Serves a daemon's models to programs that use ``tesseract-core``, with JSON over HTTP. Bounds the bytes of requests."""
 
     def __init__(self, client: AsyncClient, options: argparse.Namespace) -> None:
         self._client, self._options, self._looking_up = client, options, asyncio.Lock()

@@ -122,9 +122,9 @@ def paths(name: str) -> Iterator[str]:
 
 
 def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str, Any]:
-    """Returns the values by names instead of paths. If ``values`` is a list of paths, they become the values.
+    """Replaces clients' paths of tensors, such as "a.[0]", by their names. A dict keeps its values; a list becomes name -> path.
 
-    Raises InvalidArgument if no tensor has such a path.
+    ``field``: the request's field that has ``values``, for errors. Raises InvalidArgument if no tensor has such a path.
     """
     names = {path: name for name in tensors for path in paths(name)}
     if not isinstance(values, (dict, list)) or not values or not all(map(names.__contains__, map(str, values))):
@@ -141,14 +141,9 @@ class Point:
     def __init__(
         self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], batched: bool, most: int, abstract: bool
     ) -> None:
-        """Decodes the inputs of one request.
+        """Decodes a request's ``values``, by input name. ``tensors``: the inputs; ``batched``: they may have an axis of rows.
 
-        Args:
-          values: the values in the request by input name.
-          tensors: the model's inputs by name.
-          batched: whether the model has a batch dimension.
-          most: the most bytes of an input, and of all inputs.
-          abstract: whether a value may be only a shape and a dtype.
+        ``most``: the most bytes of an input and of all. ``abstract``: a value may be only a shape and a dtype.
         Raises InvalidArgument if a value does not fit its input.
         """
         given = {name: read(name, each, tensors[name], most, abstract) for name, each in values.items()}
@@ -185,16 +180,13 @@ class Point:
         return rows if self.has_rows else rows[0, ...]
 
     def gradient(self, name: str, rows: Array) -> Array:
-        """Brings a gradient into the shape and dtype of the input ``name``, as the request had it.
-
-        ``rows``: the gradient by the input in each row. If the input has no axis for rows, they are added up.
-        """
+        """Brings a gradient, ``rows``, into the shape and dtype in which the input came. If that had no rows, adds them up."""
         shape = self.shapes[name]
         rows = rows if rows.shape == shape else rows[0] if self.rows == 1 else rows.sum(0)
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)
 
     def block(self, name: str, rows: Array) -> Array:
-        """Returns the Jacobian by an input, made of the Jacobians of each output row by the same input row."""
+        """Returns the block-diagonal Jacobian by input ``name``: an output row depends on one input row. ``rows``: the blocks."""
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:
             return rows[0, ...]

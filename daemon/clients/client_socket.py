@@ -369,10 +369,7 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until ``fd`` is ready to be read or written.
-
-    ``add``, ``remove``: the loop's ``add_reader`` and ``remove_reader``, or ``add_writer`` and ``remove_writer``.
-    """
+    """Waits until ``fd`` is ready. ``add``, ``remove``: the loop's ``add_reader`` and ``remove_reader``, or those of writers."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:

@@ -159,10 +159,7 @@ def _refused(text: str) -> RefusedRequest:
 
 
 def _field_start(start: bytes) -> tuple[int, int, int]:
-    """Reads a protobuf field's tag and size from its first bytes.
-
-    Returns the tag (0: a field that is skipped), and offset and size of the content.
-    """
+    """Returns the tag (0: a field to skip), content offset and content size of a protobuf field from its first bytes."""
     tag = start[0]
     if tag in _TAGS:
         size, at = varint(start, 1)

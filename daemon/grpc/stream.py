@@ -269,10 +269,7 @@ class Stream:
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts buffered bytes of messages, and refuses the call if all calls together buffer too many.
-
-        If the message has got its memory in the arena, lets the client send the rest of it (WINDOW_UPDATE).
-        """
+        """Counts buffered bytes, and refuses the call if all are too many. Lets the client send the rest of a placed message."""
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving
@@ -583,11 +580,11 @@ class Stream:
     def stop(self, now: float, direct: int) -> None:
         """Ends the call once its accepted requests are answered, because the server stops.
 
-        Call this method repeatedly until the call has ended. A client that stops sending in the middle of a message is not waited
-        for.
+        Call this method repeatedly until the call has ended. A client that stops sending in the middle of a message is not
+        waited for.
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes were read into the memory of the arriving message and not yet reported by ``advance``.
+          direct: how many bytes of the arriving message have come since the last call of ``advance``.
         """
         call = self.call
         if self._finished or call is None:

@@ -213,10 +213,7 @@ class StreamInfer(InferCall):
         return self._order.holds_up(asked)
 
     def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
-        """Calls ``send`` once all requests before ``asked`` are answered. If it fails or the call has ended, calls ``sent``.
-
-        ``size``: the bytes to send. ``sent``: says that their memory is free again; None: nobody must know.
-        """
+        """Calls ``send`` once all requests before ``asked`` are answered; if it fails, ``sent``. ``size``: the bytes to send."""
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:
             self.stream.held = True

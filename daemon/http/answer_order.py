@@ -271,7 +271,7 @@ class AnswerOrder:
     def received(self) -> int:
         """Returns how many bytes of the arriving body have come.
 
-        Returns -1 if no body is arriving, or if the server delays the body.
+        Returns -1 if no body is arriving, or if the client must not send it yet.
         """
         if self.receiving is None or self._body_waits_since or self._expects_continue:
             return -1

@@ -218,10 +218,7 @@ class Http1Connection(asyncio.Protocol):
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Continues the request whose body the ``BodyReader`` has read.
-
-        Reads the next piece if the body is not complete. Otherwise the request can be submitted.
-        """
+        """Continues after the ``BodyReader`` has read a piece of a request's body: reads the next one, or submits the request."""
         order = self.order
         body, self._direct = self._direct, None
         assert body is not None

@@ -513,10 +513,7 @@ class Exchange(InFlight):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps, and then writes it.
-
-        ``json_size``: the bytes of its JSON. ``tail_size``: the bytes of the tensors behind it.
-        """
+        """Compresses the answer in steps and writes it: JSON of ``json_size`` bytes, then ``tail_size`` bytes of tensors."""
         if self._gone:
             return
         if deflation.step():

@@ -57,7 +57,7 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the large data that was cut out here, or None if ``data`` is no placeholder.
+        """Returns which of the cut-out texts, by its index in ``spans``, belongs in the place of ``data``; None: none does.
 
         ``data``: the value of a ``data`` key in ``text``, decoded or as ``msgspec.Raw``.
         """

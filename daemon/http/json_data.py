@@ -148,10 +148,7 @@ def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
 
 
 def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
-    """Returns the values of nested JSON lists in row-major order. Raises InvalidArgument if they are not nested as ``shape``.
-
-    ``name``: the tensor's name in errors.
-    """
+    """Returns the values of nested lists, in row-major order. Raises InvalidArgument if they are not nested as ``shape``."""
     level: list[Any] = value
     dims = [len(value)]
     while any(isinstance(item, list) for item in level):

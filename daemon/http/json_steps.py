@@ -164,10 +164,7 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Returns the lengths of nested JSON lists, outermost first, or [] if lengths differ. Yields often, so that it can pause.
-
-    ``structure``: the brackets and commas of the JSON text.
-    """
+    """Finds the lengths of nested lists in steps, outermost first; []: they differ. ``structure``: their brackets and commas."""
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:
         closing = left.find(b"]")
@@ -244,10 +241,7 @@ class JsonStrings:
         raise json_data.of_wrong_kind("BYTES")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Returns the offsets before and behind the first comma between strings, from offset ``search`` on.
-
-        If there is none, they are those of the closing bracket.
-        """
+        """Returns the offsets before and behind the first comma between strings, or the last bracket, from ``search`` on."""
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()
             backslashes = 0

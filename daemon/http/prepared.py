@@ -323,7 +323,7 @@ class AnswerText:
 
         ``client_id``: the id that the client gave the request. ``record``: the rest of the answer, with the tensors.
         ``view``: returns a view of a slice of shared memory, which is not copied.
-        Returns None if no head is cached, or if the tensors have other sizes than in the first answer.
+        Returns None if no head is cached, or if it was cached for tensors of other sizes.
         Raises InvalidArgument if a tensor is outside the arena.
         """
         if self._sizes is None:

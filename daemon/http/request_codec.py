@@ -203,10 +203,7 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts the JSON of one input's ``data`` to ``count`` elements. If it is long, returns an object that does so in steps.
-
-    ``apart``: the request, with the ``data`` of inputs cut out. ``number``: which of them. ``entry``: that input's other fields.
-    """
+    """Converts the ``number``-th cut-out text of ``apart``, the data of input ``entry``, at once or, if it is long, in steps."""
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:

@@ -180,7 +180,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """A JSON object after which a NUL byte comes. The request is refused for it. ``end``: the offset of the NUL byte."""
+    """Stands for a JSON object behind which the text has a NUL byte, so that the request is refused. ``end``: its offset."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})

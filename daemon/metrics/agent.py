@@ -42,12 +42,12 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores how long the workers have been running models until ``now_ns``. Times are CLOCK_MONOTONIC ns.
+        """Notes at the time ``now_ns`` how long the workers have run models. Times are CLOCK_MONOTONIC ns.
 
         Args:
           busy_ns: the sum of the times of all runs that have ended.
           workers: the number of workers.
-          running: how many workers have a run that has lasted longer than ``WINDOW_NS``.
+          running: how many workers are in a run that has lasted longer than ``WINDOW_NS``.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()

@@ -152,7 +152,7 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """Drops the versions of a model that serve nothing and are not in ``present``, the versions in the repository.
+        """Drops versions that serve nothing and are not ``present`` in the repository. Returns what the caller must do.
 
         Does nothing while a load or unload of the model runs.
         """
@@ -473,10 +473,10 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
-        """Gives up each version that can run on none of the devices in ``usable``, the devices that workers can use now.
+        """Gives up each version that can run on none of the devices in ``usable``. Returns what the caller must do.
 
         A worker that starts later on a device of a given-up version loads that version.
-        ``why``: the reason if no worker can start on any device, or "" if only some devices are broken.
+        ``why``: the reason in errors; "": that no worker can use the version's devices.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -498,10 +498,9 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the devices that workers of isolated models need: models that share their worker process with no other.
+        """Returns the devices of workers that isolated models need, each with the fraction (0 to 1) of a GPU's memory for it.
 
-        Each device has the fraction (0 to 1) of a GPU's memory that its worker may take; the default is in ``options``. A model
-        needs its workers while it is wanted, and until they have unloaded it.
+        An isolated model has workers of its own. It needs them while it is wanted, and until they have unloaded it.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():

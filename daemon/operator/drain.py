@@ -106,10 +106,7 @@ class Drain:
         self._supervisor.models.drain(False)
 
     async def _drain(self, seconds: float) -> str:
-        """Waits ``seconds``, then refuses new requests and waits for those that run.
-
-        Returns a sentence if some are still unanswered after the exit timeout, or "".
-        """
+        """Refuses requests after ``seconds``, and waits for those in flight. Returns "", or a sentence if it waited too long."""
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
         self.phase = DrainPhase.REFUSING

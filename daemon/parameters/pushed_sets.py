@@ -109,8 +109,7 @@ class PushedSets:
     def put(self, key: VersionKey, name: str, content: Content) -> None:
         """Stores ``content`` as a set's values in force, and owns its memory. The previous ones become the former values.
 
-        If the memory of all sets exceeds ``limit`` bytes, that of former values is closed, the oldest first. If that is not
-        enough, that of ``content`` is closed: then a worker that is replaced cannot get these values again.
+        If all sets take more than ``limit`` bytes, frees memory of former values, the oldest first, and at last of ``content``.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)

@@ -321,7 +321,7 @@ class Parameters:
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
-        """Returns a descriptor of sealed memory with all values of a push. The caller closes it."""
+        """Returns sealed memory with all values of the push ``wanted``, which may be in ``memory``. The caller closes it."""
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
                 return os.dup(memory)
@@ -329,7 +329,7 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Returns a descriptor of sealed memory with a set's values, which a worker makes. The caller closes it."""
+        """Has ``worker`` copy parameters, maybe from the client's ``memory``. Returns sealed memory, which the caller closes."""
         if worker is None:
             raise _NoWorker
         what = f"parameters of model '{operation.model}'"

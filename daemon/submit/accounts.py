@@ -120,7 +120,7 @@ class Account(Holdings):
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Returns the error text for a request that did not get ``byte_size`` bytes in time."""
+        """Returns the error text for a request that waited too long for ``byte_size`` bytes of the request arena."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (

@@ -63,7 +63,7 @@ class Routing:
         self._forget()
 
     def bury(self, worker: WorkerLink) -> set[InFlight]:
-        """Removes a worker whose process is gone. Returns the unanswered requests that are lost with their sequences."""
+        """Removes a worker whose process is gone. Returns those of its unanswered requests whose sequences are lost with it."""
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None

@@ -160,10 +160,7 @@ class SequenceRouting:
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Chooses the worker for a new sequence, and counts the sequence there. Returns None if no worker serves the model.
-
-        ``key``: the sequence. ``slots``: the model version, as a sequence page names it. ``gpu``: where the inputs lie, or "".
-        """
+        """Chooses the worker for a new sequence, and counts it under ``slots``, the model's key. Returns None if none serves."""
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))
@@ -203,10 +200,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences of a model version a worker can run. -n means that n sequences wait.
-
-    ``slots``: the model version, as a sequence page names it.
-    """
+    """Returns how many more sequences of the model with the key ``slots`` a worker can run. -n means that n sequences wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0

@@ -534,10 +534,7 @@ class Submitter:
         worker.shut()
 
     def _run_again(self, request: InFlight, is_lost: bool, was_executing: bool) -> None:
-        """Sends a dead worker's request to another worker. If it may not run twice, it fails instead.
-
-        ``is_lost``: whether its sequence was lost with the worker.
-        """
+        """Sends a dead worker's request to another worker. Fails it if it may not run twice, or ``is_lost`` with its sequence."""
         if request.cancelled:
             self._finish(request)
             return

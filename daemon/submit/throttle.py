@@ -235,7 +235,7 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether the connection may get the answer to one more waiting request, within its own limit."""
+    """Returns whether the connection's limit has room for one more answer as large as its last. ``line``: its other requests."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 

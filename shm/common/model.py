@@ -339,10 +339,7 @@ class SequenceSteps(Generic[M]):
         self._begun = False
 
     def _step(self, own: Own, end: bool) -> Own:
-        """Puts the id, START and END of the sequence's next request into ``own``, the arguments of a call, and returns ``own``.
-
-        ``end``: whether the sequence ends with it. Raises InvalidArgument if the sequence has ended.
-        """
+        """Adds id, START and END of the sequence's next request to its arguments ``own``, and returns them. ``end``: END."""
         if self._over:
             raise InvalidArgument(
                 f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"

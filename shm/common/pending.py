@@ -92,10 +92,7 @@ class Pending(Generic[T]):
             self.waiter = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Receives responses while a task waits for them on the event loop. The loop runs in this thread.
-
-        This base class does nothing.
-        """
+        """Registers for responses on the event loop of this thread, while a task waits for them. This base class does nothing."""
 
     def watch(self) -> None:
         """Lets a thread receive the responses and call the callbacks, if no thread or task waits for the request.

@@ -51,7 +51,7 @@ _PLATFORMS = {"gpu": "cuda"}
 
 @dataclass(frozen=True, slots=True)
 class ProgramArray:
-    """An array that a program takes or returns."""
+    """The name, dtype and dimensions of an array that a program takes or returns."""
 
     name: str
     #: A dtype of numpy, or of JAX alone, such as a random key's.
@@ -258,7 +258,7 @@ _DEFAULT_BATCH = 32
 
 
 def is_artifact(folder: Path, file: str) -> bool:
-    """Returns whether a version's folder has programs to serve, and no model.py named ``file``."""
+    """Returns whether a version's folder has exported programs and no Python file. ``file``: that file's configured name."""
     return not (folder / file).exists() and bool(model_folder.programs(folder))
 
 

@@ -199,7 +199,7 @@ class _Declarations:
         rows: int,
         rows_lead: bool = False,
     ) -> DeclaredDerivative:
-        """Declares one derivative. ``rows_lead``: whether its inputs begin with an axis of rows."""
+        """Makes configuration and model.py of a derivative. ``rows``: its max_batch_size; ``rows_lead``: inputs have rows too."""
         config, module = empty(), ModuleType(f"{kind} of {self._config.name}")
         config.CopyFrom(self._config)
         config.name = f"{self._config.name}.{kind}"
@@ -276,11 +276,7 @@ class _ModelFunction:
     outputs: list[str]
 
     def applied(self, derivative: _Kind, lifted: bool, exported: bool) -> Apply:
-        """Returns ``derivative`` as a function of parameters and arrays.
-
-        ``lifted``: True if the arrays have an axis for rows, of which each is computed alone. ``exported``: True if the model
-        is an exported program.
-        """
+        """Returns ``derivative`` as a function of parameters and arrays. ``lifted``: of each row of these by itself."""
 
         def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             return derivative(self, parameters, given)

@@ -104,10 +104,7 @@ class KnownParameters:
     """The request parameters that a model version knows. Others are refused with ``strict_parameters``, else logged once."""
 
     def __init__(self, config: ModelConfig, module: ModuleType, options: Options) -> None:
-        """Finds which request parameters the model knows: those in ``request`` of model.py, and forwarded headers in ``options``.
-
-        Raises InvalidArgument: ``strict_parameters`` of model.py is no bool.
-        """
+        """Finds the request parameters that a model knows. Raises InvalidArgument: its ``strict_parameters`` is no bool."""
         self._model, self._names = config.name, [*map(str, getattr(module, "request", {}))]
         self._strict, self._told = flag(self._model, module, "strict_parameters"), set[str]()
         #: Headers that fronts forward are parameters of every model.

@@ -197,10 +197,7 @@ class CudaDevice:
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
     ) -> int:
-        """Queues copies of one input's ``arrays`` to device memory. Returns the number of bytes.
-
-        Appends the host arrays that are read to ``sources``: the caller keeps them until the copies are done.
-        """
+        """Queues copies of an input's ``arrays`` to the device, adds to ``sources`` what must be kept, and returns the bytes."""
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
         for array in arrays:
@@ -284,10 +281,10 @@ class CudaDevice:
     def deliver(
         self, outputs: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Waits for ``outputs`` and copies them to their places. Returns all outputs.
+        """Waits for ``outputs`` and copies them to their places. Returns all outputs, also those that were copied.
 
         ``places``: where to copy an output, by name: host memory, or a region on the GPU and an offset in bytes. Outputs without
-        a place are returned as host arrays if they are small together, else as arrays on the device.
+        a place are returned as host arrays if they are small together, else as arrays on the device, like those with a place.
         Raises InvalidArgument: a region cannot be written any more. Raises DeviceLost: the GPU failed. An error of the program's
         run is raised unchanged.
         """
@@ -321,10 +318,7 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in outputs.items()}
 
     def _follow(self, output: jax.Array) -> Any:
-        """Makes this thread's CUDA stream wait for ``output``, which a program is still computing.
-
-        Returns an object that the caller must keep until the stream has waited.
-        """
+        """Makes this thread's stream wait for ``output``. Returns what the caller must keep until the stream has waited."""
         # By DLPack's stream argument: XLA's stream runs the program and its event; the worker's waits for the event, copies,
         # and records the one event that a thread waits for. The reverse, XLA waiting for copies, costs more than it saves: XLA
         # learns the stream only when memory is imported by DLPack, and an import takes longer than a small transfer.

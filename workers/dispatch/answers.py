@@ -293,7 +293,7 @@ class _Queued:
             region.settle()
 
     def abandon(self) -> None:
-        """Waits for the copies and ignores their errors."""
+        """Waits until outputs are copied to the client's regions. Ignores errors of that."""
         for region in self._regions:
             with contextlib.suppress(ServingError):
                 region.settle()

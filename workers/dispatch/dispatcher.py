@@ -419,7 +419,7 @@ class Dispatcher:
             done += self._run_batch(version, self._clock()) + 1 / _CALLS
 
     def _run_batch(self, version: ModelVersion, now_ns: int) -> float:
-        """Runs a version's next batch. Returns its work as a fraction of what one iteration of the loop may do."""
+        """Runs a version's next batch. Returns its cost as a fraction of the most that one iteration of the loop may run."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self._share = 0.0

@@ -382,10 +382,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions in which a request's tensors lie, by name; None: the C extension cannot use one of them.
-
-        ``places``: of each tensor; None: it lies in no region.
-        """
+        """Returns the regions in which tensors lie, by name; None: the C extension cannot use one. A place None: in no region."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:

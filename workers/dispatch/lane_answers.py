@@ -55,7 +55,7 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Stores ``poller``, and tells it how many requests it may answer by itself, until Python must log or trace one.
+        """Stores ``poller``, and tells it how many requests its C code may answer before Python must log or trace one.
 
         ``access``: of so many answers without an error, one is logged; 0: none is logged.
         """
@@ -211,7 +211,7 @@ def _client(submitter: SubmitterLink[Request]) -> str:
 
 
 def _model(submitter: SubmitterLink[Request], record: RequestRecord) -> str:
-    """Returns the name of the model that ``record`` asks, or "" if the record's number means nothing to the submitter."""
+    """Returns the name of the model that ``record`` asks, or "" if it gives the number of an unknown prepared request."""
     prepared = record.prepared
     try:
         return (submitter.preparations[prepared].prepared if isinstance(prepared, int) else prepared).model

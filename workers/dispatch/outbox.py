@@ -176,10 +176,7 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Gives a result to the model that made the request, or Cancelled if the request was cancelled. Returns what it gave.
-
-        ``moments``: the times of the run; None: the request did not run.
-        """
+        """Gives a result, or Cancelled if that happened, to the model that made the request. ``moments``: times of the run."""
         if request.cancelled:
             result = Cancelled()
         hand_over(request, result, moments)
@@ -246,11 +243,7 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Writes a result to memory and sends the answer to the client.
-
-        ``places``: memory that was reserved before the run; None: it is chosen now. Returns True; False: the response arena
-        has no room, so try again later; an error: send that instead.
-        """
+        """Sends a result to the client. Returns True, False if the response arena is full now, or the error to send instead."""
         if request.submitter.closed:
             self.end(request)
             return True

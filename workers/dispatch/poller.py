@@ -50,7 +50,7 @@ class Poller:
         """Stores how an execution's requests were answered. So ``wait`` itself may answer others that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Stops ``wait`` from answering requests with this number, which now stands for another prepared request."""
+        """Leaves requests with this ``number`` to Python, because the number stands for another prepared request from now on."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         """Forgets how a submitter's requests were answered, so that ``wait`` does not answer its next ones."""

@@ -82,10 +82,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the requests that ``choose`` chose, and returns their outputs.
-
-        Before it is called, the C extension gathers the requests' inputs.
-        """
+        """Returns a function that runs the requests that ``choose`` found, with inputs that C has gathered before."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
@@ -104,7 +101,7 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """Marks the requests of ``choose`` as run, also if the run has failed."""
+        """Marks the requests that ``choose`` chose as run, also if the run has failed."""
         # This comes before any of their answers is sent.
         self._sequences.table.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []

@@ -106,7 +106,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Makes a slot's request be answered alone from now on. Adds its responses so far to the statistics."""
+        """Sends a slot's responses separately from now on, not with other slots'. Adds those so far to the statistics."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -160,10 +160,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Finds the requests whose clients may take responses too slowly. Returns their senders.
-
-        From now on the responses of each of them are sent separately.
-        """
+        """Finds requests whose clients take responses too slowly: they get theirs separately now. Returns their senders."""
         steps = len(self._left_ns)
         # Once ``_MOST`` times are noted these are all: never more are noted.
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]

@@ -144,10 +144,7 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], arrays: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns ``contents``, the bytes of each output, as arrays by name, without a copy.
-
-        ``arrays``: the outputs on the GPU, which have the same dtypes and shapes.
-        """
+        """Returns ``contents``, the bytes of each output, as arrays by name, with dtypes and shapes of the GPU's ``arrays``."""
         if self._fetched is None:
             outputs = {name: arrays[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in outputs.items()]

@@ -314,10 +314,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Finds modules of models by their short names, on ``sys.meta_path``, of which it must be the last entry.
-
-    ``sys.modules`` gets a placeholder, a ``PlainName``, that shows each model its own module of that name.
-    """
+    """Puts a ``PlainName``, a placeholder for each model's own module, in ``sys.modules``. Must be last on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -45,10 +45,9 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Undoes changes of process-wide settings, as of ``gc`` or JAX's configuration, before and after the ``with`` block.
+        """Undoes changes of process-wide settings, such as JAX's, before and after the ``with`` block that loads model ``who``.
 
-        In the block the model ``who`` is loaded. The log attributes changes found after it to ``who``, and changes found before
-        it to models that run.
+        The log attributes changes found after the block to ``who``, and changes found before it to models that run.
         """
         with self._lock:
             if self._known:

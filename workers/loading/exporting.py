@@ -270,7 +270,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str,
 
 
 def _carries(derivatives: int, sample: str) -> bool:
-    """Returns whether a program with ``derivatives`` orders can run a sample of ``model_warmup`` with this name."""
+    """Returns whether an export with ``derivatives`` orders can run a warm-up sample, such as "pull_back.small", of this name."""
     kinds = [*itertools.takewhile(KINDS.__contains__, sample.split("."))]
     return len(kinds) <= derivatives and PUSH_FORWARD not in kinds
 

@@ -166,10 +166,7 @@ class Loader:
             raise self._failure(record, what, error, progress.cancellation) from None
 
     def _module(self, record: Load, config: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
-        """Runs a version's model.py, or makes a module if the version's file holds exported programs.
-
-        ``flags``: where the settings that model.py makes in JAX are kept.
-        """
+        """Runs a version's model.py and keeps its settings of JAX in ``flags``, or makes a module from exported programs."""
         folder, file = Path(record.version_path), config.default_model_filename or "model.py"
         # Finds modules that were installed since the last load.
         importlib.invalidate_caches()

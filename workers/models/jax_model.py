@@ -36,7 +36,7 @@ from tensord.workers.threads.cancellation import Cancellation
 
 
 class GatheredRun:
-    """Runs batches of a model with sequence state, by one program. The inputs lie in the program's memory already.
+    """Runs batches of a model with sequence state. The C extension has put the inputs into the program's memory before.
 
     Only the thread that runs the instance's batches uses this. The thread reads a batch's outputs before it runs the next.
     """
@@ -160,10 +160,10 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the program for each number of rows from 1 to ``most``, or None where no program is compiled.
+        """Returns the programs that C may run for input shapes ``key``: for 1 to ``most`` rows, or None where there is none.
 
-        ``key``: the batch's shapes. If one call can run several requests, the list is by number of requests instead, from 1 to
-        ``grouped_calls.MOST``. If outputs have to be cut, inputs are ragged or sequence state varies in size, the list is empty.
+        If one call runs several requests without rows, they are for 1 to ``grouped_calls.MOST`` requests. If C cannot run the
+        model, the list is empty.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.

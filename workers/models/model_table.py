@@ -44,8 +44,7 @@ class ModelTable:
     def add(self, version: ModelVersion) -> None:
         """Adds a version and its derivatives, which get requests from now on.
 
-        If the same version was loaded before, the earlier load only ends the requests that it has. If the earlier load was
-        held back until now, without requests, it ends at once.
+        An earlier load of the same version only ends the requests that it has, or ends at once if it was held back.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)

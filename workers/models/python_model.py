@@ -212,10 +212,7 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request after a run of a decoupled model, which answers by a sender.
-
-        ``STREAMED``: the model kept the sender. None: the request is to be run again. An error: neither.
-        """
+        """Returns the result of a decoupled run. STREAMED: a sender answers the request; None: it is run again; else an error."""
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:
@@ -233,7 +230,7 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends with an error each request that a coroutine has left unanswered."""
+        """Ends each request that the model's coroutine has left unanswered. ``error``: what the coroutine raised, or None."""
         caller.close()
         if self._port.ran is not None:
             self._port.ran()

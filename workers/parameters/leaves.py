@@ -97,13 +97,13 @@ class Leaves:
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
         """Checks pushed parameters. Returns their arrays in the order of the tree.
 
-        The result has None for leaves that cannot be pushed.
+        The result has None for leaves that are no plain arrays, which a push leaves as they are.
         Args:
           found: leaf name -> array.
           what: names the parameters in errors.
           named: whether the set is not ``main``. Then the result also has None for each leaf that all sets share.
         Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's.
-        Raises Unsupported: the model's parameters cannot be pushed.
+        Raises Unsupported: no leaf of the model can be pushed.
         """
         self.check_named()
         self.check_known(found, what)

@@ -202,7 +202,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """If the leaves are also in host memory, returns the arrays on the device. They leave it once the caller drops them."""
+        """Gives up the arrays on the device if the set also is in host memory. They are gone once the caller drops the result."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -415,7 +415,7 @@ class ParameterSets:
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Frees page-locked memory, replaced sets and the stack, after the model version was unloaded."""
+        """Frees all memory of the sets that the garbage collector would not: the model version was unloaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self.named.values()):

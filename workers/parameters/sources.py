@@ -107,7 +107,7 @@ class Making:
             return memory.sealed()
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the leaves of the base set that the push lacks."""
+        """Returns the leaves that are not in ``leaves``, the pushed ones, from the set that a partial push changes."""
         base = self._base
         if base is None:
             return {}
@@ -186,10 +186,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Closes the memory that was made, unless it was taken, and lets clients remove the regions that were read.
-
-        May be called more than once.
-        """
+        """Closes the made memory, unless somebody took it, and ends the leases of regions. May be called more than once."""
         for region in self._regions:
             region.unlease()
         self._regions = []

@@ -160,7 +160,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether XLA has freed the memory ``view`` at ``address``. Memory in use stays mapped for ever."""
+    """Returns whether XLA has freed the memory ``view`` at ``address``. If it has not, keeps the memory mapped for ever."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

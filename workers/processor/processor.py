@@ -128,7 +128,7 @@ class HostExecutable(Executable):
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, places: Places) -> None:
-        """Has the next run write large outputs directly to their ``places``. Stores in ``places`` which ones."""
+        """Offers XLA the memory of large outputs for the next run. Which ones these are is then in ``places.offered``."""
         # Only aligned memory. A client can read and change its region while the program runs: so a region is chosen only if the
         # program writes nothing but outputs to their memory, and no input and no other output of the request overlaps.
         outputs = self.memory_of_outputs
@@ -209,10 +209,7 @@ def _overlapping(one: _Range, others: list[_Range]) -> int:
 
 
 class Processor(ExecutionDevice):
-    """Runs programs by JAX's own means on a CPU, on several devices, or on a GPU where CUDA is not called directly.
-
-    Any thread may use it.
-    """
+    """Runs programs by JAX alone: on a CPU, on several devices, or on a GPU where CUDA is not called directly."""
 
     remote = False
 

@@ -162,10 +162,7 @@ class SingleRun:
     def _run_into(
         self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
     ) -> list[Array] | None:
-        """Runs the program so that XLA writes outputs to ``memories``, by name. Returns the other outputs.
-
-        Returns None if XLA has written an output elsewhere than to its memory.
-        """
+        """Has XLA write outputs to ``memories``, by name, and returns the others; None: XLA wrote one of them elsewhere."""
         executable = self._executable
         addresses = {name: address_of(memory) for name, memory in memories.items()}
         outputs = _waited_for(executable.computed(executable.parameters(chosen), arguments, addresses))

@@ -76,10 +76,9 @@ def _opened() -> jax.Device:
 
 
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
-    """Opens a second CPU device, which computes with one thread, for programs of at most ``max_flops`` operations.
+    """Opens a second CPU device, with one thread, for programs of at most ``max_flops``. Call it before any model is loaded.
 
-    Returns None if ``device`` is no CPU or has one thread, if ``max_flops`` is 0, or if JAX fails to open it. Call it before any
-    model is loaded.
+    Returns None if ``device`` is no CPU or has one thread, if ``max_flops`` is 0, or if JAX fails to open it.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None
@@ -124,7 +123,7 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns where and with which parameters programs run on the single-thread device; None: they cannot run there."""
+        """Returns the placement on a CPU device with one thread, and opens that first; None: programs cannot run there."""
         with self._opening:
             if self._placement is None and self._possible:
                 try:

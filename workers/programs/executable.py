@@ -161,7 +161,7 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of a run as a fraction of what one iteration of the worker's loop may do; infinite: above 1 or unknown."""
+        """The cost of a run as a part of the most that one iteration of the worker's loop may run; infinite: more, or unknown."""
         return share_of(self.program)
 
     @functools.cached_property
@@ -256,7 +256,7 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Does what ``compute`` does. The caller has set JAX's 64-bit mode."""
+        """Runs the program on a batch, as ``compute`` describes it. The caller has set JAX's 64-bit mode."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:

@@ -135,11 +135,9 @@ class ExecutableCache:
     ) -> tuple[CompiledProgram, bool]:
         """Returns an executable from the cache, or made by ``make``, and whether it was made.
 
-        Of several workers that share the directory only one makes a program. The others wait for it.
-        Args:
-          usual: the device on which the program runs normally.
-          small: opens the device with one thread, for programs that were stored for it; None: there is no such device.
-          what: names the program in the log.
+        Of several workers that share the directory only one makes a program. The others wait for it. ``usual``: the device on
+        which it runs normally. ``small``: opens the CPU device with one thread, for programs stored for it; None: there is none.
+        ``what``: names the program in the log.
         Raises Cancelled: the load was cancelled. Errors of ``make`` are raised unchanged.
         """
         cancellation.check()

@@ -197,10 +197,7 @@ class Executables:
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> tuple[CompiledProgram, bool]:
-        """Returns a program from the cache on disk, or else made by ``make``, and whether it was made.
-
-        ``parts``: what tells it from other programs of the model. ``what``: its name in the log.
-        """
+        """Returns the model's program ``parts`` from the cache on disk, or made by ``make``, and whether it was made."""
         # ``parts`` tell the program apart from the version's others.
         what = f"model '{self.signature.model}', {what}"
         return self._cache.found_or_made(self._key(parts), self._usual, self._small, what, make, cancellation)

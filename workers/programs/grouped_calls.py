@@ -423,10 +423,7 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs that run several requests with the input shapes of ``single``.
-
-        If they were asked for before, returns False. Else returns whether ``single`` is a small program.
-        """
+        """Returns whether to compile programs for several requests at once: ``single`` is small, and its input shapes are new."""
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False

@@ -31,10 +31,7 @@ class Reading(NamedTuple):
 
 
 def read(program: Any) -> Reading:
-    """Finds whether a traced program may be tried, has loops or error checks, and how exactly it computes.
-
-    ``program``: a ``Jaxpr``.
-    """
+    """Finds in a Jaxpr whether it may be run on generated inputs, has loops or error checks, and how exactly it computes."""
     equations, finfo = [chain[-1] for chain, _ in steps(program) if chain], cast("Any", jnp.finfo)
     exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
     names = {each.primitive.name for each in equations}

@@ -66,10 +66,9 @@ class StepExecutables:
     ) -> None:
         """Compiles nothing yet.
 
-        ``programs``: the model's functions ``init``, ``insert`` and ``step``. ``slots``: how many requests their carry holds.
-        ``step_slots``: the numbers of slots that ``step`` is compiled for, ascending; the last one is ``slots``.
-        ``insert_rows``: how many requests ``insert`` takes; 0: one, whose arrays have no dimension for requests. ``source``: the
-        model's source code, part of the cache's keys.
+        ``slots``: how many requests the carry of ``programs`` holds. ``step_slots``: the numbers of slots that ``step`` is
+        compiled for, ascending; the last one is ``slots``. ``insert_rows``: how many requests ``insert`` takes; 0: one, whose
+        arrays have no dimension for requests. ``source``: the model's source code, part of the cache's keys.
         """
         self._step_slots = step_slots
         self._signature = signature

@@ -22,11 +22,10 @@ from tensord.workers.programs.weight import work_of
 def trials(
     executables: Executables, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]
 ) -> Iterator[dict[str, str | float]]:
-    """Sends a generated request to each of a model's programs. Yields a row of a table for each.
+    """Sends a generated request to each of a model's programs. Yields a row of a table for each, unless ``ask`` fails.
 
-    ``ask``: answers a request, given its inputs and number of rows. If it raises ServingError, the row is left out.
-    ``difference`` in the row: how the answer differs from what the model's function returns without batching and padding;
-    "": rounding can explain the difference.
+    ``ask``: answers a request, given its inputs and number of rows. ``difference`` in the row: how the answer differs from what
+    the model's function returns by itself; "": rounding can explain the difference.
     """
     several = executables.several
     for wanted, executable in executables.made.items():

@@ -41,7 +41,7 @@ class PlannedOutput(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """Describes how answers to requests that share one prepared request are built from the outputs of a run."""
+    """Says how a run's outputs become the answer to a request. Requests with the same prepared part share the plan."""
 
     #: The prepared answer as the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
@@ -139,7 +139,7 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of validating a request, for later requests. Drops the answer plans.
+        """Stores the results of checking a request, for later requests. Drops what is known of how to answer them.
 
         ``load``: the cache of the loaded model version; the results are valid as long as it is loaded. ``checked``: the result
         of checking the inputs; None: shapes differ from request to request. ``outputs``: the requested outputs by name.

@@ -188,10 +188,7 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(record: RequestRecord) -> None:
-    """Raises InvalidArgument if the request belongs to a sequence, or if its parameter ``tensord_replace`` is too long.
-
-    With this parameter a request takes the place of one that still waits. In a sequence no request may be lost.
-    """
+    """Raises InvalidArgument if a request has ``tensord_replace`` and is in a sequence, or if that text is too long."""
     _check_size(record, "tensord_replace", record.replace_key)
     if record.sequence_id:
         raise InvalidArgument(

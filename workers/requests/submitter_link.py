@@ -146,10 +146,7 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts ``byte_size`` as the bytes of a record of which only a part has arrived, in place of the last such count.
-
-        Raises InvalidArgument: all requests of the user on this host take too much memory.
-        """
+        """Counts the bytes of a record of which a part has come. Raises InvalidArgument: the user's requests take too much."""
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 

@@ -78,7 +78,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns for how long and how many rows requests with this key wait; None: no delay, or several preferred sizes."""
+        """Returns when requests with one ``key`` run as a batch; None: without delay, or there are several preferred sizes."""
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:
             return None

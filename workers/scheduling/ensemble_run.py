@@ -154,10 +154,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns which runs of step ``number`` may have become ready because of a new value of ``tensor``.
-
-        A step runs once for each response of a decoupled model before it. ``iteration``: the number of that response.
-        """
+        """Returns which runs of step ``number`` a new ``tensor`` may make ready: one for each response of a decoupled model."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

@@ -313,10 +313,7 @@ class RequestQueue(Generic[W]):
         return replacements
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
-        """Stores when a request's deadline or timeout is over, for ``expire``. Does nothing if it has neither.
-
-        ``policy``: the queue's timeout and what follows it.
-        """
+        """Stores when the request's deadline or its queue's timeout in ``policy`` is over, if it has one, for ``expire``."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
             self._push_expiry(expires_ns, request)

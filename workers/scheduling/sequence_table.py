@@ -40,10 +40,7 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Adds a request's deadline and, if its sequence has no slot, its queue timeout.
-
-        ``waiting``: how many requests wait in all sequences. If there are many more entries, old ones are removed.
-        """
+        """Adds a request's deadline and, before its sequence has a slot, queue timeout. ``waiting``: how many requests wait."""
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
             moments.append(request.arrived_ns + request.timeout_ns)

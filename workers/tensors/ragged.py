@@ -188,8 +188,8 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
     """Returns ``described`` with the batch inputs and batch outputs that a checked configuration declares.
 
-    Each of them has a source, a ragged input. The worker computes a batch input from the source, and gives each request as many
-    elements of a batch output as it has in the source. ``segments``: the source of each SEGMENT_IDS input.
+    Each has a source, a ragged input. The worker computes a batch input from its source. Each request gets as many elements of a
+    batch output as it has in the source. ``segments``: each batch input that is to hold segment ids, with its source.
     Raises InvalidArgument: a source is not ragged, or a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
