@@ -240,7 +240,7 @@ def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
 
 
 def ours(error: Any) -> ServingError:
-    """Converts a worker's error to this package's error with the same code, without what Triton's clients expect in the text."""
+    """Converts a worker's error to this package's error with the same code, without Triton's prefix and notes in the text."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 

@@ -276,7 +276,7 @@ class _ModelFunction:
     outputs: list[str]
 
     def applied(self, derivative: _Kind, lifted: bool, exported: bool) -> Apply:
-        """Returns ``derivative`` as a function of parameters and arrays. ``lifted``: of each row of these by itself."""
+        """Returns ``derivative`` as a function of arrays; if ``lifted``, row by row. ``exported``: the model is a jax.export."""
 
         def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             return derivative(self, parameters, given)

@@ -445,7 +445,7 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 
 
 def _differ_in_tensors(request: Request, execution: Execution) -> bool:
-    """Returns whether C may answer later requests that are encoded alike as this one: only their tensors will differ."""
+    """Returns whether the answers to later requests with the same prepared part differ from this one only in their tensors."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:

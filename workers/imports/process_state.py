@@ -37,6 +37,8 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 class ProcessState:
     """Restores settings of the Python process that the code of a model has changed, such as ``gc`` and JAX's configuration."""
 
+    # To be used only outside of ``OwnFlags.code`` blocks, in which settings of JAX are a model's own.
+
     def __init__(self) -> None:
         self._known = False
         self._lock = threading.Lock()

@@ -59,7 +59,7 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Makes what a loader needs in a process that is no worker. ``gpu``: its number. JAX's own cache is not set up."""
+        """Makes what a loader needs in a process that is no worker. ``gpu``: its number, or None. JAX's cache is not set up."""
         execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 

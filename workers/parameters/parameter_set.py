@@ -415,7 +415,7 @@ class ParameterSets:
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Frees all memory of the sets that the garbage collector would not: the model version was unloaded."""
+        """Frees page-locked memory, sets that were replaced, and arrays on the device. The model version was unloaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self.named.values()):
