@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -166,37 +167,52 @@ def modules() -> list[Path]:
     return sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 
+@dataclass(frozen=True, slots=True)
+class Import:
+    """An import statement: whether it is in a function, and whether only a type checker reads it."""
+
+    node: ast.Import | ast.ImportFrom
+    in_function: bool
+    for_types: bool
+
+
 @functools.cache
-def tree_of(text: str, types: bool = True) -> ast.Module:
-    """Returns the tree of a module; without ``types`` not what only a type checker reads."""
+def read(text: str) -> tuple[str | None, list[Import]]:
+    """Returns a module's docstring and its imports. The tree, a million objects of all modules, is not kept."""
     tree = ast.parse(text)
-    return tree if types else WithoutTypes().visit(tree)
+    return ast.get_docstring(tree), list(found_in(tree))
+
+
+def found_in(node: ast.AST, in_function: bool = False, for_types: bool = False) -> Iterator[Import]:
+    """Yields the imports within a statement. Expressions, which are most of a tree and have none, are not walked."""
+    in_function |= isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    is_check = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(node, field, ()):
+            for_types_here = for_types or (is_check and field == "body")
+            if isinstance(each, (ast.Import, ast.ImportFrom)):
+                yield Import(each, in_function, for_types_here)
+            else:
+                yield from found_in(each, in_function, for_types_here)
 
 
 def imports(path: Path, types: bool = True) -> set[str]:
     """Returns what a module imports, inside functions too; without ``types`` not what only a type checker reads."""
     found: set[str] = set()
-    for node in ast.walk(tree_of(path.read_text(), types)):
-        if isinstance(node, ast.Import):
-            found |= {within(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level or path.parent == ROOT / "shm/common", f"{path}: relative import"
-            found.add(module_of(node))
+    for each in read(path.read_text())[1]:
+        if each.for_types and not types:
+            continue
+        if isinstance(each.node, ast.Import):
+            found |= {within(alias.name) for alias in each.node.names}
+        else:
+            assert not each.node.level or path.parent == ROOT / "shm/common", f"{path}: relative import"
+            found.add(module_of(each.node))
     return found
 
 
 def module_of(node: ast.ImportFrom) -> str:
     """Returns the module that names are imported from. A relative import is of ``shm.common``, which the client has, too."""
     return f"shm.common.{node.module or ''}".rstrip(".") if node.level else within(str(node.module))
-
-
-class WithoutTypes(ast.NodeTransformer):
-    """Takes ``if TYPE_CHECKING:`` away."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return node.orelse
-        return self.generic_visit(node)
 
 
 def within(name: str) -> str:
@@ -284,26 +300,20 @@ def names() -> dict[str, Path]:
     return found
 
 
-def arrows(text: str, known: Iterable[str]) -> set[str]:
-    """Returns the modules of ours that one imports when it is imported."""
-    return imported(tree_of(text, types=False), set(known)) & set(known)
-
-
-def imported(tree: ast.AST, known: Collection[str]) -> set[str]:
-    """Returns what a tree imports outside of functions; of ours the modules in ``known`` rather than names in them."""
+def arrows(text: str, known: Collection[str], types: bool = False) -> set[str]:
+    """Returns the modules in ``known`` that one imports when it is imported; with ``types`` also those for a type checker."""
     found: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    for each in read(text)[1]:
+        if each.in_function or (each.for_types and not types):
             continue
-        if isinstance(node, ast.Import):
-            found |= {within(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            module = module_of(node)
-            inside_it = {within(f"{module}.{alias.name}") for alias in node.names}
-            found |= inside_it.intersection(known) or {module}
+        if isinstance(each.node, ast.Import):
+            found |= {within(alias.name) for alias in each.node.names}
         else:
-            found |= imported(node, known)
-    return found
+            module = module_of(each.node)
+            # Of ours the modules rather than names in them.
+            inside_it = {within(f"{module}.{alias.name}") for alias in each.node.names}
+            found |= inside_it.intersection(known) or {module}
+    return found.intersection(known)
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
@@ -332,7 +342,7 @@ def test_no_module_needs_itself() -> None:
 
 def test_few_modules_name_each_other() -> None:
     known = names()
-    graph = {name: imported(tree_of(path.read_text()), set(known)) & known.keys() for name, path in known.items()}
+    graph = {name: arrows(path.read_text(), known, types=True) for name, path in known.items()}
     assert [circle for circle in circles(graph) if len(circle) > MOST_IN_A_CIRCLE] == []
 
 
@@ -340,7 +350,7 @@ def test_no_module_of_the_client_needs_itself() -> None:
     """Not even for its types."""
     paths = [path for path in (ROOT / "client/tensord_client").iterdir() if path.suffix in (".py", ".pyi")]
     known = {f"tensord_client.{path.stem}": path for path in paths}
-    graph = {name: imported(tree_of(path.read_text()), known) & known.keys() for name, path in known.items()}
+    graph = {name: arrows(path.read_text(), known, types=True) for name, path in known.items()}
     assert graph["tensord_client.lane"] >= {"tensord_client.lane_request", "tensord_client.native"}
     assert circles(graph) == []
 
@@ -357,7 +367,7 @@ def test_circles_are_found() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     for path in modules():
-        assert ast.get_docstring(tree_of(path.read_text())), f"{path} has no docstring"
+        assert read(path.read_text())[0], f"{path} has no docstring"
 
 
 @pytest.mark.parametrize("folder", [*ROOMS, "bench", "client", "deploy", "examples", "tests"])
