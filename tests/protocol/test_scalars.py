@@ -179,7 +179,7 @@ def test_typed_contents_and_a_raw_body(daemon: DaemonProcess) -> None:
 
 
 def test_in_a_region(daemon: DaemonProcess) -> None:
-    key = f"/tensord-scalars-{daemon.pid}"
+    key = f"/tensord-test-scalars-{daemon.pid}"
     region = shared_memory.create_shared_memory_region("scalars", key, 64)
     try:
         with contextlib.closing(httpclient.InferenceServerClient(daemon.url)) as client:

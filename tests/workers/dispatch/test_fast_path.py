@@ -1208,7 +1208,7 @@ def test_a_model_loaded_again_answers_from_then_on(loop: WorkerLoop, tmp_path: P
 
 @pytest.fixture
 def region() -> Iterator[tuple[str, mmap.mmap, int]]:
-    key = f"/tensord-fast-{os.getpid()}"
+    key = f"/tensord-test-{os.getpid()}"
     made = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096)
     try:
         with mmap.mmap(made.fd, 4096) as mapping:
