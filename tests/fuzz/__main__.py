@@ -67,7 +67,10 @@ def main() -> int:
         "--jobs", type=int, default=os.cpu_count(), help="targets at the same time (default: one a core)"
     )
     parser.add_argument(
-        "--runs", type=int, default=-1, help="of each target at most (default: as many as there is time for)"
+        "--runs",
+        type=int,
+        default=-1,
+        help="of each target at most, of slow ones fewer (default: as many as there is time for)",
     )
     parser.add_argument("--tools", action="store_true", help="only looks whether the tools are there")
     parser.add_argument("target", nargs="*", help="names of targets; all by default")

@@ -43,7 +43,9 @@ def main(build: Path, seconds: int, runs: int, seed: int, jobs: int, names: list
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     for folder in ("logs", "finds", *(f"corpus/{name}" for name in TARGETS)):
         (build / folder).mkdir(parents=True, exist_ok=True)
-    left, running, status = list(names or TARGETS), dict[int, str](), 0
+    # Those that take longest first.
+    left = sorted(names or TARGETS, key=lambda name: -TARGETS[name].weight)
+    running, status = dict[int, str](), 0
     while left or running:
         if left and len(running) < jobs:
             name = left.pop(0)
@@ -53,7 +55,7 @@ def main(build: Path, seconds: int, runs: int, seed: int, jobs: int, names: list
                     build,
                     name,
                     TARGETS[name],
-                    [f"-max_total_time={seconds}", f"-runs={runs}", f"-seed={seed}"],
+                    [f"-max_total_time={seconds}", f"-runs={runs // TARGETS[name].weight}", f"-seed={seed}"],
                 )
             running[pid] = name
             continue

@@ -73,11 +73,12 @@ class Target:
     """What is fuzzed.
 
     ``run`` reads the bytes and raises AssertionError, or any error that the code may not raise, where a fault is found.
-    ``seeds`` are good examples, from which others are made.
+    ``seeds`` are good examples, from which others are made. ``weight``: for how many runs of most other targets one takes time.
     """
 
     run: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
+    weight: int = 1
 
     def corpus(self, name: str) -> tuple[bytes, ...]:
         """Returns the seeds, and what is kept in the tree of this target, ``name``."""
@@ -624,18 +625,19 @@ TARGETS = {
     "header_of_c": Target(_header_of_c, tuple(_headers())),
     "parts": Target(_parts, tuple(_requests())),
     "header_blocks": Target(_header_blocks, (_blocks(),)),
-    "frames": Target(_frames, _FRAMES),
-    "calls": Target(_calls, tuple(_called())),
-    "messages": Target(_message, tuple(_messages())),
+    "frames": Target(_frames, _FRAMES, 2),
+    "calls": Target(_calls, tuple(_called()), 10),
+    "messages": Target(_message, tuple(_messages()), 4),
     "heads": Target(_head, (test_heads.head_of(*test_heads.LINES), test_heads.head_of(*test_heads.LINES, b"X-A: b"))),
     "json": Target(_json, tuple(_jsons())),
-    "json_in_pieces": Target(_json_in_pieces, tuple(_texts())),
-    "connections": Target(_connection, tuple(_connections())),
+    "json_in_pieces": Target(_json_in_pieces, tuple(_texts()), 4),
+    "connections": Target(_connection, tuple(_connections()), 10),
     "answers_to_clients": Target(
         _answer_to_a_client,
         (test_http_channel.BINARY, test_http_channel.CHUNKED, test_http_channel.EMPTY, test_http_channel.CONTINUED),
+        4,
     ),
-    "chunks": Target(_chunks, (test_chunk_sizes.framed([(b"abc", b";a=b"), (b"d", b"")], b"X: y\r\n"),)),
+    "chunks": Target(_chunks, (test_chunk_sizes.framed([(b"abc", b";a=b"), (b"d", b"")], b"X: y\r\n"),), 4),
     "strings": Target(_strings, (b"\2\0\0\0ab" + struct.pack("<I", 0), np.array([1, 7], "<u4").tobytes())),
     "parameters": Target(
         _parameters, (layout_bytes(test_layout.LEAVES), test_layout.header({"a": test_layout.ONE}, b"ab"))
