@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -190,6 +191,12 @@ class WorkerLoop:
         return answers
 
     def close(self) -> None:
+        # What is still to be compiled is nobody's; and a thread that is in XLA when the process ends aborts it.
+        compiler = self.worker._engine.compiler
+        with contextlib.suppress(queue.Empty):
+            while True:
+                compiler._jobs.get_nowait()
+        compiler.finish()
         self.front.close()
         self.control.close()
         self.worker.close()
