@@ -7,8 +7,10 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
+import importlib.metadata
 import itertools
 import json
 import logging
@@ -57,6 +59,7 @@ def serve(orders: socket.socket) -> None:
         for module in _CUDA_MODULES:
             importlib.import_module(module)
     _say_platform_late()
+    _work_out()
     gc.collect()
     gc.freeze()
     while True:
@@ -83,6 +86,36 @@ def serve(orders: socket.socket) -> None:
         orders.send(os.read(reader, 64))
         for fd in (*fds, reader, writer):
             os.close(fd)
+
+
+def _work_out() -> None:
+    """Has what each process works out once when it begins worked out: flags, options, how records are read, patterns of paths."""
+    from starlette.routing import compile_path
+
+    from tensord.config import layers
+    from tensord.daemon import flags
+    from tensord.daemon.http.routes import Routes
+    from tensord.shm import control_records
+    from tensord.shm.record import decoder
+
+    flags._options()
+    layers.load()
+    for union in (
+        control_records.FromWorker,
+        control_records.ToWorkerControl,
+        control_records.ToFront,
+        control_records.FromFront,
+    ):
+        decoder(union)
+    nothing: Any = None
+    routes = Routes(nothing, nothing)
+    # A first compilation of JAX's asks each distribution whether it is a plugin, and imports these.
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[assignment]
+    importlib.metadata.entry_points(group="jax_plugins")
+    for module in ("builtin", "mhlo"):
+        importlib.import_module(f"jaxlib.mlir.dialects.{module}")
+    for _, path, *_ in (*routes.table(), *routes.refused(), *routes.undescribed()):
+        compile_path(path)
 
 
 def _say_platform_late() -> None:
