@@ -38,6 +38,8 @@ def check(config: ModelConfig) -> None:
         raise InvalidArgument(f"optimization should not be specified for ensemble '{name}'")
     if config.model_warmup:
         raise InvalidArgument(f"model_warmup can not be specified for ensemble '{name}'")
+    if "derivatives" in config.parameters:
+        raise InvalidArgument(f"ensemble '{name}' cannot have derivatives; its members can")
     if not steps:
         raise InvalidArgument(f"must specify 'step' for ensemble '{name}'")
     if len(steps) > MAX_STEPS:

@@ -138,9 +138,9 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
         if number > 0 and number not in verdict.configs:
             raise ensemble_checks.not_loaded(name, member, number, "")
         number = number if number > 0 else max(verdict.configs)
-        own = {outcome.version: outcome.derivatives for outcome in verdict.outcomes}.get(number, {})
-        derivatives = {each: model_config.parse_json(config, each) for each, config in own.items()}
-        return described(member, verdict.configs[number], derivatives)
+        own = {outcome.version: outcome for outcome in verdict.outcomes}.get(number, LoadOutcome(member, number, ""))
+        derivatives = {each: model_config.parse_json(config, each) for each, config in own.derivatives.items()}
+        return described(member, verdict.configs[number], derivatives, own.lacking)
 
     try:
         if not reason:

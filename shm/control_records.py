@@ -283,6 +283,8 @@ class VersionTraits(Record, frozen=True, kw_only=True):
     #: True if a request that is run twice harms nobody: jitted code that gives one answer and keeps nothing.
     pure: bool = False
     derivatives: tuple[Derivative, ...] = ()
+    #: Name of a derivative -> why it is not there, of a model that declares derivatives.
+    lacking: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class ModelState(VersionTraits, frozen=True, tag="model"):
@@ -430,6 +432,8 @@ class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     footprint: Footprint = Footprint()
     #: The completed configurations of its derivatives as JSON, by name.
     derivatives: dict[str, str] = {}
+    #: As in ``VersionTraits``.
+    lacking: dict[str, str] = {}
     #: The warnings that the load has logged.
     warnings: tuple[str, ...] = ()
     #: One row of a table for each bucket that was asked, as ``tensord.workers.programs.trials`` makes it.

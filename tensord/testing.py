@@ -93,7 +93,8 @@ def load(
     """
     served = _load(Path(folder).absolute(), version, config, device)
     connection = LocalConnection(lambda *_: served)
-    description = served.description
+    # Opened at once: the connection closes what was opened, also where nobody asks it.
+    description = connection.open(served.description.model, served.description.version)
     return _Loaded(connection, description, description.version, None)
 
 
@@ -163,7 +164,7 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
     def member(name: str, number: int) -> model_config.ModelConfig:
         versions = loaded[original(name)[0]]
         version = versions[number if number > 0 else max(versions)]
-        found = described(name, version, {each.name: each for each in version.derivatives})
+        found = described(name, version, {each.name: each for each in version.derivatives}, version.loaded.lacking)
         return model_config.parse_json(found.loaded.config.decode(), name)
 
     config = ensemble_checks.completed(model.config, member)
@@ -199,7 +200,8 @@ class _Served:
     def derivative(self, name: str) -> _Served:
         """Returns the model that computes a derivative of this one. Raises NotFound if there is none called ``name``."""
         if name not in self._derivatives:
-            raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {lacks(*of_model(name))}")
+            why = lacks(*of_model(name), self._version.loaded.lacking)
+            raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {why}")
         return self._derivatives[name]
 
     def begin(self, request: LocalRequest, call: Call) -> int:

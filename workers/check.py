@@ -159,8 +159,9 @@ def _tried(
         return LoadOutcome(load.name, load.version, f"model '{load.name}': {LEAKED}")
     reason = next((f"{trial['bucket']}: {trial['difference']}" for trial in asked if trial["difference"]), "")
     derivatives = {each.name: each.config.decode() for each in loaded.derivatives}
+    config, lacking = loaded.config.decode(), loaded.lacking
     return LoadOutcome(
-        load.name, load.version, reason, loaded.config.decode(), loaded.footprint, derivatives, trials=tuple(asked)
+        load.name, load.version, reason, config, loaded.footprint, derivatives, lacking, trials=tuple(asked)
     )
 
 

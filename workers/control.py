@@ -225,6 +225,7 @@ class Control:
                 footprint=outcome.footprint,
                 pure=outcome.pure,
                 derivatives=tuple(Derivative(each.name, each.metadata, each.config) for each in outcome.derivatives),
+                lacking=outcome.lacking,
             )
         )
 

@@ -27,7 +27,6 @@ from tensord_client.common.derivatives import (
     PUSH_FORWARD,
     VALUE_AND_GRADIENT,
     Names,
-    lacks,
 )
 from tensord_client.common.model import Model
 from tensord_client.common.results import Array, Tensor
@@ -240,8 +239,8 @@ def _primitive() -> Any:
                 of_both = {**own, "wanted": (*wanted, *asks)}
                 values = served.bind(*arrays, asked=asked.derivative(VALUE_AND_GRADIENT), **of_both)
                 gradients = values[len(wanted) :]
-            elif not (asked.has(PULL_BACK) or asked.has(PUSH_FORWARD)):
-                raise InvalidArgument(lacks(asked.model.name, "derivatives"))
+            elif not asked.has(PUSH_FORWARD):
+                bool(asked.derivative(PULL_BACK).model)
             if gradients and not asked.has(PUSH_FORWARD):
                 # It was exported, or has a rule for the reverse alone.
                 lead = asked.rows(outer)

@@ -38,7 +38,7 @@ from tensord_client import errors, gateway
 from tensord_client import tesseract_wire as wire
 from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
 from tensord_client.common.arrays import Array
-from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, Names, lacks, named
+from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, Names, named
 from tensord_client.common.tensors import Tensor, cast, flat
 from tensord_client.errors import InvalidArgument, NotFound, ResultsHeld, ServingError
 
@@ -73,8 +73,18 @@ _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.
 class TesseractModel:
     """A model and its derivatives, in ``tesseract-core``'s terms. The shapes of inputs and outputs are those of one row."""
 
-    def __init__(self, model: AsyncModel, derivatives: Mapping[str, AsyncModel], bounds: argparse.Namespace) -> None:
-        """Serves ``model``, and its ``derivatives`` by kind, such as "pull_back". ``bounds``: the gateway's options."""
+    def __init__(
+        self,
+        model: AsyncModel,
+        derivatives: Mapping[str, AsyncModel],
+        lacking: Mapping[str, str],
+        bounds: argparse.Namespace,
+    ) -> None:
+        """Serves ``model``, and its ``derivatives`` by kind, such as "pull_back". ``bounds``: the gateway's options.
+
+        ``lacking``: kind -> the error text, for kinds that the model lacks.
+        """
+        self._lacking = lacking
         self._model, self._bounds, self.made, self._batched = model, bounds, time.monotonic(), model.max_batch_size > 0
         self.inputs, self.outputs = (
             {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}
@@ -174,8 +184,8 @@ class TesseractModel:
         return {path: {to: block(output, name) for name, to in by.items()} for output, path in of.items()}
 
     def _asked(self, kind: str) -> tuple[AsyncModel, str, dict[str, Tensor], dict[str, Tensor]]:
-        if kind not in self._kinds:
-            raise InvalidArgument(lacks(self._model.name, kind))
+        if kind in self._lacking:
+            raise InvalidArgument(self._lacking[kind])
         return self._kinds[kind]  # type: ignore[no-any-return]
 
     async def _rows(self, kind: str, part: _Part, rows: int, hold: _Hold) -> dict[str, Array]:
@@ -310,11 +320,13 @@ class TesseractGateway:
             if found is None or time.monotonic() - found.made > age:
                 self._served.pop(asked, None)
                 model = await self._client.model(*asked, timeout=self._options.timeout)
-                kinds = {}
+                kinds, lacking = dict[str, AsyncModel](), dict[str, str]()
                 for kind in (PULL_BACK, PUSH_FORWARD):
-                    with contextlib.suppress(InvalidArgument):
+                    try:
                         kinds[kind] = await model.derivative(kind)
-                found = self._served[asked] = TesseractModel(model, kinds, self._options)
+                    except InvalidArgument as error:
+                        lacking[kind] = error.message
+                found = self._served[asked] = TesseractModel(model, kinds, lacking, self._options)
                 if len(self._served) > _MODELS:
                     del self._served[next(iter(self._served))]
             return found

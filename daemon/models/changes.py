@@ -182,6 +182,7 @@ class Models:
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
         refused = {name: reason for name, reason in self._refused.items() if name in folders or name in self._wanted}
+        refused |= {name: taken for name in folders if (taken := repository.taken_name(name))}
         refused |= {name: repository.DUPLICATE for name, count in folders.items() if count > 1}
         now = asyncio.get_running_loop().time()
         waits = {key: max(0.0, timer.when() - now) for key, timer in self._retries.items()}

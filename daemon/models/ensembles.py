@@ -85,8 +85,9 @@ class Ensembles:
         version = self._ready(original(name)[0], number)
         assert version is not None
         assert version.described is not None
-        derivatives = {each.name: each.config for each in version.described.derivatives}
-        return model_config.parse_json(described(name, version.described.config, derivatives).decode(), name)
+        traits = version.described
+        derivatives = {each.name: each.config for each in traits.derivatives}
+        return model_config.parse_json(described(name, traits.config, derivatives, traits.lacking).decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
         """Returns the devices whose workers have all members. An empty tuple stands for all devices."""

@@ -258,10 +258,8 @@ def poll(path: Path) -> FoundModel:
     try:
         if not NAME.fullmatch(name):
             raise InvalidArgument("its name may hold only letters, digits and _.,+- and must not begin with . + or -")
-        if of_model(name)[1]:
-            raise InvalidArgument(
-                f"its name must not end in .{of_model(name)[1]}, as the names of models' derivatives do"
-            )
+        if taken := taken_name(name):
+            raise InvalidArgument(taken)
         text = _read(path / "config.pbtxt", model_config.MAX_BYTE_SIZE)
         config = model_config.parse_pbtxt(text.decode("utf-8-sig"), name) if text is not None else model_config.empty()
         return _found(path, config)
@@ -269,6 +267,12 @@ def poll(path: Path) -> FoundModel:
         return FoundModel(name, path, error=error.message, unsupported=isinstance(error, Unsupported))
     except (OSError, UnicodeDecodeError) as error:
         return FoundModel(name, path, error=f"cannot be read: {error}")
+
+
+def taken_name(name: str) -> str:
+    """Returns why no model's folder may have this name, which is a derivative's; "": it is none's."""
+    kind = of_model(name)[1]
+    return kind and f"its name must not end in .{kind}, as the names of models' derivatives do"
 
 
 def readable_folders(paths: Sequence[Path]) -> list[Path]:

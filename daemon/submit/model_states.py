@@ -100,8 +100,8 @@ class ModelStates:
         if versions is None:
             model, kind = of_model(name)
             if model in self._models:
-                self.find(model, version)
-                raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {lacks(model, kind)}")
+                why = lacks(model, kind, self.find(model, version).lacking)
+                raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {why}")
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
         asked = [state for number, state in sorted(versions.items()) if version in (0, number)]
         if version and asked and asked[0].state == "READY":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .derivatives import PARAMETER_GRADIENT, PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, Names, named
+from .derivatives import FLOATING, PARAMETER_GRADIENT, PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, Names
+from .errors import InvalidArgument
 from .results import Answer, Array
-from .tensors import Tensors, arrays
+from .tensors import Tensors, array, arrays, flat
 
 
 class DerivativeCall:
@@ -16,9 +17,11 @@ class DerivativeCall:
     def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
         """Prepares calls of a model's derivative ``kind``, such as "pull_back". The other arguments are the model's."""
         names = Names(model)
-        self._inputs = inputs
-        #: The tensors that are given besides the inputs, and the prefix of their names.
-        self._more, self._prefix = (inputs, names.tangent) if kind == PUSH_FORWARD else (outputs, names.cotangent)
+        self._inputs = {tensor.name: tensor.datatype for tensor in inputs}
+        of = inputs if kind == PUSH_FORWARD else () if kind == VALUE_AND_GRADIENT else outputs
+        #: The tensors of which tangents or cotangents are given, and how the names of these begin.
+        self._of = {tensor.name: tensor.datatype for tensor in of if tensor.datatype in FLOATING}
+        self._prefix = names.tangent if kind == PUSH_FORWARD else names.cotangent
         self._made = {PULL_BACK: names.cotangent, PUSH_FORWARD: names.tangent, VALUE_AND_GRADIENT: names.gradient}.get(
             kind, ""
         )
@@ -28,34 +31,29 @@ class DerivativeCall:
     def arrays(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Array]:
         """Returns the derivative's inputs. ``more`` are cotangents by output name, or tangents by input name.
 
-        Raises InvalidArgument if a value cannot be an array.
+        Raises InvalidArgument if a value cannot be an array, or if ``more`` has a name too many or too few.
         """
-        found = arrays(inputs, {tensor.name: tensor.datatype for tensor in self._inputs})
-        found.update(named(self._prefix, arrays(more, {tensor.name: tensor.datatype for tensor in self._more})))
+        found, what = arrays(inputs, self._inputs), self._prefix.rstrip("2.")
+        values = flat(more, self._of, f"{what}s")
+        if wrong := sorted(values.keys() ^ self._of.keys()):
+            fault = "missing" if wrong[0] in self._of else "not known"
+            raise InvalidArgument(f"the {what} of '{wrong[0]}' is {fault}: those of {[*self._of]} are expected")
+        for name, datatype in self._of.items():
+            found[self._prefix + name] = array(self._prefix + name, values[name], datatype)
         return {name: array[None] for name, array in found.items()} if self._lifts else found
 
     def result(self, answer: Answer) -> Answer:
         """Returns the outputs in ``answer``, a derivative's answer, by the names of the model's tensors, without a copy."""
-        return self._part(answer, lambda name: True, self._made)
+        return self._part(answer, answer, self._made)
 
     def parts(self, answer: Answer) -> tuple[Answer, Answer]:
         """Returns the values and the gradients in the answer of a ``value_and_gradient``."""
-        prefix = self._made
-        return (
-            self._part(answer, lambda name: not name.startswith(prefix), ""),
-            self._part(answer, lambda name: name.startswith(prefix), prefix),
-        )
+        gradients = [name for name in answer if name.startswith(self._made)]
+        values = [name for name in answer if name not in gradients]
+        return self._part(answer, values, ""), self._part(answer, gradients, self._made)
 
-    def _part(self, answer: Answer, chosen: Callable[[str], bool], prefix: str) -> Answer:
-        part = Answer(
-            (name[len(prefix) :], array.reshape(array.shape[1:]) if self._lifts else array)
-            for name, array in answer.items()
-            if chosen(name)
-        )
-        part.version, part.parameters, part.times, part.lease = (
-            answer.version,
-            answer.parameters,
-            answer.times,
-            answer.lease,
-        )
+    def _part(self, answer: Answer, names: Iterable[str], prefix: str) -> Answer:
+        lead = int(self._lifts)
+        part = Answer((name[len(prefix) :], answer[name].reshape(answer[name].shape[lead:])) for name in names)
+        vars(part).update(vars(answer))
         return part

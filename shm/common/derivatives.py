@@ -49,7 +49,8 @@ def check_not_derivative(name: str) -> None:
     model, order = original(name)
     if order:
         raise InvalidArgument(
-            f"'{name}' is a derivative of model '{model}', and shares everything with it: ask for that"
+            f"'{name}' is a derivative of model '{model}', and shares everything with it: ask for that; the folder of a "
+            "model needs another name"
         )
 
 
@@ -74,28 +75,30 @@ def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict
     return {name: arrays[prefix + name] for name in names}
 
 
-def lacks(model: str, kind: str) -> str:
-    """Returns the error text for a model that has no derivative of this kind."""
-    if kind not in (*KINDS, "derivatives"):
-        return f"model '{model}' has no {kind}: the kinds of derivatives are {', '.join(KINDS)}"
+def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
+    """Returns the error text for a model that has no derivative of this kind.
+
+    ``lacking`` is the name of a derivative -> why it is not there, for derivatives that the model declares and lacks.
+    """
     name, order = original(model)
-    if order >= MAX_ORDER:
-        return f"model '{model}' has no {kind}: a model has at most {MAX_ORDER} orders of derivatives"
-    value = str(order + 1) if order else "True"
-    needs = (
-        "it takes exactly one floating output, of one element in each row, and " if kind == VALUE_AND_GRADIENT else ""
-    )
-    return (
-        f"model '{model}' has no {kind}: {needs}the model.py of '{name}' has to say derivatives = {value}, or its program to be "
-        "exported with them (never a push_forward); if so, the server's log says at its load what its function lacks"
-    )
+    if kind not in KINDS:
+        why = f"the kinds of derivatives are {', '.join(KINDS)}"
+    elif order >= MAX_ORDER:
+        why = f"a model has at most {MAX_ORDER} orders of derivatives"
+    elif order and PARAMETER_GRADIENT in (kind, of_model(model)[1]):
+        why = "gradients by the parameters are of models alone, and have no derivatives"
+    else:
+        said = f"the model.py of '{name}' has to say derivatives = {order + 1 if order else True}"
+        exported = f"{said}, or its program to be exported with --derivatives {order + 1}"
+        why = lacking.get(f"{model}.{kind}", exported)
+    return f"model '{model}' has no {kind}: {why}"
 
 
-def described(name: str, own: T, derivatives: Mapping[str, T]) -> T:
+def described(name: str, own: T, derivatives: Mapping[str, T], lacking: Mapping[str, str]) -> T:
     """Looks up ``name``: returns ``own`` for the name of a model, or one of ``derivatives`` for a name like ``M.pull_back``.
 
-    Raises InvalidArgument if there is no such derivative.
+    Raises InvalidArgument if there is no such derivative. ``lacking`` is as for ``lacks``.
     """
     if of_model(name)[1] and name not in derivatives:
-        raise InvalidArgument(lacks(*of_model(name)))
+        raise InvalidArgument(lacks(*of_model(name), lacking))
     return derivatives.get(name, own)

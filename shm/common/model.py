@@ -13,7 +13,7 @@ import numpy as np
 from . import tensors
 from .call import FOREVER, NOTHING, Call, Own, read_arguments, seconds, traced
 from .derivative_call import DerivativeCall
-from .derivatives import PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, lacks
+from .derivatives import KINDS, PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, lacks
 from .errors import InvalidArgument, NotFound, Unavailable
 from .latest import Latest
 from .pending import Pending
@@ -68,12 +68,14 @@ class Calls:
 
     def _open(self: C, kind: str) -> C:
         """Returns the derivative ``kind``, such as "pull_back". The first call asks the server for it."""
+        if kind not in KINDS:
+            raise InvalidArgument(lacks(self.name, kind, {}))
         if kind not in self._derivatives:
             name, version = f"{self.name}.{kind}", self._asked_version
             try:
                 description = self._connection.open(name, version)
             except NotFound as error:
-                raise InvalidArgument(lacks(self.name, kind)) from error
+                raise InvalidArgument(error.message) from error
             self._derivatives[kind] = type(self)(
                 self._connection, description, version, self.timeout, self._scheduling.parameter_set
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -100,6 +101,34 @@ def write_models(repository: Path) -> Path:
     )
     write_model(
         repository,
+        "slashes",
+        """
+        inputs, outputs, derivatives = {"a": "FP32[2]", "b/c": "FP32[2]"}, {"y/z": "FP32[]"}, 2
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y/z": (inputs["a"] * inputs["b/c"] ** 2).sum()}), {}
+        """,
+    )
+    write_model(
+        repository,
+        "mixed",
+        """
+        import jax
+
+        inputs, outputs, max_batch_size, derivatives = {"x": "FP32[4]"}, {"y": "FP32[4]"}, 4, True
+
+        @jax.custom_vjp
+        def square(x):
+            return x * x
+
+        square.defvjp(lambda x: (square(x), x), lambda x, ct: (2 * x * ct.mean(0),))
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": square(inputs["x"])}), {}
+        """,
+    )
+    write_model(
+        repository,
         "plain",
         """
         inputs, outputs, max_batch_size = {"x": "FP32[4]"}, {"y": "FP32[4]"}, 4
@@ -134,7 +163,8 @@ def model(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
     if request.param == "testing":
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
-            loaded = {name: testing.load(repository / name) for name in ("rows", "energy", "root", "plain")}
+            names = ("rows", "energy", "root", "plain", "slashes", "mixed")
+            loaded = {name: testing.load(repository / name) for name in names}
             yield loaded.__getitem__
             for each in loaded.values():
                 each.close()
@@ -314,10 +344,76 @@ def test_trees_and_integers(model: Any) -> None:
 
 def test_what_a_model_lacks_is_said_when_a_program_is_traced(model: Any) -> None:
     plain, energies = tensord_client.jax(model("plain")), tensord_client.jax(model("energy"))
-    with pytest.raises(Exception, match=r"model 'plain' has no derivatives: .*has to say derivatives = True"):
+    with pytest.raises(Exception, match=r"model 'plain' has no pull_back: .*has to say derivatives = True"):
         jax.jit(jax.grad(lambda x: plain({"x": x})["y"].sum())).lower(X)
-    with pytest.raises(Exception, match=r"model 'energy.value_and_gradient' has no derivatives.*derivatives = 2"):
+    with pytest.raises(Exception, match=r"model 'energy.value_and_gradient' has no pull_back: .*derivatives = 2"):
         jax.jit(jax.hessian(lambda x: energies({"x": x})["e"])).lower(X[0])
+    mixed = tensord_client.jax(model("mixed"))
+    with pytest.raises(Exception, match=r"model 'mixed' has no push_forward: TypeError: can't apply forward-mode"):
+        jax.jit(lambda x: jax.jvp(lambda x: mixed({"x": x})["y"], (x,), (x,))).lower(X)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "why"),
+    [
+        (
+            "plain",
+            "pull_back",
+            "the model.py of 'plain' has to say derivatives = True, or its program to be exported w",
+        ),
+        ("mixed", "push_forward", "TypeError: can't apply forward-mode autodiff (jvp) to a custom_vjp function."),
+        ("mixed", "value_and_gradient", "it takes exactly one floating output, of one element in each row"),
+        ("mixed", "parameter_gradient", "it has no floating parameters"),
+        (
+            "mixed.pull_back",
+            "pull_back",
+            "the model.py of 'mixed' has to say derivatives = 2, or its program to be exp",
+        ),
+        (
+            "slashes",
+            "hessian",
+            "the kinds of derivatives are pull_back, push_forward, value_and_gradient, parameter_grad",
+        ),
+        ("slashes.pull_back", "value_and_gradient", "it takes exactly one floating output, of one element in each row"),
+        ("slashes.pull_back", "parameter_gradient", "gradients by the parameters are of models alone"),
+        ("slashes.pull_back.pull_back", "pull_back", "a model has at most 2 orders of derivatives"),
+    ],
+)
+def test_why_a_derivative_is_not_there_is_said(model: Any, name: str, kind: str, why: str) -> None:
+    first, *kinds = name.split(".")
+    served = model(first)
+    for each in kinds:
+        served = served.derivative(each)
+    with pytest.raises(Exception, match=re.escape(f"model '{name}' has no {kind}: {why}")) as caught:
+        served.derivative(kind)
+    assert type(caught.value).__name__ == "InvalidArgument"
+
+
+def test_a_rule_that_mixes_rows_is_refused_for_one_row_too(model: Any) -> None:
+    """The values of rows are apart, and their derivatives are not: whatever the batch, each request gets the same sentence."""
+    served, said = model("mixed"), set()
+    for x in (X[:1], X, X[:1]):
+        with pytest.raises(
+            Exception, match=r"model 'mixed\.pull_back': a row of output 'cotangent\.x' depends on"
+        ) as caught:
+            served.pull_back({"x": x}, {"y": x})
+        said.add(str(caught.value))
+    assert len(said) == 1
+    # What it would need is no other setting, which a load with derivatives refuses.
+    assert "of one row, mapped over the rows by jax.vmap" in said.pop()
+    np.testing.assert_array_equal(served({"x": X})["y"], X * X)
+
+
+def test_names_with_slashes(model: Any) -> None:
+    served, a, c = model("slashes"), X[0, :2], X[1, 2:]
+    wanted = {"a": c**2, "b/c": 2 * a * c}
+    for inputs in ({"a": a, "b/c": c}, {"a": a, "b": {"c": c}}):
+        close(dict(served.pull_back(inputs, {"y": {"z": 1.0}})), wanted)
+        close(dict(served.value_and_gradient(inputs)[1]), wanted)
+        close(dict(served.push_forward(inputs, inputs)), {"y/z": 3 * np.sum(a * c**2)})
+    call = tensord_client.jax(served)
+    found = jax.jit(jax.grad(lambda tree: call(tree)["y/z"]))({"a": a, "b": {"c": c}})
+    close((found["a"], found["b"]["c"]), (wanted["a"], wanted["b/c"]))
 
 
 def test_bad_cotangents(model: Any) -> None:
@@ -326,14 +422,32 @@ def test_bad_cotangents(model: Any) -> None:
         ({"y": COTANGENTS[:1]}, "batch size does not match"),
         ({"y": COTANGENTS[:, :2]}, r"cotangent\.y.*shape|shape.*cotangent\.y"),
         ({"y": COTANGENTS.astype(np.float64)}, r"cotangent\.y.*FP64|FP64.*cotangent\.y"),
-        ({}, r"cotangent\.y|expected 3 inputs"),
-        ({"y": COTANGENTS, "k": N}, r"cotangent\.k|expected 3 inputs"),
+        ({}, r"the cotangent of 'y' is missing: those of \['y'\] are expected"),
+        ({"y": COTANGENTS, "k": N}, r"the cotangent of 'k' is not known: those of \['y'\] are expected"),
+        ([COTANGENTS], "cotangents are list, a mapping of names to arrays is expected"),
+        ({"y": "text"}, "input 'cotangent.y' cannot be an array of FP32"),
     ):
         with pytest.raises(Exception, match=text):
             served.pull_back(inputs, cotangents)
+    for tangents, text in (
+        ({}, r"the tangent of 'state.x' is missing: those of \['state.x'\] are expected"),
+        ({"state": {"x": X, "n": N}}, r"the tangent of 'state.n' is not known: those of \['state.x'\] are expected"),
+    ):
+        with pytest.raises(Exception, match=text):
+            served.push_forward(inputs, tangents)
     # What is not a number is a number to JAX.
     found = served.pull_back(inputs, {"y": np.full((2, 3), np.nan, np.float32)})["state.x"]
     assert np.isnan(found).all()
+
+
+def test_inputs_too_many_or_too_few_on_the_wire(daemon: DaemonProcess) -> None:
+    x, y, z = ({"name": name, "datatype": "FP32", "shape": [1, 1], "data": [1]} for name in ("x", "cotangent.y", "z"))
+    for given, fault in (
+        ([x, y, z], "but the model takes ['x','cotangent.y']."),
+        ([x], "but missing required input(s) ['cotangent.y']. Please provide all required input(s)."),
+    ):
+        status, answer = daemon.infer("line.pull_back", given)
+        assert (status, answer["error"].endswith(fault)) == (400, True), answer
 
 
 def test_an_awaited_model(daemon: DaemonProcess) -> None:
@@ -399,6 +513,21 @@ def test_what_operators_see(daemon: DaemonProcess) -> None:
     assert status == 400
     assert b"ask for that" in body
     assert daemon.get("/v2/models/plain.pull_back")[0] == 404
+
+
+def test_a_folder_with_the_name_of_a_derivative(daemon: DaemonProcess, repository: Path) -> None:
+    """It is refused whether there is such a derivative or not, and the index has its state and the reason."""
+    for name in ("rows.pull_back", "other.push_forward"):
+        shutil.copytree(repository / "plain", repository / name)
+        status, body = daemon.request("POST", f"/v2/repository/models/{name}/load", b"{}")
+        assert (status, b"the folder of a model needs another name" in body) == (400, True), body
+        entries = json.loads(daemon.request("POST", "/v2/repository/index", b"{}")[1])
+        (refused,) = (each for each in entries if each["name"] == name and each.get("state") != "READY")
+        kind = name.partition(".")[2]
+        assert refused["state"] == "UNAVAILABLE"
+        assert refused["reason"] == f"its name must not end in .{kind}, as the names of models' derivatives do"
+        shutil.rmtree(repository / name)
+    assert daemon.get("/v2/models/rows.pull_back/ready")[0] == 200
 
 
 def test_value_and_gradient_are_of_one_parameter_set(daemon: DaemonProcess) -> None:

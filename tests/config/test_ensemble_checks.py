@@ -72,6 +72,10 @@ def test_numbers_at_their_ends(version: int, most: int) -> None:
             "model_warmup can not be specified for ensemble 'e'",
         ),
         (
+            config(GOOD, more=f"{IN} {OUT} parameters {{ key: 'derivatives' value {{ string_value: '1' }} }}"),
+            "ensemble 'e' cannot have derivatives; its members can",
+        ),
+        (
             config(GOOD, more=f"{IN} {OUT} parameters {{ key: 'tensord_fuse' value {{ string_value: 'true' }} }}"),
             "ensemble 'e' has the parameter tensord_fuse, which is no more: requests go through the programs of compiled models "
             "together without it; remove it",

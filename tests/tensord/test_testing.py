@@ -175,6 +175,14 @@ def test_closing(tmp_path: Path) -> None:
             model({"x": [5]})
 
 
+def test_a_model_that_nobody_asked_is_closed(tmp_path: Path) -> None:
+    scale_model(tmp_path)
+    before = {*threading.enumerate()}
+    model = testing.load(tmp_path / "scale")
+    model.close()
+    assert {*threading.enumerate()} <= before, model
+
+
 def test_a_process_that_closes_nothing_ends_well(tmp_path: Path) -> None:
     scale_model(tmp_path)
     source = f"from tensord import testing; print(testing.load({str(tmp_path / 'scale')!r})({{'x': [[1, 1, 1, 1]]}}))"

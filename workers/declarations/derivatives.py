@@ -10,8 +10,10 @@ take and give is in ``tensord.shm.common.derivatives``.
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -26,6 +28,7 @@ from tensord.shm import datatypes
 from tensord.shm.arrays import datatype_of
 from tensord.shm.common.derivatives import (
     FLOATING,
+    KINDS,
     MAX_ORDER,
     PARAMETER_GRADIENT,
     PULL_BACK,
@@ -33,15 +36,19 @@ from tensord.shm.common.derivatives import (
     VALUE_AND_GRADIENT,
     Names,
     chosen,
+    lacks,
     named,
 )
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.workers.tensors.signature import Signature, TensorSpec
 from tensord.workers.tensors.tensor_trees import parameter_name
 
+_log = logging.getLogger(__name__)
 #: The most rows in a batch of derivatives of a model without a batch dimension.
 _MAX_ROWS = 64
 _ORDERS = {"true": 1, "1": 1, "2": 2, "false": 0, "0": 0}
+#: How names of cotangents, tangents and gradients begin.
+_OF_DERIVATIVES = re.compile(rf"(cotangent|tangent|gradient)[2-{MAX_ORDER}]?\.")
 _KEPT = ("buckets", "request", "strict_parameters", "devices", "memory_policy", "vjp_order")
 Apply = Callable[..., dict[str, Any]]
 
@@ -91,7 +98,7 @@ def _why_none(config: ModelConfig, module: ModuleType, described: Signature) -> 
     elif described.ragged or any(spec.of_batch for spec in described.inputs.values()):
         why = "ragged inputs and batch inputs are of a whole batch"
     elif wants(config, ROWS_MAY_MIX):
-        why = "rows that mix have derivatives by each other"
+        why = "rows that mix have derivatives by each other: as an axis of a model without max_batch_size they may"
     elif hasattr(module, "batch_sets") or "batch_sets" in config.parameters:
         why = "a batch with several parameter sets (batch_sets) has none"
     elif optional := next((spec.name for spec in described.inputs.values() if spec.optional), ""):
@@ -99,6 +106,8 @@ def _why_none(config: ModelConfig, module: ModuleType, described: Signature) -> 
     elif not _floating(described.inputs) or not _floating(described.outputs):
         kind = "input" if _floating(described.outputs) else "output"
         why = f"no {kind} has a floating datatype"
+    elif alike := next(filter(_OF_DERIVATIVES.match, (*described.inputs, *described.outputs)), ""):
+        why = f"the name '{alike}' begins as those of tensors of derivatives do"
     return why
 
 
@@ -120,8 +129,8 @@ def derivatives(
     parameters: Any,
     max_byte_size: int,
     whole: bool,
-) -> Iterator[DeclaredDerivative]:
-    """Yields the derivatives of a model.
+) -> tuple[list[DeclaredDerivative], dict[str, str]]:
+    """Returns the derivatives of a model, and why it has no others: kind -> a clause.
 
     Args:
       config: the model's complete configuration.
@@ -130,9 +139,10 @@ def derivatives(
       apply: the model's function, from parameters and named arrays to named arrays.
       parameters: the model's parameters.
       max_byte_size: how many bytes the inputs and outputs of a batch may have.
-      whole: whether to yield the gradient by the parameters, too.
+      whole: whether to include the gradient by the parameters.
     """
     own, names, exported = _Declarations(config, module, described), Names(config.name), hasattr(module, "vjp_order")
+    found, lacking = list[DeclaredDerivative](), dict[str, str]()
     into, out = _floating(described.inputs), _floating(described.outputs)
     given = [*described.inputs.values()]
     cotangents = _tensors(names.cotangent, out)
@@ -140,21 +150,58 @@ def derivatives(
         (PULL_BACK, _pull_back, [*given, *cotangents], _tensors(names.cotangent, into)),
         (PUSH_FORWARD, _push_forward, [*given, *_tensors(names.tangent, into)], _tensors(names.tangent, out)),
     ]
-    if exported:  # It carries derivatives in reverse alone.
+    if exported:
         del kinds[1]
+        lacking[PUSH_FORWARD] = "its program was exported, and JAX exports derivatives in reverse alone"
     if len(out) == 1 and all(dim == 1 for dim in out[0].model_dims):
         returned = [*described.outputs.values(), *_tensors(names.gradient, into)]
         kinds.append((VALUE_AND_GRADIENT, _value_and_gradient, given, returned))
+    else:
+        lacking[VALUE_AND_GRADIENT] = "it takes exactly one floating output, of one element in each row"
     lists = ([*described.inputs], [spec.name for spec in into], [spec.name for spec in out], [*described.outputs])
     function = _ModelFunction(apply, names, *lists)
     for kind, derivative, taken, returned in kinds:
         rows = described.max_batch_size or _fitting([*taken, *returned], max_byte_size)
-        yield own.derivative(kind, taken, returned, function.applied(derivative, not described.batches, exported), rows)
+        applied = function.applied(derivative, not described.batches, exported)
+        found.append(own.derivative(kind, taken, returned, applied, rows))
     leaves = _leaves(parameters) if whole else {}
     if leaves:
         gradients = [_spec(name, leaf) for name, leaf in leaves.items()]
         by_leaves = function.by_parameters([*leaves], described.max_batch_size)
-        yield own.derivative(PARAMETER_GRADIENT, [*given, *cotangents], gradients, by_leaves, 0, described.batches)
+        taken, rows_lead = [*given, *cotangents], described.batches
+        found.append(own.derivative(PARAMETER_GRADIENT, taken, gradients, by_leaves, 0, rows_lead))
+    else:
+        lacking[PARAMETER_GRADIENT] = "it has no floating parameters, or one of a type that requests cannot have"
+    return found, lacking
+
+
+def named_lacking(
+    config: ModelConfig, lacking: Mapping[str, str], failed: Mapping[str, str], first: bool
+) -> dict[str, str]:
+    """Returns derivative's name -> why a model does not have it. Logs those that were expected and ``failed``.
+
+    ``lacking`` and ``failed``: kind -> why. ``first``: whether the derivatives are of a model, and not of a derivative.
+    Raises InvalidArgument: the model has no derivative, or a sample of ``model_warmup`` is of one that it does not have.
+    """
+    said = "; ".join(f"it has no {kind}: {why}" for kind, why in failed.items())
+    if first and {PULL_BACK, PUSH_FORWARD} <= failed.keys():
+        raise InvalidArgument(f"model '{config.name}': derivatives is declared, and {said}")
+    if said:
+        _log.warning("model '%s': %s", config.name, said)
+    found = named(f"{config.name}.", {**lacking, **failed})
+    check_samples(config, found)
+    return found
+
+
+def check_samples(config: ModelConfig, lacking: Mapping[str, str] | None) -> None:
+    """Raises InvalidArgument if a sample of ``model_warmup`` is of a derivative that the model lacks.
+
+    ``lacking``: derivative's name -> why it is not there; None: the model has none.
+    """
+    for sample in config.model_warmup:
+        kind = sample.name.partition(".")[0]
+        if kind in KINDS and (lacking is None or f"{config.name}.{kind}" in lacking):
+            raise InvalidArgument(f"model_warmup '{sample.name}': {lacks(config.name, kind, lacking or {})}")
 
 
 def _floating(specs: Mapping[str, TensorSpec]) -> list[TensorSpec]:

@@ -6,7 +6,7 @@ configuration as given ─▶ tensors that model.py declares ─▶ completed, c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from tensord.workers.declarations.step_declaration import StepDeclaration, decla
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.loading.target import LoadTarget
+from tensord.workers.models.instance import Instance
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.python_model import auto_complete
 from tensord.workers.models.warmup import Sample, samples
@@ -60,6 +61,8 @@ class VersionLoad:
     progress: LoadProgress
     #: What this load makes a derivative of; None: it makes a model of its own.
     of: OfModel | None = None
+    #: The instances that were started for it and for its derivatives.
+    started: list[Instance] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:

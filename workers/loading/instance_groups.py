@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.status_page import StatusPage
+from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.loaded_model import InstanceMaker
@@ -147,6 +148,7 @@ class Starting:
         maker: InstanceMaker,
         jitted: JaxModel | None,
         cancellation: Cancellation,
+        started: list[Instance],
         former: Sequence[Instance] = (),
     ) -> tuple[Instance, ...]:
         """Starts a thread for each configured instance, in which the instance is initialised and warmed up.
@@ -155,8 +157,9 @@ class Starting:
           maker: makes the instances.
           jitted: the compiled model that the instances run; None: they run something else.
           cancellation: cancels the load.
+          started: gets each instance that is started. Who gives it ends them if the load fails.
           former: instances of the version that this version replaces. Those that this version has, too, are kept.
-        If an instance fails, its error is raised unchanged, and the other new instances end.
+        If an instance fails, its error is raised unchanged.
         Raises Cancelled: the load was cancelled.
         """
         cancellation.check()
@@ -179,7 +182,6 @@ class Starting:
                 made.append(instance)
             all_of_them.append(instance)
         failures: list[BaseException] = []
-        started: list[Instance] = []
         for together in [[instance] for instance in made] if maker.one_by_one else [made]:
             if failures:
                 break
@@ -194,10 +196,13 @@ class Starting:
                     except BaseException as error:
                         failures.append(error)
         if failures:
-            for instance in started:
-                if not instance.failed:
-                    # The model's code is needed until its last instance has ended.
-                    maker.imports.hold()
-                    instance.close(maker.imports.release)
             raise failures[0]
         return tuple(all_of_them)
+
+
+def end(started: Sequence[Instance], imports: ModelImports) -> None:
+    """Ends the instances of a load that failed. ``imports`` are released when the last instance has ended."""
+    for instance in started:
+        if not instance.failed:
+            imports.hold()
+            instance.close(imports.release)

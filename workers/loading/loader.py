@@ -23,7 +23,7 @@ import msgspec
 
 from tensord.config import ensemble_checks, model_checks, model_config, rate_limits
 from tensord.config.model_config import ModelConfig
-from tensord.shm.common.derivatives import PARAMETER_GRADIENT, PULL_BACK, PUSH_FORWARD, of_model
+from tensord.shm.common.derivatives import PARAMETER_GRADIENT
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import DeviceLost
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
@@ -39,7 +39,7 @@ from tensord.workers.declarations.declaration import (
     declare_streams,
     queue_rules,
 )
-from tensord.workers.declarations.derivatives import declared_order, derivatives
+from tensord.workers.declarations.derivatives import check_samples, declared_order, derivatives, named_lacking
 from tensord.workers.declarations.step_declaration import StepDeclaration
 from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
@@ -48,7 +48,7 @@ from tensord.workers.imports.process_state import ProcessState
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.loading.declared_version import DeclaredVersion, OfModel, VersionLoad, declared_version
 from tensord.workers.loading.ensemble_declaration import load_ensemble
-from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
+from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone, end
 from tensord.workers.loading.jax_loading import InstancePlan, jitted_model, load_stepped, planned_instances, run_samples
 from tensord.workers.loading.parameters import host_sets, warn_of_leaves
 from tensord.workers.loading.target import LoadTarget
@@ -62,7 +62,6 @@ from tensord.workers.models.loaded_model import InstanceMaker, LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.python_model import PythonModel, PythonVersion
 from tensord.workers.models.stepped_model import SteppedModel
-from tensord.workers.models.warmup import check_kinds
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.carry import check_state_size
 from tensord.workers.programs.load_progress import LoadProgress, Tell
@@ -90,6 +89,8 @@ class _Runnable:
     #: Calls ``is_ready`` of the model's code; None: it has none.
     is_ready_calls: IsReadyCalls | None = None
     derivatives: tuple[LoadedModel, ...] = ()
+    #: As in ``LoadedModel``.
+    lacking: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Loader:
@@ -147,7 +148,7 @@ class Loader:
 
     def _load_alone(self, record: Load, progress: LoadProgress) -> LoadedModel:
         imports = ModelImports.of_version(record.name, _folders(record))
-        flags = OwnFlags(record.name)
+        flags, started = OwnFlags(record.name), list[Instance]()
         imports.join(ModelPort(record.name, record.version, self._server, self.metrics, flags.code))
         try:
             config = model_config.from_bytes(record.config)
@@ -155,12 +156,13 @@ class Loader:
             if ensemble_checks.is_ensemble(config):
                 return load_ensemble(record, config, imports, self._max_queue_size)
             module = self._module(record, config, imports, flags)
-            loaded = self._load(VersionLoad(record, config, module, imports, flags, progress))
+            loaded = self._load(VersionLoad(record, config, module, imports, flags, progress, started=started))
             imports.port.loading = False
             if self._process is not None:
                 imports.port.ran = self._process.watch(f"model '{record.name}'")
             return loaded
         except BaseException as error:
+            end(started, imports)
             imports.forget()
             what = f"loading model '{record.name}' version {record.version}"
             raise self._failure(record, what, error, progress.cancellation) from None
@@ -189,7 +191,7 @@ class Loader:
         declared = declared_version(load, self._target)
         order = declared_order(load.config, load.module, declared.taken) if load.of is None else load.of.order
         if not order:
-            check_kinds(load.config, ())
+            check_samples(load.config, None)
         if declared.steps is not None:
             made = self._stepped(load, declared, declared.steps)
         elif load.config.backend == "python":
@@ -239,6 +241,7 @@ class Loader:
             users=users,
             # The code and the parameters are theirs, too, and gone when all are.
             derivatives=tuple(dataclasses.replace(each, users=users) for each in made.derivatives),
+            lacking=made.lacking,
         )
 
     def _stepped(self, load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration) -> _Runnable:
@@ -277,7 +280,7 @@ class Loader:
 
         samples = load.samples(described, declared.made_inputs)
         maker = InstanceMaker(made, samples, load.flags.code, load.imports, declared.gpus, one_by_one=not together)
-        instances = self._starting.start(config, maker, None, load.progress.cancellation)
+        instances = self._starting.start(config, maker, None, load.progress.cancellation, load.started)
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 
     def _created(self, load: VersionLoad, declared: DeclaredVersion, order: int) -> _Runnable:
@@ -300,7 +303,7 @@ class Loader:
                 returned = create(config.name, module, load.folder, model_config.to_dict(config), plan.given)
             function = created(module, described, returned, declared.made_inputs.asked, declared.mixed is not None)
             if is_generator(returned):
-                return self._generator(load, declared, function)
+                return self._generator(load, declared, function, order)
         if config.model_transaction_policy.decoupled:
             raise InvalidArgument(
                 f"model '{config.name}' is decoupled: create() must return a generator function, which yields its responses"
@@ -311,45 +314,41 @@ class Loader:
             declared = dataclasses.replace(declared, taken=dataclasses.replace(described, doubles=True))
             buckets = _buckets(load, declared.taken)
         made = self._jitted(load, declared, buckets, function, plan)
-        return dataclasses.replace(made, derivatives=self._derivatives(load, declared, function, made.jitted, order))
+        return self._with_derivatives(made, load, declared, function, order) if order else made
 
-    def _derivatives(
-        self, load: VersionLoad, declared: DeclaredVersion, function: Created, jitted: JaxModel | None, order: int
-    ) -> tuple[LoadedModel, ...]:
+    def _with_derivatives(
+        self, made: _Runnable, load: VersionLoad, declared: DeclaredVersion, function: Created, order: int
+    ) -> _Runnable:
         """Loads a version's derivatives. Those that cannot be traced are left out and logged."""
-        config, module, of = load.config, load.module, load.of
-        if not order or jitted is None:
-            return ()
+        config, module, first, jitted = load.config, load.module, load.of is None, made.jitted
+        assert jitted is not None
         apply, parameters, _ = function
         limit = self._target.options.executables.max_batch_byte_size
-        found, lacking = list[LoadedModel](), dict[str, str]()
-        for each in derivatives(config, module, declared.signature, apply, parameters, limit, of is None):
+        kinds, lacking = derivatives(config, module, declared.signature, apply, parameters, limit, first)
+        found, failed, further = list[LoadedModel](), dict[str, str](), dict[str, str]()
+        for each in kinds:
             record = msgspec.structs.replace(load.record, name=each.config.name)
             progress = LoadProgress(record.name, record.version, cancellation=load.progress.cancellation)
             left = 0 if each.kind == PARAMETER_GRADIENT else order - 1
             its = OfModel(each.apply, parameters, jitted, left)
             try:
                 loaded = self._load(
-                    VersionLoad(record, each.config, each.module, load.imports, load.flags, progress, its)
+                    VersionLoad(record, each.config, each.module, load.imports, load.flags, progress, its, load.started)
                 )
             except (ServingError, DeviceLost):
                 raise
             except Exception as error:  # whatever tracing raises
                 load.progress.cancellation.check()
-                lacking[each.kind] = described_failure(error, _folders(record))
+                failed[each.kind] = described_failure(error, _folders(record))
                 continue
             found += [dataclasses.replace(loaded, derivatives=()), *loaded.derivatives]
-        lacks = "; ".join(f"it has no {kind}: {why}" for kind, why in lacking.items())
-        if of is None and {PULL_BACK, PUSH_FORWARD} <= lacking.keys():
-            raise InvalidArgument(f"model '{config.name}': derivatives is declared, and {lacks}")
-        if lacks:
-            _log.warning("model '%s': %s", config.name, lacks)
-        check_kinds(config, {of_model(each.name)[1] for each in found if of_model(each.name)[0] == config.name})
-        return tuple(found)
+            further |= loaded.lacking
+        further |= named_lacking(config, lacking, failed, first)
+        return dataclasses.replace(made, derivatives=tuple(found), lacking=further)
 
-    def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Created) -> _Runnable:
-        if declared.mixed is not None or declared.on_demand:
-            what = "batch_sets" if declared.mixed is not None else "memory_policy 'on_demand'"
+    def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Created, order: int) -> _Runnable:
+        if declared.mixed is not None or declared.on_demand or order:
+            what = "memory_policy 'on_demand'" if declared.on_demand else "derivatives" if order else "batch_sets"
             raise Unsupported(f"model '{load.config.name}': {what} is for jitted functions, a generator is none")
         declare_streams(load.config)
         return self._on_host(GeneratorModel, load, declared, function)
@@ -368,7 +367,7 @@ class Loader:
         model = kind(load.record.version, described, apply, sets, load.imports.port)
         samples = load.samples(described, declared.made_inputs)
         maker = InstanceMaker(lambda *_: lambda _: model, samples, load.flags.code, load.imports, declared.gpus)
-        instances = self._starting.start(config, maker, None, load.progress.cancellation)
+        instances = self._starting.start(config, maker, None, load.progress.cancellation, load.started)
         return _Runnable(instances=instances, maker=maker, sets=sets)
 
     def _jitted(
@@ -411,7 +410,7 @@ class Loader:
             plan.turns,
         )
         cancellation = load.progress.cancellation
-        instances = self._starting.start(config, maker, jitted, cancellation) if plan.threads else ()
+        instances = self._starting.start(config, maker, jitted, cancellation, load.started) if plan.threads else ()
         return _Runnable(jitted, instances=instances, maker=maker, sets=jitted.sets)
 
     def _jitted_instances(self, _: ModelConfig, jitted: JaxModel | None) -> Callable[[str], Instantiated]:
@@ -444,17 +443,20 @@ class Loader:
         scalars = [tensor.name for tensors in (config.input, config.output) for tensor in tensors if not tensor.dims]
         model_checks.check(config, whole=True, scalars=scalars)
         planned, jitted = self._starting.groups(config), former.jitted
-        threads = not maker.takes_turns and planned.need_threads
+        threads, started = not maker.takes_turns and planned.need_threads, list[Instance]()
         if jitted is not None:
             jitted = jitted.for_instances(planned.active if threads else 1, threads or maker.alone)
         try:
             with self._kept(record):
                 instances = (
-                    self._starting.start(config, maker, jitted, cancellation, (*former.instances, *former.passive))
+                    self._starting.start(
+                        config, maker, jitted, cancellation, started, (*former.instances, *former.passive)
+                    )
                     if threads or jitted is None
                     else ()
                 )
         except BaseException as error:
+            end(started, maker.imports)
             what = f"starting more instances of model '{record.name}' version {record.version}"
             raise without_frames(self._failure(record, what, error, cancellation)) from None
         active, passive = _by_role(instances)

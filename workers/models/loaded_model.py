@@ -108,6 +108,8 @@ class LoadedModel:
     users: dict[ModelVersion, None] = field(default_factory=dict)
     #: Its derivatives, which are served, replaced and unloaded with it.
     derivatives: tuple[LoadedModel, ...] = ()
+    #: The same as in ``ModelState``.
+    lacking: dict[str, str] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
         """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or its priority.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ from tensord.config.model_config import ModelConfig, data_type_name
 from tensord.config.model_folder import regular
 from tensord.shm import datatypes
 from tensord.shm.arrays import Array, array
-from tensord.shm.common.derivatives import KINDS, lacks
+from tensord.shm.common.derivatives import KINDS
 from tensord.shm.datatypes import byte_size
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import PreparedRequest, RequestRecord
@@ -112,14 +112,6 @@ class Sample:
     def failed(self, reason: str) -> InvalidArgument:
         """Returns the error of a load that fails because of this sample."""
         return InvalidArgument(f"{self.name} failed: {reason}")
-
-
-def check_kinds(config: ModelConfig, kinds: Collection[str]) -> None:
-    """Raises InvalidArgument if a sample of ``model_warmup`` is for a kind of derivative that is not in ``kinds``."""
-    for setting in config.model_warmup:
-        kind = setting.name.partition(".")[0]
-        if kind in KINDS and kind not in kinds:
-            raise InvalidArgument(f"model_warmup '{setting.name}': {lacks(config.name, kind)}")
 
 
 def samples(

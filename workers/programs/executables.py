@@ -92,6 +92,8 @@ class Executables:
         self.made: dict[Wanted, Executable] = {}
         #: Those of buckets that are compiled when a batch first needs one (``postpone``).
         self._postponed: set[Wanted] = set()
+        #: Executables that were compiled to try rows, and that no batch has needed yet.
+        self._spare: dict[Wanted, Executable] = {}
         #: The error of a function whose rows affect each other, which was found after the load.
         self._mixes: Internal | None = None
         #: Of these, what the cache had no program for.
@@ -135,7 +137,7 @@ class Executables:
         device_memory.check(self.signature.model, what, taken.batch_byte_size, devices)
         self._run_once()
         if apart is not None:
-            self._cache.good_rows(noted, found=self._are_apart(self.made[apart], progress.cancellation.check))
+            self._cache.good_rows(noted, found=self._are_apart(apart, progress.cancellation.check))
         self._lowering.traced.clear()
 
     def postpone(self, tried: Buckets) -> None:
@@ -147,14 +149,17 @@ class Executables:
         for first in itertools.islice(tried.planned(), 1):
             self._lowering.check(*first, self._lowering.lower(*first, self._usual))
 
-    def _are_apart(self, made: Executable, check: Callable[[], None]) -> bool:
+    def _are_apart(self, wanted: Wanted, check: Callable[[], None]) -> bool:
         """Raises Internal if rows affect each other. Returns False if memory lacks to find out. ``check``: may end it."""
-        wanted = made.wanted
         if not self._lowering.traced[wanted]:  # the cache had the program
             self._lowering.lower(*wanted, self._usual)
         traced, why = self._lowering.traced[wanted][0], next(filter(None, self.examined[:2]), "")
         alike = [other for each, other in self.made.items() if each.shapes == wanted.shapes and each != wanted]
-        ask = functools.partial(probe, self.signature, [made, *alike[:1]], traced, self.device.remote, check)
+
+        def ask() -> str | None:
+            made = self.made.get(wanted) or self._spare.setdefault(wanted, self._compiled(wanted))
+            return probe(self.signature, [made, *alike[:1]], traced, self.device.remote, check)
+
         return rows_apart(self.signature.model, ask, self.device.check, traced, wanted.rows, "batch", why)
 
     def _first(self, planned: Sequence[Wanted]) -> jax.stages.Lowered:
@@ -280,20 +285,32 @@ class Executables:
         """
         if self._mixes is not None:
             raise self._mixes
-        tried = self._rows_apart and wanted in self._postponed and wanted.rows > 1
-        self._lowering.traced |= {wanted: []} if tried else {}
+        if self._rows_apart and wanted in self._postponed:
+            self._check_rows(wanted)
+        return self._spare.pop(wanted, None) or self._compiled(wanted)
+
+    def _compiled(self, wanted: Wanted) -> Executable:
         with self._cache.compiles.compiling():
-            compiled = self._compile(wanted, None)
-        made = self.device.executable(wanted, self.signature, compiled)
-        if tried:
-            try:
-                self._rows_apart = not self._are_apart(made, self.device.check)
-            except Internal as error:
-                self._mixes = error
-                raise
-            finally:
-                self._lowering.traced.clear()
-        return made
+            return self.device.executable(wanted, self.signature, self._compile(wanted, None))
+
+    def _check_rows(self, wanted: Wanted) -> None:
+        """Raises Internal if rows affect each other in the program ``wanted``, or in one for more rows if ``wanted`` has one."""
+        several = sorted(each for each in self._postponed if each.shapes == wanted.shapes and each.rows > 1)
+        if not several:
+            return
+        asked = wanted if wanted.rows > 1 else several[0]
+        self._lowering.traced[asked] = []
+        try:
+            text = text_of(self._lowering.lower(*asked, self._usual))
+            noted = self._cache.key((*self._identity, text, "rows"))
+            apart = self._cache.good_rows(noted) or self._are_apart(asked, self.device.check)
+            self._cache.good_rows(noted, found=apart)
+            self._rows_apart = not apart
+        except Internal as error:
+            self._mixes = error
+            raise
+        finally:
+            self._lowering.traced.clear()
 
     def leaks(self) -> bool:
         """Traces the smallest program once more. Returns whether the model's code keeps values of the trace afterwards."""

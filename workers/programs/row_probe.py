@@ -19,6 +19,7 @@ import numpy as np
 from jax.stages import Traced
 
 from tensord.shm.arrays import Array, drawn
+from tensord.shm.common.derivatives import of_model
 from tensord.shm.errors import Cancelled, Internal
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.carry import rows_argument
@@ -76,9 +77,12 @@ def rows_apart(
         if why and _BESIDE not in found:
             raise Internal(f"model '{model}': {found}; {why}")
         by, meant = combining(traced.jaxpr.jaxpr, rows), "rows_may_mix = True" if axis == "batch" else "slots = 1"
+        meant += " in model.py says that it is meant"
+        if of_model(model)[1]:
+            meant = "A rule (custom_vjp, custom_jvp) of one row, mapped over the rows by jax.vmap, does that"
         raise Internal(
             f"model '{model}': {found}{by and '; probably by '}{by}. Rows of other clients and zeros are in a batch, so each row "
-            f"has to be computed by itself (axis 0 is the {axis}). {meant} in model.py says that it is meant"
+            f"has to be computed by itself (axis 0 is the {axis}). {meant}"
         )
     return True
 

@@ -345,10 +345,12 @@ def _wrong_count(prepared: PreparedRequest, own: RequestRecord, signature: Signa
     # A misspelt input of generate is one.
     parameters = all_parameters(prepared, own)
     named = f" Its parameters are [{_quoted([*parameters])}]." if missing and parameters else ""
+    fault = f"missing required input(s) [{_quoted(missing)}]. Please provide all required input(s)."
+    if not missing:
+        fault = f"the model takes [{_quoted([*signature.inputs])}]."
     return InvalidArgument(
         f"{label(own.client_id)}{expected} but got {len(given)} inputs for model '{signature.model}'. "
-        f"Got input(s) [{_quoted(given[::-1])}], but missing required input(s) [{_quoted(missing)}]. "
-        f"Please provide all required input(s).{named}"
+        f"Got input(s) [{_quoted(given[::-1])}], but {fault}{named}"
     )
 
 

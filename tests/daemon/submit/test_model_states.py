@@ -53,7 +53,11 @@ def test_derivatives_come_and_go_with_their_version(table: ModelStates) -> None:
     )
     found = table.find("n.pull_back")
     assert (found.version, found.workers, found.metadata, found.derivatives) == (2, (5,), b"metadata", ())
-    table.update(ModelState("n", 2, "READY", workers=(6,), derivatives=(pulled,)))
+    lacking = {"n.value_and_gradient": "this is why", "n.pull_back.push_forward": "this, too"}
+    table.update(ModelState("n", 2, "READY", workers=(6,), derivatives=(pulled,), lacking=lacking))
+    for name, why in lacking.items():
+        with pytest.raises(NotFound, match=f": model '{name.rpartition('.')[0]}' has no .*: {why}$"):
+            table.find(name)
     assert table.find("n.pull_back", 2).workers == (6,)
     with pytest.raises(
         NotFound, match=r"'n.push_forward' is not found: model 'n' has no push_forward.*derivatives = True"

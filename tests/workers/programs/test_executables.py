@@ -242,6 +242,37 @@ def test_what_is_known_of_rows_is_kept_with_the_programs(tmp_path: Path, monkeyp
     assert start() == ([1, 2], [2, 1])
 
 
+def test_postponed_programs_are_tried_with_the_first_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it takes one row. The program that is tried then serves later batches, and the next start tries nothing."""
+    compiled: list[int] = []
+    compile_it = Executables._compile
+
+    def counted(self: Executables, wanted: Wanted, lowered: Any) -> Any:
+        compiled.append(wanted.rows)
+        return compile_it(self, wanted, lowered)
+
+    monkeypatch.setattr(Executables, "_compile", counted)
+
+    def start(*rows: int) -> list[int]:
+        made = of({"x": "FP32[3]"}, {"y": "FP32[3]"}, 4)
+        buckets, cache = Buckets(made, (1, 2, 4), {}), ExecutableCache(cache_directory(str(tmp_path / "cache")))
+        apply = lambda _, inputs: {"y": jnp.sin(inputs["x"])}  # noqa: E731
+        sets, device = placed_sets(made, None), Processor(None)
+        executables = Executables(made, buckets, apply, sets, cache, b"", 4, device, rows_apart=True)
+        executables.postpone(buckets)
+        compiled.clear()
+        for each in rows:
+            executables.add(executables.compile(Wanted(each, ((3,),))))
+        return sorted(compiled)
+
+    for rows in ((1,), (1, 2, 4)):
+        assert start(*rows) == [1, 2, 4][: len(rows) + 1]
+        assert start(1) == [1]
+        for note in (tmp_path / "cache").glob("*.rows"):
+            note.unlink()
+    assert start(4, 1) == [1, 4]
+
+
 def test_a_function_whose_rows_mix_is_refused_each_time(tmp_path: Path) -> None:
     folder = cache_directory(str(tmp_path / "cache"))
 

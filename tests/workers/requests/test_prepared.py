@@ -188,7 +188,7 @@ def test_views_are_of_the_arena_and_the_region(submitter: SubmitterLink, regions
         ((X, X), "[request id: me] input 'x' already exists in request"),
         (
             (X, *(Tensor(name, "BYTES", (2, 0), b"") for name in "wq")),
-            "between 1 and 2 but got 3 inputs for model 'm'. Got input(s) ['q','w','x'], but missing required input(s) [].",
+            "between 1 and 2 but got 3 inputs for model 'm'. Got input(s) ['q','w','x'], but the model takes ['x','w'].",
         ),
         ((Tensor("x", "FP32", (), b""),), "input 'x' has no shape but model requires batch dimension for 'm'"),
         ((Tensor("x", "FP32", (5, 2), b""),), "[request id: me] inference request batch-size must be <= 4 for 'm'"),
