@@ -117,7 +117,6 @@ def choices(key: str) -> tuple[str, ...]:
 
 
 def _words(wanted: Any) -> Iterator[str]:
-    """Yields the words that are values of a type: "true" and "false" of bool, and those of each Literal in it."""
     if wanted is bool:
         yield from ("true", "false")
     elif typing.get_origin(wanted) is typing.Literal:

@@ -155,7 +155,6 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 def _tried(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, deep: bool
 ) -> Iterator[Verdict]:
-    """Loads models in processes on all ``devices``. Yields in order whether each could be loaded and, if ``deep``, run."""
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(options, workers=workers))

@@ -176,7 +176,6 @@ def _connected(path: Path) -> socket.socket:
 
 
 def _found() -> socket.socket:
-    """Connects to the daemon of the first default folder that has any. Raises _Unreachable if it has several."""
     reasons: list[str] = []
     for folder in runtime_directory.searched(os.environ):
         answering: dict[Path, socket.socket] = {}

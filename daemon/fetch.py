@@ -219,7 +219,6 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def _check_sums(model: Path, sha256: str) -> None:
-    """Checks a model's files against its list SHA256SUMS, if it has one. ``sha256``: the list's own checksum; "": any."""
     if not (model / SUMS).is_file():
         if sha256:
             raise InvalidArgument(f"--sha256 of a folder is that of its {SUMS}, which it does not have")

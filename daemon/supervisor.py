@@ -479,7 +479,6 @@ class Supervisor:
         return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
     def _gives_up(self, child: Child) -> bool:
-        """If the daemon is starting, makes it stop, because ``child`` will not be replaced. Returns whether it did."""
         if self.phase is not DaemonPhase.STARTING or (isinstance(child, WorkerProcess) and child.model):
             return False
         self._shutdown.fail()

@@ -25,7 +25,7 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether pages went missing from any ``Guarded`` mapping of this process."""
+    """Returns whether this process has used a ``Guarded`` mapping whose file a client had made too short."""
     return available and _guard.any()
 
 

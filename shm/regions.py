@@ -150,7 +150,6 @@ class _ObjectRegion(Leased):
     """Base class of regions in a shared-memory object."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Stores a region of the object ``fd``, which it owns. If the range is not in the object, closes it and raises."""
         found = os.fstat(fd)
         if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
             os.close(fd)

@@ -82,8 +82,8 @@ def keys(seeds: Array | jax.Array, raw: bool = False) -> jax.Array:
         own = tensord.models.keys(request["seed"])  # of request = {"seed": ("INT64", 0)}
         noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(own)
 
-    The keys are those of ``jax.random.key`` with threefry2x32, whatever ``jax_default_prng_impl`` is. A seed from 0 on has
-    the same key in every datatype.
+    The keys are those of ``jax.random.key`` with threefry2x32, whatever ``jax_default_prng_impl`` is. A seed that is not
+    negative has the same key in every datatype.
 
     Args:
       seeds: INT32, UINT32, INT64 or UINT64, of shape [rows] or [rows, 1]. A model without a batch dimension has one row.

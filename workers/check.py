@@ -62,7 +62,7 @@ class Apart:
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: ModelCall) -> None:
-        """Does nothing: a call of a model that is only being checked was answered at once, by ``begin``."""
+        """Does nothing, because ``begin`` has already answered the call."""
 
     stop = took = abandon = cancel
 

@@ -140,8 +140,6 @@ class ParameterPushes:
             self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
 
     def _expire(self, now_ns: int) -> None:
-        """Lets the thread for pushes drop memory that the pool keeps for further pushes, if none came for a long time."""
-
         def done(keeps: bool | Exception) -> None:
             self._expires = False
             if keeps:
@@ -192,7 +190,6 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Checks pushed parameters in the memory ``fd``. Returns an array for each leaf of the model; None: it is not pushed."""
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
         found = layout.read(memory.view, what, sets.leaves)
@@ -254,7 +251,6 @@ class ParameterPushes:
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether this load of a version is still in use here: not unloaded, and not replaced by a newer load."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 

@@ -275,7 +275,6 @@ def _over_http(path: str, greeting: Mapping[str, Any], patience: float) -> Conne
 
 
 def _over_tcp(address: str, patience: float) -> HttpConnection:
-    """Connects to an HTTP server over TCP, at the first address that answers."""
     text = (address[len("http://") :] if address.startswith("http://") else address).rstrip("/")
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:

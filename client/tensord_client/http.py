@@ -278,7 +278,6 @@ class HttpConnection:
         return _Infer(pieces, call)
 
     def _head(self, call: Call, contents: list[Buffer]) -> tuple[bytes, int]:
-        """Returns the bytes of an inference request before ``contents``, the tensors, and how many of them are JSON."""
         key = None
         if call.is_bare:
             tensors = tuple(

@@ -284,7 +284,6 @@ class HttpRequest(Pending[Any]):
             self._finish(None)
 
     def _finish(self, error: ServingError | None) -> None:
-        """Ends this request, whose answer is complete, and gives its connection to the pool."""
         channel, self._channel = self._channel, None
         if channel is not None and not channel.may_be_kept:
             channel.close()
@@ -301,7 +300,6 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _release(self) -> None:
-        """Removes this request from the pool's queue, or closes its connection."""
         self._unwatch()
         if not self.end() or (not self._granted and self._pool.leave_line(self)):
             return

@@ -138,7 +138,6 @@ class _ServedModel:
         return self.model.has_derivative(kind)
 
     def rows(self, outer: tuple[int, ...]) -> int:
-        """Returns how many axes of an array are rows: those in ``outer``, which ``vmap`` added, and the batch axis."""
         return len(outer) + bool(self.model.max_batch_size and not self.lifted)
 
     def __call__(self, given: Mapping[str, Array], wanted: Sequence[_Output], outer: tuple[int, ...]) -> list[Array]:

@@ -178,7 +178,6 @@ class LaneConnection(Sender):
         return self.http().open(model, version)
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
-        """Returns a model's description and lanes. ``until``: when it gives up (``time.monotonic``). ``anew``: asks again."""
         begun = time.monotonic()
         while True:
             left = max(0.0, until - time.monotonic())
@@ -518,7 +517,6 @@ class LaneConnection(Sender):
             raise
 
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
-        """Returns whether to send the request again that the lane ``by`` refused. Waits until ``until`` for another worker."""
         before = self.known(call)
         if before is None or before.choose() is None:
             self.find_lanes(call, until)

@@ -179,10 +179,10 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Lets somebody read the new lane on which this request was sent again.
+        """Makes a thread or the event loop read answers on the lane to which this request was sent again.
 
-        If callbacks wait for the answer, a thread reads the lane. If a task waits, the event loop reads the lane. If the
-        request was cancelled meanwhile, its new worker is told.
+        If the request has callbacks, a thread reads the lane. If a task awaits the answer, the event loop reads the lane. If the
+        request was cancelled meanwhile, this method cancels it on the lane.
         """
         lane = self.lane
         if lane is None:

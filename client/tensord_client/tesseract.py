@@ -151,7 +151,6 @@ class TesseractModel:
         return {path: point.gradient(name, found[name]) for name, path in by.items()}
 
     async def _jacobian(self, point: wire.Point, shapes: Any, by: _Paths, of: _Paths, hold: _Hold) -> dict[str, Any]:
-        """Returns output path -> input path -> Jacobian. ``by``, ``of``: names of the inputs and outputs -> their paths."""
         taken, given = {name: point.arrays[name].shape[1:] for name in by}, {name: shapes[name] for name in of}
         inputs, outputs = (sum(map(math.prod, each.values())) for each in (taken, given))
         back = PULL_BACK in self._kinds and (PUSH_FORWARD not in self._kinds or outputs <= inputs)
@@ -248,7 +247,6 @@ class TesseractGateway:
             self._held -= own
 
     async def _answer(self, request: Request, hold: _Hold) -> tuple[int, bytes, bytes]:
-        """Returns status, content type and content of an answer. ``hold`` gets the byte size of what is kept in memory for it."""
         try:
             kind, told = await self._respond(request, hold)
             content = json.dumps(told, default=wire.written).encode()

@@ -141,9 +141,14 @@ class Point:
     def __init__(
         self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], batched: bool, most: int, abstract: bool
     ) -> None:
-        """Decodes a request's ``values``, by input name. ``tensors``: the inputs; ``batched``: they may have an axis of rows.
+        """Decodes the inputs of a request from JSON values.
 
-        ``most``: the most bytes of an input and of all. ``abstract``: a value may be only a shape and a dtype.
+        Args:
+          values: the parsed JSON value of each input, by the input's name.
+          tensors: the model's inputs by name.
+          batched: whether inputs may have an additional first axis, which counts rows.
+          most: how many bytes one input may have, and how many bytes all inputs may have together.
+          abstract: whether a value may be only a shape and a dtype.
         Raises InvalidArgument if a value does not fit its input.
         """
         given = {name: read(name, each, tensors[name], most, abstract) for name, each in values.items()}

@@ -19,13 +19,16 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client took at most ``rate`` bytes a second in a whole period.
+        """Returns whether the client received at most ``rate * seconds`` bytes in a period of ``seconds``.
 
-        Call this method repeatedly. A period lasts ``seconds``, and while it lasts, False is returned. The next period begins if
-        the client was fast enough.
+        Call this method again and again. It returns False until the period is over. If the client was fast enough, a new period
+        begins.
         Args:
-          since: when bytes began to wait for the client, in seconds of the clock of ``now``, or 0 if none wait.
-          left: how many bytes the client still has to take. Only differences between calls count.
+          since: when bytes began to wait for the client, on the same clock as ``now``. It is 0 if no bytes wait.
+          left: how many bytes wait for the client. A constant may be added to all values.
+          now: the present time in seconds.
+          seconds: the length of a period.
+          rate: a number of bytes per second.
         """
         if not since:
             return False

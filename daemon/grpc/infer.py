@@ -254,7 +254,6 @@ class Infer:
             refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Returns a request's trace, or None. ``waited_ns``: since when it was waited for; ``read_ns``: when it came."""
         metadata = head.metadata
         parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)
@@ -347,7 +346,6 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer in pieces. Returns [] if the answer only marks the end of the responses."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, record):
             return []

@@ -189,7 +189,6 @@ def _maker(request: type[Message], answer: Any, for_peer: bool) -> Callable[[Str
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:
-    """Fills ``message`` from JSON values. Unknown fields are left out."""
     return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
 
 

@@ -163,7 +163,6 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputContent | None:
-    """Returns the typed values or the region of an input, or None if it is a raw tensor."""
     name = entry.name
     if "shared_memory_region" in entry.parameters:
         if entry.HasField("contents"):

@@ -150,7 +150,6 @@ class AsgiRequest:
         self._finish(status, body)
 
     def _finish(self, status: int, body: bytes) -> None:
-        """Counts the answered request, logs an error, and lets the next request go on."""
         self._answered = True
         self._news.set()
         # A probe that hears "not ready" has made no mistake.

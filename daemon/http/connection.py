@@ -211,7 +211,6 @@ class Http1Connection(asyncio.Protocol):
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Ends the ``BodyReader``, so that later bytes come to this connection. While reading is paused, keeps it."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()

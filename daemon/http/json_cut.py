@@ -170,7 +170,6 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 
 
 def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
-    """Returns the offset behind an array of strings, or ``start`` if a JSON parser must read it."""
     at, inside = start + 1, False
     while at < len(view):
         piece = bytes(view[at : at + _PIECE_BYTE_SIZE])
@@ -188,7 +187,7 @@ def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
             elif piece[end] == _MARK or (inside and not end):
                 inside = True  # it goes on in the next piece
             else:
-                return start
+                return start  # a JSON parser has to read it
         at += len(piece)
         yield
     return _UNCLOSED

@@ -163,7 +163,6 @@ class Messages:
             self._begin_generation(read(route, version, keep_alive, self.headers), _ENDPOINTS[route.endpoint])
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
-        """Checks a complete head. Returns the status and text of an error, or None."""
         http = self._serving.options.http
         self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
         if self.head_size > http.max_head_byte_size:
@@ -213,7 +212,6 @@ class Messages:
             exchange.take_turn()
 
     def _complete(self, head: InferHead) -> None:
-        """Applies the configuration's rules for header fields to ``head``, and reads its ``traceparent``."""
         if self._serving.has_rules:
             self._apply_rules(head)
         if self._serving.tracer.joins:

@@ -218,7 +218,7 @@ class Reception(Receiver):
         return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
-        """Frees the ordinary memory of a body that nobody will read."""
+        """Frees the memory in which the request's body was collected, because nobody will read the body."""
         if self._collected_byte_size:
             self.body, self._inflation = CollectedBody(), None
             self._drop_collected()

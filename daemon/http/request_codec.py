@@ -229,13 +229,13 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
 
 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
-    """Decodes a raw request, whose whole body is the bytes of the model's one input.
+    """Decodes a raw request, whose whole body is the bytes of the model's only input.
 
-    At most one dimension of the input may be variable, and it gets the size that fits the body. The body of a BYTES input is
-    one element without its length, and the shape must be [1]. A model that batches gets a batch of one. Every output is sent
-    back as binary. ``state``: the state of the model version that the request names.
-    Raises InvalidArgument if the model has not exactly one input, or if not exactly one shape of the input fits the body.
-    Source: Triton docs/protocol/extension_binary_data.md, "Raw Binary Request"; texts as recorded against a real Triton.
+    The input may have one dimension of variable size, which then follows from the size of the body. A BYTES input must have the
+    shape [1], and the body is its element without a length. A model that batches gets a batch of one. Every output is sent back
+    as binary. ``state``: the state of the model version that the request names.
+    Raises InvalidArgument if the model has more than one input, or if the body does not fit the input's shape.
+    Source: Triton docs/protocol/extension_binary_data.md, "Raw Binary Request". Errors have the texts of a real Triton.
     """
     inputs = msgspec.json.decode(state.metadata)["inputs"]
     if len(inputs) != 1:

@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 2.0
 
 
-class _OfSlot:
-    """Adds up the counters of all workers that have had one name, one after the other."""
+class _WorkerTotals:
+    """Adds up the counters of the worker processes that have run one after the other under the same name."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -112,7 +112,7 @@ class Collection:
     #: Incarnation -> its last report of the leases on regions.
     _leases: dict[int, dict[str, int]] = field(default_factory=dict, init=False)
     #: Name of a slot -> what its workers have counted.
-    _of_slots: dict[str, _OfSlot] = field(default_factory=dict, init=False)
+    _totals: dict[str, _WorkerTotals] = field(default_factory=dict, init=False)
 
     async def snapshot(self, exemplars: bool = False) -> MetricsSnapshot:
         """Returns what the metrics show now. A worker that does not answer is shown with its last counters.
@@ -205,7 +205,7 @@ class Collection:
         self._ledger.update(worker.incarnation, figures)
         self._own.update(worker.incarnation, worker.name, figures.own)
         self._leases[worker.incarnation] = figures.leases
-        self._of_slots.setdefault(worker.name, _OfSlot()).update(worker.incarnation, figures)
+        self._totals.setdefault(worker.name, _WorkerTotals()).update(worker.incarnation, figures)
         return True
 
     async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
@@ -224,7 +224,7 @@ class Collection:
     def _worker_slots(self, answered: set[int]) -> list[WorkerSlot]:
         filled = {worker.name: worker for worker in self._workers}
         slots, lanes = self._workers.slots, self._lanes.open_by_worker()
-        self._of_slots = {name: of_slot for name, of_slot in self._of_slots.items() if name in slots}
+        self._totals = {name: total for name, total in self._totals.items() if name in slots}
         found = []
         for name, device in slots.items():
             worker = filled.get(name)
@@ -232,9 +232,9 @@ class Collection:
             answered_now = worker is not None and worker.incarnation in answered
             lost = self._workers.lost_sequences[name]
             loading = worker.loading if worker is not None else None
-            of_slot = self._of_slots.get(name, _OfSlot())
-            byte_size = of_slot.byte_size if worker is not None and worker.incarnation == of_slot.incarnation else 0
-            counts = lanes[name], of_slot.requests, byte_size, of_slot.compiles, of_slot.answers
+            total = self._totals.get(name, _WorkerTotals())
+            byte_size = total.byte_size if worker is not None and worker.incarnation == total.incarnation else 0
+            counts = lanes[name], total.requests, byte_size, total.compiles, total.answers
             found.append(WorkerSlot(name, device, up, answered_now, self._slots.restarts(name), lost, loading, *counts))
         return found
 

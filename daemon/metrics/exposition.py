@@ -222,7 +222,6 @@ def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple
 
 
 def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
-    """Returns (model, version, protocol) -> (kind of duration, number of the histogram's bucket) -> exemplar's text."""
     found: dict[tuple[str, int, str], dict[tuple[int, int], str]] = {}
     for (model, version, protocol, kind, bucket), (trace_id, seconds, at) in exemplars.items():
         text = f' # {{trace_id="{trace_id}"}} {seconds} {at:.3f}'

@@ -107,7 +107,6 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Adds a version's counts to ``before``: (parameter sets that left a device, parameter sets that came to one)."""
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)
 

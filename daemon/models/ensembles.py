@@ -90,11 +90,10 @@ class Ensembles:
         return model_config.parse_json(described(name, traits.config, derivatives, traits.lacking).decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices whose workers have all members. An empty tuple stands for all devices."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
-            return ()
+            return ()  # all devices
         common = [
             device for device in next(iter(named.values())) if all(device in devices for devices in named.values())
         ]

@@ -498,9 +498,9 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the devices of workers that isolated models need, each with the fraction (0 to 1) of a GPU's memory for it.
+        """Returns the devices of workers that isolated models need, with the fraction (0 to 1) of GPU memory for each worker.
 
-        An isolated model has workers of its own. It needs them while it is wanted, and until they have unloaded it.
+        An isolated model shares its workers with no other model. The model needs them until the workers have unloaded it.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():

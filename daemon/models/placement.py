@@ -114,7 +114,6 @@ def _first(gpu: int, each: int) -> str:
 
 
 def _sharing(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of the ``chosen`` devices whose workers count the rate-limiter resources that a model needs."""
     needs = _needs(config)
     if len(chosen) < 2 or not needs:
         return chosen

@@ -210,10 +210,6 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- a push
 
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
-        """Returns the highest version that serves or, if none does, is being loaded. ``number``: the version; 0: any.
-
-        ``lacking``: whether a version counts as serving if it is not served because it has lost its pushed values.
-        """
         check_not_derivative(model)
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}
@@ -264,7 +260,6 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Makes every worker use the values of push ``number``. Returns its record. ``memory``: a descriptor, or -1."""
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
             # Before it is read: a file that changes meanwhile is another one.
@@ -297,7 +292,6 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Loads a version whose pushed values were lost, with those in ``memory``. Returns ``content`` once it serves."""
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
             raise Unavailable(
@@ -329,7 +323,6 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Has ``worker`` copy parameters, maybe from the client's ``memory``. Returns sealed memory, which the caller closes."""
         if worker is None:
             raise _NoWorker
         what = f"parameters of model '{operation.model}'"
@@ -349,7 +342,6 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor, for the caller to close, of memory with the values of ``content``; -1: they are lost."""
         if content.memory >= 0:
             return os.dup(content.memory)
         if content.file is None or await self._fingerprint(key, content.file) != content.fingerprint:
@@ -373,10 +365,6 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Replaces the values of a parameter set on every worker, or on none. ``memory``: the values' descriptor, or -1.
-
-        Once all workers have the values, calls ``check``, which may raise an error, and ``put``. Then the workers use the values.
-        """
         staged: set[int] = set()
         try:
             while missing := [worker for worker in self._serving(key) if worker.incarnation not in staged]:
@@ -509,7 +497,6 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker a version's pushed values. Only then handles the worker's answers that it has loaded the version."""
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:

@@ -76,14 +76,17 @@ class RegionRegistry:
     # ------------------------------------------------------------------------------------------------------- register
 
     async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
-        """Registers a region on every worker that can use it, or renews a region of the same owner.
+        """Registers a client's region on every worker that can use the region.
 
-        After an error the regions are as before. The caller must close both descriptors.
+        If the same client has registered this region before, the workers open its memory again. After an error, the registered
+        regions are as before. The caller must close ``end`` and ``sealed``.
         Args:
+          request: the region's name, size and memory.
           peer: the client.
-          end: a descriptor that becomes readable when the region should be unregistered, or -1.
-          sealed: a memfd, whose seals were checked, in place of the object with the request's key, or -1.
-        Raises AlreadyExists if the name belongs to another region.
+          end: a file descriptor that becomes readable when the region should be unregistered, or -1.
+          sealed: a memfd with the region's memory, whose seals the caller has checked. If it is -1, the request's key names the
+            memory.
+        Raises AlreadyExists if another region has the name.
         Raises InvalidArgument, Unsupported or Unavailable if the request is wrong, not allowed or beyond a limit.
         Raises ServingError if a worker refuses the region.
         """
@@ -125,7 +128,6 @@ class RegionRegistry:
             return RegisteredRegion("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
-        """Replaces ``region`` on every worker by ``renewal``, if none refuses. ``end`` is readable once its owner ends."""
         name = region.request.name
         region.state = RegionState.RENEWING
         region.changed.clear()

@@ -179,7 +179,6 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Sends a request, whose large tensors go into ``lease``."""
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:

@@ -160,7 +160,6 @@ class SequenceRouting:
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Chooses the worker for a new sequence, and counts it under ``slots``, the model's key. Returns None if none serves."""
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))

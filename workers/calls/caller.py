@@ -28,10 +28,16 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """What a model's code uses, in any thread, to call models and to ask the daemon. Each ``call`` is a ``ModelCall``."""
+    """Lets the code of a model call other models and ask the daemon. Any thread may use it.
+
+    The parameter ``call`` of the methods is a ``ModelCall``.
+    """
 
     def begin(self, call: Any) -> None:
-        """Queues the call's request for the called model. Responses and errors are passed to ``call.answered``."""
+        """Queues a request to another model. ``call`` is a ``ModelCall`` with the request.
+
+        Each response or error is passed to ``call.answered``.
+        """
 
     def cancel(self, call: Any) -> None:
         """Cancels the call's request, so that ``call.answered`` gets Cancelled."""

@@ -83,7 +83,6 @@ def declared_order(config: ModelConfig, module: ModuleType, described: Signature
 
 
 def _why_none(config: ModelConfig, module: ModuleType, described: Signature) -> str:
-    """Returns why a model can have no derivatives; "": it can."""
     why = ""
     if config.backend == "python":
         why = "a Triton Python model is no function of JAX"

@@ -91,7 +91,10 @@ class RequestInputs:
         return of_inputs
 
     def parted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divides ``inputs`` into the client's inputs, and properties of the request that model.py has as inputs, by name."""
+        """Separates the client's inputs from inputs that the worker has made of a request's properties, such as its priority.
+
+        Returns two dicts. The first has inputs by name, the second has the worker's inputs by the name of the property.
+        """
         names = {each.spec.name: each.name for each in self._asked}
         own = {name: array for name, array in inputs.items() if name not in names}
         return own, {name: inputs[key] for key, name in names.items()}

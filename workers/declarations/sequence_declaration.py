@@ -67,7 +67,6 @@ class _CorrelationId(NamedTuple):
         return np.zeros(self.shape, self.spec.dtype)
 
     def array(self, controls: Controls) -> Array:
-        """Returns the input with a request's correlation id. Raises InvalidArgument: the id does not fit the datatype."""
         given, datatype = controls.correlation_id, self.spec.datatype
         if datatype == "BYTES":
             if not isinstance(given, str):

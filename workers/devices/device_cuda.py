@@ -197,7 +197,6 @@ class CudaDevice:
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
     ) -> int:
-        """Queues copies of an input's ``arrays`` to the device, adds to ``sources`` what must be kept, and returns the bytes."""
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
         for array in arrays:

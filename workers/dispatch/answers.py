@@ -288,7 +288,6 @@ class _Queued:
         region.write(offset, address_of(flat), flat.nbytes)
 
     def settle(self) -> None:
-        """Waits until all copies have finished. Raises DeviceLost: the GPU failed."""
         for region in self._regions:
             region.settle()
 

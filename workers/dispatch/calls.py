@@ -316,7 +316,6 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        """Tries again to begin the calls that wait for a model, in the loop's next iteration."""
         if self._waiting:
             self._post(self._begin_waiting)
 
@@ -327,8 +326,6 @@ class Calls:
             self._begin(call)
 
     def _not_here(self, call: ModelCall, error: NotFound) -> None:
-        """Answers with NotFound a call to a model that this worker does not have."""
-
         def said(elsewhere: bool) -> None:
             why = (
                 f" Other workers have it, and calls stay in the worker of their caller, '{call.caller.port.name}'; models with "
@@ -415,7 +412,6 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """Asks the called model to end its stream early. If it cannot, because it streams in no thread, cancels the call."""
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
             inner.may_stop = True

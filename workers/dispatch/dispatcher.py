@@ -419,7 +419,6 @@ class Dispatcher:
             done += self._run_batch(version, self._clock()) + 1 / _CALLS
 
     def _run_batch(self, version: ModelVersion, now_ns: int) -> float:
-        """Runs a version's next batch. Returns its cost as a fraction of the most that one iteration of the loop may run."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self._share = 0.0
@@ -504,7 +503,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Counts executions in the statistics, once they are answered. Returns those that this call has counted."""
+        """Adds the executions that were answered since the last call to the statistics, and returns these executions."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
@@ -515,7 +514,6 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds waiting requests to ``batch``. Returns the program that runs ``batch``; None: ``grouped`` has none."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

@@ -282,7 +282,6 @@ class FastPath(Poller):
     def _learn_together(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
     ) -> SlowReason | None:
-        """Lets the C code answer later requests of the same kind, several in one run. Returns why it cannot, or None."""
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
             return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
@@ -422,7 +421,6 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns how repeats of a request are answered, and the outputs' names by number; None: that is not known."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
@@ -460,7 +458,6 @@ def _timeline_end(version: ModelVersion) -> bytes | None:
 
 
 def _usable_sets(request: Request) -> dict[str, ParameterSet] | None:
-    """Returns the parameter sets, by name, that repeats of a request may use; None: they may use only ``main``."""
     version = request.version
     # The planner of sequences knows their sets, and answers that name their set are prepared for main alone.
     # The version's own dict, which changes with each push.

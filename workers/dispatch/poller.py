@@ -41,7 +41,7 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Registers a submitter's lane: ``wait`` may answer its requests itself. The epoll must have the lane's socket."""
+        """Lets ``wait`` answer requests on a submitter's lane. The poller's epoll must already watch the lane's socket."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Unregisters a submitter's lane that has ended."""

@@ -55,13 +55,15 @@ class Responses(ResponseReceiver):
         max_ahead: int,
         agenda: Agenda[AgendaPart] | None = None,
     ) -> None:
-        """Stores the parts of the worker that responses need.
+        """Makes an object that sends models' responses to clients. It holds no response yet.
 
         Args:
-          post: makes the worker's loop call a function; any thread may use it.
+          options: the daemon's settings for arenas.
+          outbox: sends the worker's answers.
+          post: makes the worker's loop call a function. Any thread may use it.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
-          agenda: calls functions at their times; None: a new agenda, which nobody runs.
+          agenda: stores when the worker's loop next calls this object. If it is None, no loop calls this object by the time.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size

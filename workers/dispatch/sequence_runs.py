@@ -42,7 +42,15 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """``submitters``: file descriptor of a lane -> submitter. ``register``: what writes the sequence page."""
+        """Begins without a batch.
+
+        Args:
+          version: the model version whose requests are run.
+          model: the version's compiled model.
+          sequences: chooses the requests of the next batch.
+          submitters: the submitters, by the file descriptors of their lanes.
+          register: counts the worker's live sequences.
+        """
         self._version = version
         self._model = model
         self._sequences = sequences

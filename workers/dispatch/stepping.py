@@ -65,9 +65,7 @@ class _Joined(NamedTuple):
     until: int
 
 
-class _Lane(NamedTuple):
-    """Requests of one submitter whose answers to a step are sent together."""
-
+class _JoinedAnswers(NamedTuple):
     submitter: SubmitterLink[Request]
     numbered: Numbered[PreparedAnswer]
     slots: Array
@@ -92,7 +90,7 @@ class StepRows:
         self._look_at = _MOST
         #: The slots that the lanes are prepared for; empty: a request has joined or left since.
         self._ready: list[int] = []
-        self._lanes: list[_Lane] = []
+        self._joined: list[_JoinedAnswers] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
         """Lets the responses to ``slot`` leave with those to other slots from the next step on, if possible."""
@@ -120,7 +118,7 @@ class StepRows:
         self.joined[slot], self._ready = False, []
         if not self.members:
             self._left_ns, self._look_at = [], _MOST
-            self._lanes.clear()
+            self._joined.clear()
 
     def leave_all(self) -> None:
         """Ends the joint answering of steps: the responses of each request are sent separately from now on."""
@@ -136,7 +134,7 @@ class StepRows:
         if slots != self._ready:
             self._prepare(slots)
         outputs = rows[:, : self._layout.says]
-        for submitter, numbered, own, request_ids in self._lanes:
+        for submitter, numbered, own, request_ids in self._joined:
             records = answers(numbered.number, request_ids, self._sizes, outputs[own])
             submitter.lane.complete_encoded(numbered, records)
             submitter.flush_soon()
@@ -151,12 +149,12 @@ class StepRows:
         shares: dict[SubmitterLink[Request], list[int]] = {}
         for slot in slots:
             shares.setdefault(self.members[slot].sender.request.submitter, []).append(slot)
-        self._lanes = []
+        self._joined = []
         for submitter, share in shares.items():
             requests = [self.members[slot].sender.request for slot in share]
             kind = submitter.response_kind(requests[0].version.version, self._layout.described, False)
             ids = [request.request_id for request in requests]
-            self._lanes.append(_Lane(submitter, kind.numbered, np.array(share), ids))
+            self._joined.append(_JoinedAnswers(submitter, kind.numbered, np.array(share), ids))
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:

@@ -95,7 +95,10 @@ class DeviceInputs:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The arrays in host memory to which the inputs are copied, by name. Raises DeviceLost: the GPU failed."""
+        """The arrays in host memory that a batch's inputs are copied into, before they are sent to the GPU, by input name.
+
+        Raises DeviceLost if the GPU has failed.
+        """
         content = self._device.host.content
         found: dict[str, Array] = {}
         for name, dtype, shape, at in self._parts:

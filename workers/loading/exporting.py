@@ -149,7 +149,6 @@ def _umask() -> int:
 def _programs(
     config: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """Returns file name -> exported function. ``exported``: exports it for so many rows or, given a symbol, for any."""
     try:
         return {"model": exported(_BATCH)}
     except Exception:

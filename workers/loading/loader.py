@@ -168,7 +168,6 @@ class Loader:
             raise self._failure(record, what, error, progress.cancellation) from None
 
     def _module(self, record: Load, config: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
-        """Runs a version's model.py and keeps its settings of JAX in ``flags``, or makes a module from exported programs."""
         folder, file = Path(record.version_path), config.default_model_filename or "model.py"
         # Finds modules that were installed since the last load.
         importlib.invalidate_caches()
@@ -178,7 +177,6 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error with which the load fails. Logs that ``what`` failed if ``error`` is unexpected."""
         # Whatever else went wrong: Cancelled, or DeviceLost below, is raised instead.
         cancellation.check()
         if isinstance(error, (Internal, InvalidArgument, Unsupported)):

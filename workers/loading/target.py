@@ -43,13 +43,15 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes a worker's target from the daemon's options. Also turns on JAX's cache in the configured directory.
+        """Returns the device, cache and limits for which a worker loads models. Also turns on JAX's cache of compiled programs.
 
         Args:
-          gpu: the number of the worker's GPU; None: the device is a CPU.
-          cuda: the same GPU, for copies by CUDA; None: the device is a CPU, or CUDA cannot be used.
-          alone: whether one model has the process to itself, and may change process-wide state.
-          pinned: the host memory that may be page-locked for parameters that leave a GPU; None: none may be.
+          options: the daemon's configuration.
+          device: the worker's device.
+          gpu: the number of the worker's GPU. It is None if the device is a CPU.
+          cuda: copies to and from the same GPU by CUDA. It is None if the device is a CPU, or if CUDA cannot be used.
+          alone: whether the process runs only one model, which may then change process-wide state.
+          pinned: how much host memory may be page-locked for parameters that leave a GPU. If it is None, no memory may be.
         """
         directory = cache_directory(options.executables.cache_directory)
         cache = ExecutableCache(directory, use_persistent_cache(directory))

@@ -221,7 +221,6 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether a run's outputs need not be divided: they are the answer to one request of ``bucket`` rows."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
@@ -275,7 +274,10 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows and input elements were padding in the runs ``done`` by C, all with the shapes ``key``."""
+        """Returns how many rows and how many input elements were only padding, in runs that C code has made.
+
+        ``key``: the input shapes of these runs. ``done``: the numbers that the C code has counted.
+        """
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])

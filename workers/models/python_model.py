@@ -230,7 +230,6 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends each request that the model's coroutine has left unanswered. ``error``: what the coroutine raised, or None."""
         caller.close()
         if self._port.ran is not None:
             self._port.ran()
@@ -246,7 +245,6 @@ class PythonModel:
                     sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
-        """Converts the model's response into a result; None: the request is to be run again."""
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             return self._rescheduled(request, response)
         if asked.sender is not None:

@@ -291,15 +291,15 @@ class ParameterSets:
         stack: SetStack | None = None,
         on_demand: bool = False,
     ) -> None:
-        """Begins with ``main``, the parameters that the model was loaded with.
+        """Begins with the parameter set ``main``, which has the values that the model was loaded with.
 
         Args:
-          placer: copies leaves to the devices.
-          tree: the parameters of ``main`` on the device; None stands for a leaf in ``stack``. Ignored if ``on_demand``.
-          room: the device memory that pushed parameters may use; None: there is none.
-          host: the leaves of ``tree`` in host memory; None: they are not there.
-          stack: the stack of a model whose batches mix sets; None: its batches do not mix sets.
-          on_demand: whether ``main``, like other sets, may leave the device. The caller brings it there by ``main.prepare``.
+          placer: copies values to the device.
+          tree: the values of ``main`` on the device, with None for values in ``stack``. Ignored if ``on_demand`` is true.
+          room: the device memory that pushed parameters may use. If it is None, they may use none.
+          host: the leaves of ``tree`` in host memory. If it is None, ``main`` has no values in host memory.
+          stack: holds several sets for batches that mix sets. If it is None, all rows of a batch use the same set.
+          on_demand: whether ``main`` may leave the device. If so, the caller copies it to the device by ``main.prepare``.
         """
         self.placer = placer
         self.leaves = placer.leaves

@@ -107,7 +107,6 @@ class Making:
             return memory.sealed()
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the leaves that are not in ``leaves``, the pushed ones, from the set that a partial push changes."""
         base = self._base
         if base is None:
             return {}
@@ -143,7 +142,6 @@ class Making:
             return memory.sealed()
 
     def _read_from(self, copy: Copy, offset: int, byte_size: int) -> bytes:
-        """Returns ``byte_size`` bytes of the pushed parameters from ``offset`` on. ``copy`` is the function that reads them."""
         found = np.zeros(byte_size, _BYTES)
         copy(offset, found)
         check_intact(self._regions)

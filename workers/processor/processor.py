@@ -128,7 +128,10 @@ class HostExecutable(Executable):
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, places: Places) -> None:
-        """Offers XLA the memory of large outputs for the next run. Which ones these are is then in ``places.offered``."""
+        """Allows the next run to write large outputs directly to ``places``.
+
+        ``places.offered`` then has the memory of each output for which this is allowed.
+        """
         # Only aligned memory. A client can read and change its region while the program runs: so a region is chosen only if the
         # program writes nothing but outputs to their memory, and no input and no other output of the request overlaps.
         outputs = self.memory_of_outputs

@@ -137,7 +137,6 @@ class SingleRun:
         return made
 
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
-        """Runs the program so that XLA writes large outputs into the answer's lease or regions. Returns None if it cannot."""
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
             return None  # the ordinary path learns their allocation anew

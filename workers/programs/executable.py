@@ -256,7 +256,7 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Runs the program on a batch, as ``compute`` describes it. The caller has set JAX's 64-bit mode."""
+        """Runs the program on one batch. ``compute`` explains the arguments and sets JAX's 64-bit mode for this call."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:

@@ -406,9 +406,11 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Calls ``make`` to compile programs that run several requests at once, for each of ``singles`` if ``wants`` says so.
+        """Compiles programs that run several requests in one call. Errors of ``make`` are raised unchanged.
 
-        Errors of ``make`` are raised unchanged.
+        Args:
+          singles: programs that run one request in a call. They are skipped unless ``self.wants`` returns true for them.
+          make: compiles a program, or gets it from the cache.
         """
         for single in singles:
             if self.wants(single):

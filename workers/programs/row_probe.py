@@ -53,15 +53,16 @@ _log = logging.getLogger(__name__)
 def rows_apart(
     model: str, ask: Callable[[], str | None], check: Callable[[], None], traced: Traced, rows: int, axis: str, why: str
 ) -> bool:
-    """Raises Internal if ``ask`` finds that rows of a program affect each other.
+    """Checks that the rows of a batch do not affect each other. Returns False if there was too little memory for the check.
 
-    Returns False if there was too little memory to find out.
     Args:
-      ask: returns a sentence that shows the fault; None: there is none.
+      model: the model's name.
+      ask: compares results of the program. Returns a sentence about rows that affect each other, or None if there are none.
       check: raises an error if the device has failed.
-      traced: the program, traced for ``rows`` rows.
-      axis: what axis 0 of the arrays is: "batch" or "slots".
-      why: the known reason why a row may depend on its place, for the error; "": none is known.
+      traced: the program, as JAX has traced it for ``rows`` rows.
+      axis: the error's word for axis 0 of the arrays, "batch" or "slots".
+      why: a known reason why a row may depend on its position in the batch, for the error. It is "" if no reason is known.
+    Raises Internal if ``ask`` returns a sentence.
     """
     try:
         found = ask()

@@ -43,7 +43,6 @@ def read(program: Any) -> Reading:
 
 
 def _passed(equation: Any) -> Any:
-    """If ``equation`` branches to report an error by a callback, returns the other branch. Else returns None."""
     branches = equation.params.get("branches", ())
     calls = any(chain and "callback" in chain[-1].primitive.name for each in branches for chain, _ in steps(each))
     return next((each for each in branches if calls and not each.eqns), None)

@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """The layout of what a stepped model returns for one request, when it begins or after a step: a row of bytes."""
+    """Describes a row of bytes that holds one request's outputs of one step, with a last byte of flags."""
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []

@@ -78,7 +78,7 @@ class Places:
         return None if lease is None else lease.key
 
     def release(self) -> None:
-        """Frees the reserved memory of the response arena. Idempotent."""
+        """Ends the lease on the memory that the request's outputs are written to. A second call does nothing."""
         if self.lease is not None:
             self.lease.release()
 

@@ -139,10 +139,12 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of checking a request, for later requests. Drops what is known of how to answer them.
+        """Stores the results of checking a request, for later requests like it. Forgets how such requests were answered.
 
-        ``load``: the cache of the loaded model version; the results are valid as long as it is loaded. ``checked``: the result
-        of checking the inputs; None: shapes differ from request to request. ``outputs``: the requested outputs by name.
+        Args:
+          load: the loaded version's cache of checked inputs. The results hold until the version is unloaded.
+          checked: the result of checking the inputs. It is None if shapes differ from request to request.
+          outputs: the requested outputs by name.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None

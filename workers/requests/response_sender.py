@@ -356,7 +356,6 @@ class ResponseSender:
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Waits until the client has taken enough, if ``wait``; None: unless an event loop runs. Else may return an error."""
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:

@@ -178,7 +178,6 @@ def timeline_end(parameters: tuple[str, int] | None) -> bytes:
 
 
 def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as records. An open span ends now. ``within``: the span around each call of another model."""
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []

@@ -116,7 +116,7 @@ class EnsembleRun(Generic[T]):
 
     @property
     def stuck(self) -> bool:
-        """True if an answer to the client is incomplete. If also no step is running, the request has failed."""
+        """True if an answer to the client still lacks outputs. If no step is running then, the request has failed."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.
@@ -154,7 +154,6 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns which runs of step ``number`` a new ``tensor`` may make ready: one for each response of a decoupled model."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

@@ -123,10 +123,10 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns ascending ranges of numbers of rows. If so many rows with this batching key wait, ``take`` returns all.
+        """Returns the numbers of waiting rows for which ``take`` returns all waiting requests. They are ascending ranges.
 
-        For a number between two ranges, ``take`` returns only a part of the rows. The last number of the last range is the most
-        rows that can share a batch. The result is empty if requests are delayed or never share a batch.
+        Only requests with the batching key ``key`` count. The last range ends with the most rows that can share a batch.
+        The result is empty if requests are delayed or never share a batch.
         """
         return ()
 

@@ -486,7 +486,6 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes ``key`` from line ``number`` of the queue. Removes the line too if it is empty then and not the first."""
         del line[key]
         if not line and number:
             del self._lines[number]

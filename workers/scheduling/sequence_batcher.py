@@ -147,14 +147,15 @@ class SequenceBatcher(Planner[S]):
         events: RegisteredSequences,
         attach: Callable[[S], None] | None = None,
     ) -> None:
-        """Begins without sequences.
+        """Makes a batcher for the sequences of one model, without any sequence yet.
 
         Args:
-          strategy: makes the strategy of one instance.
-          instances: the number of instances.
-          events: the object to which the beginning and end of sequences are reported.
-          attach: adds the state of a request's sequence to the request's inputs, before the request may run; None: there is no
-            state.
+          model: the model's name.
+          rules: the limits of the model's sequences.
+          strategy: makes an object that chooses the next batch of one model instance.
+          instances: the number of model instances.
+          events: is told when a sequence begins or ends.
+          attach: adds a sequence's state to a request's inputs before the request runs. If it is None, the model keeps no state.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach

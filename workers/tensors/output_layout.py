@@ -58,7 +58,11 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns a run's outputs as bytes with their layout; None: they have more than ``UNCUT_BYTE_SIZE`` bytes."""
+    """Returns the outputs of a whole run as bytes, with their layout, so that a request's part can be cut out later.
+
+    Returns None if the outputs have more than ``UNCUT_BYTE_SIZE`` bytes.
+    ``layout``: says where each output lies in ``contents``. ``contents``: the outputs.
+    """
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
         return None
     return BatchOutputs(layout, [content if isinstance(content, bytes) else content.tobytes() for content in contents])
