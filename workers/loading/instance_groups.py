@@ -151,16 +151,16 @@ class Starting:
         started: list[Instance],
         former: Sequence[Instance] = (),
     ) -> tuple[Instance, ...]:
-        """Starts a thread for each configured instance, in which the instance is initialised and warmed up.
+        """Starts a thread for each configured instance of a model, and waits until the instances are initialised and warmed up.
 
+        Returns the instances. If an instance fails, its error is raised unchanged, and the other new instances end.
         Args:
+          config: the model's configuration.
           maker: makes the instances.
-          jitted: the compiled model that the instances run; None: they run something else.
+          jitted: the compiled model that the instances run. It is None if the model is not compiled.
           cancellation: cancels the load.
-          started: gets each instance that is started. Who gives it ends them if the load fails.
-          former: instances of the version that this version replaces. Those that this version has, too, are kept.
-        If an instance fails, its error is raised unchanged.
-        Raises Cancelled: the load was cancelled.
+          former: instances of the version that this version replaces. Instances with the same settings are kept.
+        Raises Cancelled if the load was cancelled.
         """
         cancellation.check()
         create = maker.create(config, jitted)

@@ -55,7 +55,10 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the initial state of a sequence to the inputs. ``begun``: makes the state for inputs and a number of rows."""
+        """Adds the state with which a sequence begins to the inputs of this warmup sample.
+
+        ``begun``: makes the state, as arrays by name. It gets the sample's inputs and the number of their rows.
+        """
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> Mapping[str, Array]:

@@ -150,7 +150,6 @@ class Executables:
             self._lowering.check(*first, self._lowering.lower(*first, self._usual))
 
     def _are_apart(self, wanted: Wanted, check: Callable[[], None]) -> bool:
-        """Raises Internal if rows affect each other. Returns False if memory lacks to find out. ``check``: may end it."""
         if not self._lowering.traced[wanted]:  # the cache had the program
             self._lowering.lower(*wanted, self._usual)
         traced, why = self._lowering.traced[wanted][0], next(filter(None, self.examined[:2]), "")
