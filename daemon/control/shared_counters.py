@@ -5,8 +5,9 @@ and to keep one limit together, without messages. The memory has no name and is 
 
     row k at word 32 * k:   serves (0 or 1), connections, prepared requests: numbered now, numbered ever, evicted ever,
                             refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
-                            answers by code (``CODES`` of its protocol); in the last word, dropped traces
-                            a row is four cache lines; only its front writes it
+                            answers by code (``CODES`` of its protocol); in the last but one, the records that the supervisor has
+                            sent to the front; in the last word, dropped traces
+                            a row is four cache lines; only its front writes it, but for what the supervisor has sent
 
 When a front is dead, the supervisor sets the present counts of its row to 0 before a replacement starts; counts that only grow
 continue.
@@ -27,8 +28,8 @@ _WORDS = 32
 #: The offsets in a row of the counts of prepared requests, of refused requests, and of answers.
 _PREPARED, _REFUSED = 2, 5
 _CODES = _REFUSED + len(OF_FRONTS)
-#: The index of the number of dropped traces, which is the last.
-_TRACES = _WORDS - 1
+#: The indices of the number of records that were sent to the front, and of dropped traces, which is the last.
+_SENT, _TRACES = _WORDS - 2, _WORDS - 1
 #: The codes of each protocol that are counted, good answers first; the last one stands for all others.
 CODES = {
     "http": (
@@ -98,10 +99,14 @@ class SharedCounters:
         """Returns how many traces the front with row ``row``, and fronts that had this row before, have dropped."""
         return self._words[row * _WORDS + _TRACES]
 
+    def note_sent(self, row: int, count: int) -> None:
+        """Stores how many records the supervisor has sent to the front in row number ``row``, or is about to send."""
+        self._words[row * _WORDS + _SENT] = count
+
     def clear(self, row: int) -> None:
         """Sets the present counts of a dead front to 0. Counts that only grow stay."""
         at = row * _WORDS
-        self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = 0
+        self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = self._words[at + _SENT] = 0
 
     def close(self) -> None:
         """Unmaps the memory and closes its file descriptor. Must be called once."""
@@ -120,6 +125,15 @@ class FrontCounters:
         self._connections = connections
         self._row = row
         self._at = row * _WORDS
+        #: How many records of the supervisor this front has read.
+        self.read = 0
+
+    def is_behind(self) -> bool:
+        """Returns whether the supervisor has sent this front a record that the front has not read.
+
+        Whatever another process knows from the supervisor by now was sent to this front before.
+        """
+        return self.read < int(self._words[self._at + _SENT])
 
     def serve(self, serving: bool) -> None:
         """Sets whether this front accepts connections. If so, fronts with more connections leave new ones to this front."""

@@ -108,6 +108,7 @@ class Front(ABC):
 
     def __init__(self, control: socket.socket, place: FrontPlace) -> None:
         self.place = place
+        self._counters = place.counters.front(place.row)
         self._connection = ControlChannel(Channel(control, decoder(ToFront)), self._record, self._orphaned)
         self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
         self._serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -205,6 +206,7 @@ class Front(ABC):
 
     def _record(self, record: Any, fds: list[int]) -> None:
         """Applies a message of the supervisor. ``fds``: the descriptors that came with it."""
+        self._counters.read += 1
         match record:
             case Start():
                 child_process.enable_stack_report(*fds)
@@ -213,10 +215,15 @@ class Front(ABC):
                 files = TraceFiles(options.trace.max_byte_size, options.trace.max_files)
                 hand_over = self._hand_over if options.trace.otlp else None
                 self.tracer = Tracer(record.incarnation, files, options.metrics.buckets, hand_over, self.protocol)
-                row = self.place.row
-                counters = self.place.counters.front(row)
+                counters = self._counters
                 self.submitter = Submitter(
-                    record.incarnation, options, self.table, row, counters.refuse, counters.note_number
+                    record.incarnation,
+                    options,
+                    self.table,
+                    self.place.row,
+                    counters.refuse,
+                    counters.note_number,
+                    counters.is_behind,
                 )
                 self._started.set_result(record)
             case Serve():
@@ -251,6 +258,7 @@ class Front(ABC):
                 log.configure(settings, name)
                 if self.answered is not None:
                     self.answered.log_every(settings.access)
+        self.submitter.look_again()
 
     async def _answer(self, call: ControlCall) -> None:
         """Carries out a call of the supervisor and sends the reply."""
@@ -274,7 +282,7 @@ class Front(ABC):
     def _hand_over(self, traces: TracesEnded) -> bool:
         """Sends traces to the supervisor. Returns False if they were dropped."""
         if self._connection.waiting >= _MAX_WAITING:
-            self.place.counters.front(self.place.row).drop_traces(len(traces.traces))
+            self._counters.drop_traces(len(traces.traces))
             return False
         self._connection.send(traces)
         return True

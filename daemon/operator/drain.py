@@ -90,7 +90,7 @@ class Drain:
         if draining is None:
             raise Unavailable("the server is not being drained")
         await asyncio.wait((draining,))
-        if sentence := "the drain was ended" if draining.cancelled() else draining.result():
+        if sentence := "the drain was ended" if draining is not self._draining else draining.result():
             raise Unavailable(sentence)
 
     def end(self) -> None:

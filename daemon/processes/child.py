@@ -21,6 +21,7 @@ import msgspec
 
 from tensord import __version__
 from tensord.daemon.control.channel import ControlCalls, ControlChannel
+from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.processes.spawned import Spawned
 from tensord.shm import child_process, descriptors, device_names
 from tensord.shm.channel import Channel
@@ -279,6 +280,7 @@ class FrontProcess(Child):
         self,
         protocol: str,
         row: int,
+        counters: SharedCounters,
         incarnation: int,
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
@@ -288,6 +290,7 @@ class FrontProcess(Child):
         Args:
           protocol: "http" or "grpc".
           row: the number of the front, from 0, among the fronts of this protocol.
+          counters: the counters of these fronts.
           incarnation: the number of the process, which no other process ever has.
           on_record: called with this object, a record from the front and the record's descriptors.
           on_exit: called with this object once the process is gone.
@@ -295,6 +298,8 @@ class FrontProcess(Child):
         super().__init__(front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
         self.protocol = protocol
         self.row = row
+        self._counters = counters
+        self._sent = 0
         #: True once it was asked to take clients.
         self.serves = False
         #: The edition it acknowledged last, and the one it was last asked about.
@@ -304,6 +309,12 @@ class FrontProcess(Child):
         self.asked_ns = 0
         self.owes_since_ns = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def send(self, record: Record, *fds: int) -> None:
+        super().send(record, *fds)
+        # Before it leaves, and before any other process can know of it.
+        self._sent += 1
+        self._counters.note_sent(self.row, self._sent)
 
     def ask(self, edition: int) -> None:
         """Asks the front to acknowledge all records up to the number ``edition``, which must have been sent before."""

@@ -151,11 +151,11 @@ class Fronts:
 
     def start(self, protocol: str, row: int) -> None:
         """Starts the front number ``row`` of a protocol. Raises OSError if no memory, process id or file descriptor is free."""
-        front = FrontProcess(protocol, row, self._next_incarnation(), self._received, self._exited)
-        counters = self._counters[protocol].fd
+        counters = self._counters[protocol]
+        front = FrontProcess(protocol, row, counters, self._next_incarnation(), self._received, self._exited)
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
-        words = ["--listen-fds", ",".join(map(str, sockets)), "--counters-fd", str(counters), "--row", str(row)]
-        process = spawn(self._programs[protocol], words, {}, [*sockets, counters])
+        words = ["--listen-fds", ",".join(map(str, sockets)), "--counters-fd", str(counters.fd), "--row", str(row)]
+        process = spawn(self._programs[protocol], words, {}, [*sockets, counters.fd])
         front.adopt(process, msgspec.msgpack.encode(of_one(self._options(), self._rows(protocol))))
         self.by_incarnation[front.incarnation] = front
         self._started(front)

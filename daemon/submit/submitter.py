@@ -47,8 +47,6 @@ from tensord.shm.spin import Spin
 from tensord.shm.status_page import StatusPage, WorkerState
 
 _log = logging.getLogger(__name__)
-#: Seconds within which a front has read what the supervisor said before it took a model from a worker.
-_TOLD_SECONDS = 0.01
 #: Seconds after which a lane that could not be written to is tried again.
 _AGAIN_SECONDS = 0.1
 #: Seconds between two looks at what waits, while anything does.
@@ -66,6 +64,7 @@ class Submitter:
         row: int = 0,
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
+        is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
         """Creates the request arena of a front process, without workers.
 
@@ -75,6 +74,7 @@ class Submitter:
           row: the number of this front among the fronts of its protocol.
           counted: called for every request that is refused.
           on_number: called for every prepared request that gets a number. If it is None, nothing is called.
+          is_behind: returns whether the supervisor has sent something that the front has not read.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -94,6 +94,11 @@ class Submitter:
         #: The requests that no worker can run now, each with the time at which it gives up.
         self._waiting: dict[InFlight, float] = {}
         self._worker_wait = options.requests.worker_wait
+        self._is_behind = is_behind
+        #: The requests that wait until everything is read that the supervisor has sent, with the refusals of their workers.
+        self._refused: dict[InFlight, tuple[WorkerLink, AnswerRecord]] = {}
+        #: Some requests wait for a worker because not everything was read.
+        self._unread = False
         #: Set, and replaced, with every change of a model.
         self._model_changed = asyncio.Event()
         loop = self._loop = asyncio.get_running_loop()
@@ -169,7 +174,11 @@ class Submitter:
     def _route(self, request: InFlight, state: ModelState | None = None) -> None:
         """Sends a request to the worker that ``Routing`` chooses, or lets it wait."""
         try:
-            worker = self._routing.find(request, state)
+            # Where a sequence is may be known to its client, by another front, earlier than here.
+            if request.record.sequence_id and self._is_behind():
+                worker, self._unread = None, True
+            else:
+                worker = self._routing.find(request, state)
         except ServingError as error:
             self._loop.call_soon(self._fail, request, error)
             return
@@ -194,13 +203,20 @@ class Submitter:
 
     def _send_waiting(self) -> None:
         """Sends the waiting requests for which there is a worker now, in the order in which they arrived."""
-        # Those of a dead worker, which came before others that waited for its fence, are behind them.
-        waiting, self._waiting = sorted(self._waiting.items(), key=lambda each: each[0].record.request_id), {}
-        for request, gives_up in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
                 self._send_again(request)
                 if request in self._waiting:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
+
+    def look_again(self) -> None:
+        """Sends the requests that have waited until everything was read that the supervisor has sent, if it is."""
+        if (self._refused or self._unread) and not self._is_behind():
+            refused, self._refused, self._unread = self._refused, {}, False
+            for request, (worker, answer) in refused.items():
+                self._route_anew(worker, request, answer)
+            self._send_waiting()
 
     def cancel(self, request: InFlight) -> None:
         """Cancels a request, which gets no answer. May be called again."""
@@ -386,7 +402,8 @@ class Submitter:
         ):
             # Its worker has its model no more, because that has moved to another one meanwhile: that is no answer.
             request.worker = None
-            self._loop.call_later(_TOLD_SECONDS, self._route_anew, worker, request, record)
+            self._refused[request] = worker, record
+            self.look_again()
             return
         if request is not None and not request.cancelled:
             request.answered = True
@@ -529,6 +546,8 @@ class Submitter:
         _log.log(level, said, worker.device, len(orphans), running)
         for number, request in orphans.items():
             self._run_again(request, request in lost, number in executing)
+        # They came before others that waited for the fence.
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda each: each[0].record.request_id))
         # What belongs to its sequences may have waited for that.
         self._send_waiting()
         worker.shut()

@@ -51,6 +51,8 @@ class History:
         self.files: Counter[str] = Counter()
         #: When workers have died.
         self.deaths: list[int] = []
+        #: When the supervisor has told fronts of each of them.
+        self.fences: list[int] = []
         #: When somebody has last been stopped, or time has jumped.
         self.trouble_ns = 0
         #: A drain has begun at some time, and fronts may refuse requests until they are told of its end.

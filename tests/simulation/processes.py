@@ -34,7 +34,7 @@ from tensord.daemon.submit.sequences import SequenceRouting
 from tensord.daemon.supervisor import Supervisor
 from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel, pair
-from tensord.shm.control_records import Start, ToWorkerControl
+from tensord.shm.control_records import Start, ToWorkerControl, WorkerFenced
 from tensord.shm.record import decoder
 from tensord.shm.seldom import LineRate, Seldom
 from tensord.workers import worker as worker_module
@@ -369,6 +369,8 @@ class Daemon:
         scheduler.on_death = lambda process: process.end(-signal.SIGKILL)  # type: ignore[attr-defined]
         #: Called with each front that begins to serve.
         self.on_open: Callable[[FrontProcess], None] = lambda front: None
+        #: Called when the supervisor has told fronts that a worker is dead.
+        self.on_fence: Callable[[], None] = lambda: None
         #: Returns whether the request of this client's id ends the worker that runs it.
         self.is_deadly: Callable[[str], bool] = lambda client_id: False
         self.supervisor: SupervisorProcess
@@ -448,6 +450,13 @@ class Daemon:
                 process.dies_running()
             execution_run(model, execution, check)
 
+        original_publish = fronts.Fronts.publish
+
+        def publish(told: fronts.Fronts, record: Any, *fds: int) -> None:
+            original_publish(told, record, *fds)
+            if isinstance(record, WorkerFenced):
+                self.on_fence()
+
         original_flush, original_alone = Channel.flush, Channel.send_alone
 
         def flush(channel: Channel) -> bool:
@@ -480,6 +489,7 @@ class Daemon:
                 (os, "pidfd_open", self.pidfd_open),
                 (signal, "pidfd_send_signal", self.send_signal),
                 (fronts, "spawn", self.spawn_front),
+                (fronts.Fronts, "publish", publish),
                 (worker_pool, "spawn_worker", self.spawn_worker),
                 (child_process, "enable_stack_report", lambda *fds: descriptors.close(fds)),
                 (log_settings, "configure", lambda *_, **__: None),

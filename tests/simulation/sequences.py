@@ -68,8 +68,7 @@ class Run:
     push: int = -1
     #: It need not be there any more.
     broken: bool = False
-    #: A client was told that it is lost. A front that did not run while the sequence was begun anew elsewhere says so as well,
-    #: of steps that it sent to the dead worker: the sequence lives, and only what was answered counts as a step of it.
+    #: A client was told that it is lost.
     lost: bool = False
     #: The next step is a START.
     over: bool = False
@@ -159,6 +158,8 @@ class Sequences:
         """Returns what is wrong with an answer that is not an error; "": nothing."""
         _, first, steps, files, push = values
         run = step.run
+        if run.lost:
+            return "its client was told that the sequence is lost"
         if first != run.start:
             return f"it has the state of START {first} in place of START {run.start}"
         run.answered, run.answered_ns = run.answered + 1, now_ns
@@ -193,15 +194,14 @@ class Sequences:
     def excuse(self, step: Step, now_ns: int, code: str, message: str) -> str:
         """Notes that a step has failed. Returns what it may have failed of, because it is a step; "": nothing."""
         run, history = step.run, self._history
-        # Not only since it began: a front that has yet to open its lane to the new worker, where it was begun anew, does not
-        # find it there, and says that it is lost, or asks another worker. That is known, and not mended.
-        died = bool(history.deaths)
+        # A client may begin it anew on a dead worker, until the supervisor knows.
+        died = len(history.deaths) > len(history.fences) or history.fences[-1:] > [run.begun_ns]
         broken = run.broken or step.sequence.cancelled
         was_lost, had_none = _LOST in message, _NO_START in message
         unloaded = any(each.kind == "unload" and each.may_last(run.begun_ns) for each in history.changes[MODEL])
         excuse = ""
         if was_lost:
-            excuse = "a worker has died" if died else ""
+            excuse = "a worker has died" if died else "it had not begun" if broken else ""
         elif had_none and (broken or run.lost or died or unloaded):
             excuse = "its sequence was broken off"
         elif had_none and now_ns - run.answered_ns > _IDLE_NS * 0.9:

@@ -92,6 +92,7 @@ class World:
         self.counts = self.clients.counts
         self.daemon.on_end = self._ended
         self.daemon.on_open = self._opened
+        self.daemon.on_fence = lambda: self.history.fences.append(self.scheduler.clock.now_ns)
         self.daemon.is_deadly = self.clients.is_deadly
         self._began = False
         #: A model is changed by one client at a time: then it is known exactly what is in force.

@@ -9,6 +9,8 @@ import pytest
 from tensord.config.options import MAX_PROCESSES
 from tensord.daemon.control.refusals import OF_FRONTS
 from tensord.daemon.control.shared_counters import CODES, SharedCounters
+from tensord.daemon.processes.child import FrontProcess
+from tensord.shm.control_records import Serve
 
 
 def test_every_process_sees_every_row() -> None:
@@ -47,6 +49,24 @@ def test_dropped_traces_are_beside_everything_else() -> None:
     counters.clear(1)
     assert [counters.dropped_traces(row) for row in (0, 1, 2, MAX_PROCESSES - 1)] == [64, 65, 0, 63 + MAX_PROCESSES]
     assert set(counters.answers(1, "grpc").values()) == {1}
+    counters.close()
+
+
+def test_a_front_knows_that_it_has_not_read_everything() -> None:
+    """What was sent to a front that has died says nothing of its successor."""
+    counters = SharedCounters.create()
+    supervisor = FrontProcess("http", 1, counters, 7, lambda *_: None, lambda _: None)
+    front, other = counters.front(1), counters.front(0)
+    assert not front.is_behind()
+    for _ in range(2):
+        supervisor.send(Serve())
+    assert (front.is_behind(), other.is_behind()) == (True, False)
+    front.read = 1
+    assert front.is_behind()
+    front.read = 2
+    assert not front.is_behind()
+    counters.clear(1)
+    assert not counters.front(1).is_behind()
     counters.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from tensord.config.options import Expert
+from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.operator import listings
 from tensord.daemon.processes.child import FrontProcess, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
@@ -90,17 +91,20 @@ def test_what_a_worker_has_been_at_for_longest() -> None:
 
 
 def test_fronts() -> None:
+    counters = SharedCounters.create()
+
     class Two:
         """Their connections by row."""
 
         def __iter__(self) -> Any:
-            return iter([FrontProcess("http", row, row, lambda *_: None, lambda _: None) for row in (0, 1)])
+            return iter([FrontProcess("http", row, counters, row, lambda *_: None, lambda _: None) for row in (0, 1)])
 
         def connections(self, front: FrontProcess) -> int:
             return front.row * 7
 
     listed = listings.of_fronts(cast(Fronts, Two()), slots(), SECOND)
     assert [(entry["name"], entry["connections"]) for entry in listed] == [("http-0", 0), ("http-1", 7)]
+    counters.close()
 
 
 def test_a_worker_that_one_model_has_to_itself() -> None:

@@ -74,12 +74,19 @@ class Setting:
 
     def __init__(self, row: int = 0, **options: Any) -> None:
         self.loop = asyncio.new_event_loop()
+        #: The supervisor has sent something that is not read.
+        self.behind = False
         self.submitter: Submitter = self.loop.run_until_complete(self._make(Options(**options), row))
         self.workers: dict[int, EchoWorker] = {}
         self._last = 100
 
     async def _make(self, options: Options, row: int) -> Submitter:
-        return Submitter(INCARNATION, options, ModelStates(), row)
+        return Submitter(INCARNATION, options, ModelStates(), row, is_behind=lambda: self.behind)
+
+    def has_read(self) -> None:
+        """Pretends that the front has read all that the supervisor has sent."""
+        self.behind = False
+        self.submitter.look_again()
 
     def turn(self, count: int = 3) -> None:
         """Lets the loop run what is due."""
@@ -415,13 +422,14 @@ def test_steps_stay_in_order_around_a_fence(setting: Setting) -> None:
 def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
     """
     1. Its worker has it no more when two requests come there; one of them is cancelled.
-    2. Fronts learn a moment later that another worker has it.
+    2. The front reads then that another worker has it.
     Result: the other request runs there. Where nobody has told of another place, what the worker said is the answer.
     """
     former, other = setting.open_worker(), setting.open_worker()
     setting.ready(former)
     asked, cancelled = setting.ask(), setting.ask()
     setting.turn()
+    setting.behind = True
     unknown = "Request for unknown model: 'm' is not found"
     for _ in range(2):
         former.complete(former.next().request_id, code="NOT_FOUND", message=unknown)
@@ -429,7 +437,10 @@ def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
     setting.cancel(cancelled.request_id)
     cancelled.cancelled = True
     setting.ready(other)
-    setting.sleep(0.1)
+    setting.turn()
+    assert other.idle()
+    setting.has_read()
+    setting.turn()
     other.echo(other.next())
     setting.turn()
     assert other.idle()
@@ -438,9 +449,39 @@ def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
         refused = setting.ask()
         setting.turn()
         other.complete(other.next().request_id, code="NOT_FOUND", message=message)
-        setting.sleep(0.1)
+        setting.turn()
         assert [(final.code, final.message) for final in refused.finals] == [("NOT_FOUND", message)]
     assert setting.submitter.statistics()["leases"] == 0
+
+
+@pytest.mark.parametrize("told", ["nothing", "fence"])
+def test_where_a_sequence_is_is_found_in_what_was_sent_before(setting: Setting, told: str) -> None:
+    """
+    1. A worker dies with a sequence. 2. Through another front its client begins it anew, on the worker that takes its place.
+    3. It goes on through this front, which has read nothing of that, or of the death alone.
+    Result: its step waits until the front has read the rest, and is sent to the new worker.
+    """
+    first = setting.open_worker()
+    setting.ready(first, **STICKY)
+    admit(first, 5)
+    first.die()
+    setting.behind = True
+    if told == "fence":
+        setting.submitter.fence(WorkerFenced(first.incarnation))
+    step = setting.ask(sequence_id=5)
+    setting.turn()
+    assert not step.finals
+    if told == "nothing":
+        setting.submitter.fence(WorkerFenced(first.incarnation))
+    second = setting.open_worker()
+    admit(second, 5)
+    setting.turn()
+    assert not step.finals
+    assert second.idle()
+    setting.ready(second, **STICKY)
+    setting.has_read()
+    setting.turn()
+    assert second.next().request_id == step.request_id
 
 
 def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: Any) -> EchoWorker:
