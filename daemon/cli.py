@@ -420,11 +420,11 @@ def _described(command: click.Command, ctx: click.Context) -> click.Command:
 @click.option("--short", is_flag=True, help="Only keys that something sets, as a table.")
 @click.pass_context
 def print_config(ctx: click.Context, config: Path | None, short: bool) -> None:
-    """Print a configuration file that holds every key with its value and what it means.
+    """Print a configuration file with every key, its value and its meaning.
 
-    With --short, print a table of the keys that something sets instead. A value that is not the default is followed by
-    its source: the file, an environment variable or a flag. If every value is the default, the output is the file of
-    defaults. Your own file only needs the keys that differ from the defaults.
+    A value that is not the default is followed by its source: the file, an environment variable or a flag. If every value is
+    the default, the output is the file of defaults. Your own file only needs the keys that differ from the defaults. With
+    --short, print a table of the keys that have a source, with value and source.
     """
     configured = layers.read(config, os.environ, flags.settings(ctx))
     if short:

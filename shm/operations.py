@@ -334,9 +334,10 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the supervisor to reply once every front has applied all state changes that the asking front has.
+    """Asks for an empty reply once earlier changes have taken effect.
 
-    The reply is empty. The supervisor asks workers, too. A worker replies at once, because it acts on records in order.
+    To a front the supervisor replies once every front has applied all state changes that the asking front has applied. To the
+    supervisor a worker replies at once, because the worker acts on records in the order in which they were sent.
     """
 
 

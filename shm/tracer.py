@@ -346,10 +346,10 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes a span of the request, which is given to ``spans`` when the request has ended.
+        """Makes the request a span of a distributed trace. ``spans`` gets this span when the request has ended.
 
-        ``parent`` is the client's span, or None if the request begins a new trace. ``began_ns`` is when the request began to
-        arrive, in ns of CLOCK_MONOTONIC.
+        ``parent``: the client's span. If it is None, a new trace begins. ``began_ns``: when the request began to arrive, in ns of
+        CLOCK_MONOTONIC.
         """
         self._spans, self._parent, self._began_ns = spans, parent, began_ns
         self.context = SpanIds.within(parent)

@@ -49,9 +49,9 @@ class Apart:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Returns the answer of a successful ``operation``, but does not carry it out: the model is loaded only to be checked.
+        """Answers ``operation`` as if it had succeeded, but does nothing, because the asking model is only being checked.
 
-        Raises Unavailable: the operation loads or unloads a model, and the daemon is not configured to do so on request.
+        Raises Unavailable if a model is to be loaded or unloaded, but the daemon's configuration does not allow this on request.
         """
         if self._explicit or isinstance(operation, ModelReady):
             return b"true" if isinstance(operation, ModelReady) else b""

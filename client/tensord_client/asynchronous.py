@@ -259,7 +259,7 @@ class AsyncLatest(Newest[Answer]):
     """
 
     def forget(self) -> None:
-        """Resets this object to have no inputs and no answers. Tasks that wait in ``get`` are dropped, not woken."""
+        """Removes all inputs and answers, also in a child process after a fork. Tasks that wait in ``get`` are not woken."""
         super().forget()
         #: Futures of the tasks that wait in ``get``.
         self._waits: list[asyncio.Future[None]] = []

@@ -43,10 +43,10 @@ def told(error: ServingError) -> str:
 def options(
     module: str, about: str | None, flags: Mapping[str, tuple[Any, str]], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Parses the arguments of a gateway's program, which has ``flags`` and the flags of all gateways.
+    """Parses the command line of a gateway program, which has ``flags`` and the flags of all gateways.
 
-    ``module`` is the program's module, and ``about`` the module's docstring. If ``arguments`` is None, this process's
-    arguments are parsed.
+    ``module``: the program's module. ``about``: the module's docstring. ``flags``: each flag's default and help text, by name.
+    ``arguments``: the command line. If it is None, this process's command line is parsed.
     """
     parser = argparse.ArgumentParser(f"python -m {module}", description=str(about).partition("\n")[0])
     flag, many, number = {"action": "store_true"}, {"action": "append"}, {"type": _positive}

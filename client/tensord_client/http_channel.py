@@ -238,9 +238,9 @@ class HttpResponse:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Call it when the server has closed the connection. If the body ends that way, the answer is complete.
+        """Completes this response after the server has closed the connection. Only some bodies may end in this way.
 
-        Otherwise it raises ConnectionResetError.
+        Raises ConnectionResetError if the response was to end in another way, and is therefore incomplete.
         """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")

@@ -158,7 +158,7 @@ class HttpExchange:
         raise NotImplementedError
 
     def read_next(self, response: HttpResponse) -> Any:
-        """Returns a stream's next result, or None if no whole result has come. Raises ServingError if the result is an error."""
+        """Returns the next result in ``response``, or None if it is incomplete. Raises ServingError if the result is an error."""
         raise NotImplementedError
 
 

@@ -113,7 +113,7 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Updates how many received bytes of this client are unread. ``read``: the size of a message that was just read."""
+        """Updates the number of received bytes that nobody has read. ``read``: the size of a message that was just read."""
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
         if self.asking or not self.unread:
@@ -150,7 +150,7 @@ class Gateway:
         self._keys = [b"Api-Key " + key for key in keys]
 
     async def admit(self, robot: Robot, request: Request) -> Response | None:
-        """Decides about a robot that connects. Returns a refusal, the answer to ``/healthz``, or None to accept."""
+        """Returns None if the robot may connect. Otherwise returns a refusal, or the answer to a request for ``/healthz``."""
         path = request.path.partition("?")[0]
         if path == "/healthz":
             return robot.respond(200, "OK\n")

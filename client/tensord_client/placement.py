@@ -99,7 +99,7 @@ class Slots:
                     del self._free[kind]
 
     def clear(self) -> None:
-        """Drops all memory that is kept for later requests."""
+        """Frees all shared memory that this object keeps for later requests."""
         with self._lock:
             self._free.clear()
             self._byte_size = 0

@@ -103,7 +103,7 @@ class _Encoded:
 
 
 def tree(node: Any) -> Any:
-    """Returns ``node``, parsed JSON with inputs, with an ``_Encoded`` (not decoded yet) in place of each array."""
+    """Returns a copy of the parsed JSON ``node``, with an ``_Encoded`` in place of each array, which is decoded later."""
     if isinstance(node, dict):
         is_array = "shape" in node and "dtype" in node
         return _Encoded(node) if is_array else {key: tree(each) for key, each in node.items()}
@@ -191,7 +191,10 @@ class Point:
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)
 
     def block(self, name: str, rows: Array) -> Array:
-        """Returns the block-diagonal Jacobian by input ``name``: an output row depends on one input row. ``rows``: the blocks."""
+        """Returns an output's Jacobian by the input ``name``, for a model whose output rows depend only on their own input row.
+
+        ``rows``: the Jacobian of each output row by its own input row. The result has zeros between different rows.
+        """
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:
             return rows[0, ...]
@@ -208,7 +211,7 @@ def slices(arrays: Mapping[str, Array]) -> Callable[[int, int], dict[str, Array]
 
 
 def written(array: Any) -> Any:
-    """Converts an array to JSON: an object with shape, dtype and base64; texts become one flat list."""
+    """Converts an array to a JSON object with shape, dtype and base64 data. An array of strings becomes a flat list."""
     if array.dtype.kind == "O":
         return [each.decode(errors="replace") for each in array.ravel()]
     data = {"buffer": base64.b64encode(array.tobytes()).decode(), "encoding": "base64"}

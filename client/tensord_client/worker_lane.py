@@ -622,10 +622,7 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether the client should ask the daemon for more lanes to the model's workers.
-
-        It should while workers are starting, and after one of several lanes has ended. The end of an only lane does not count.
-        """
+        """Returns whether to ask the daemon for more lanes, because workers are starting or one of several lanes has ended."""
         if self.coming:
             return True
         lanes = self.lanes

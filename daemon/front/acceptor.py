@@ -68,7 +68,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Closes the listening sockets. Waits at most ``timeout`` seconds until no accepted connection is in ``opening``."""
+        """Closes the listening sockets, and waits at most ``timeout`` seconds for TLS handshakes of accepted connections."""
         if self._closed:
             return
         self._counters.serve(False)

@@ -19,16 +19,13 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client received at most ``rate * seconds`` bytes in a period of ``seconds``.
+        """Returns whether the client received at most ``rate`` bytes a second in a whole period of ``seconds``.
 
         Call this method again and again. It returns False until the period is over. If the client was fast enough, a new period
         begins.
         Args:
-          since: when bytes began to wait for the client, on the same clock as ``now``. It is 0 if no bytes wait.
+          since: when bytes began to wait for the client, in seconds on the clock of ``now``. It is 0 if no bytes wait.
           left: how many bytes wait for the client. A constant may be added to all values.
-          now: the present time in seconds.
-          seconds: the length of a period.
-          rate: a number of bytes per second.
         """
         if not since:
             return False

@@ -153,13 +153,13 @@ class Front(ABC):
         opening: Opening,
         open_: Callable[[socket.SocketType, str], None],
     ) -> None:
-        """Starts to accept connections, and to check the deadlines of the open ones.
+        """Starts to accept connections, and to check the deadlines of open connections.
 
         Args:
-          certificates: are read again when their files change.
+          certificates: the TLS certificates. Their files are read again when they change.
           counters: counts the open connections of all fronts.
-          opening: the connections that are being opened.
-          open_: opens an accepted socket. Its second argument is the name of the client (``Peer.owner``).
+          opening: makes an accepted socket a connection, after a TLS handshake if TLS is configured.
+          open_: is called with each accepted socket and the name of its client (``Peer.owner``).
         """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)

@@ -66,10 +66,10 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes the next header block of the connection.
+        """Decodes the next block of HTTP/2 header fields that came on the connection.
 
-        Returns the fields that many calls share, packed as bytes, and a list of the other fields. ``fields`` unpacks the bytes. A
-        pseudo-header (``:path``, ...) that comes after one of the other fields is put into the list.
+        Returns two parts. Fields with a name in ``COMMON`` are packed as bytes, which ``fields`` unpacks. Other fields are in a
+        list, and so is a pseudo-header (``:path``, ...) that comes after one of the other fields.
         Raises ValueError if the bytes are no header block. Raises OverflowError if the fields are larger than allowed.
         """
         try:

@@ -224,9 +224,9 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the prepared request of this kind with its number.
+        """Returns this kind's prepared request with its number on the lane. At the first call, returns None.
 
-        Returns None at the first call, because a number is given only to a kind that has come twice.
+        A kind gets its number only at its second request. ``numbers``: gives numbers to the prepared requests of the lane.
         """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
@@ -306,10 +306,10 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, record: AnswerRecord) -> bytes | None:
-        """Returns a whole answer as bytes: HTTP head, JSON and tensors, none of which may be in shared memory.
+        """Returns a whole HTTP answer as bytes, made of a cached head with JSON and of the tensors in ``record``.
 
-        ``client_id``: the id that the client gave the request. ``record``: the rest of the answer, with the tensors.
-        Returns None if this kind of answer has no cached head, or if the tensors have other sizes than when the head was made.
+        Returns None if no head is cached, or if the tensors have other sizes than when the head was made. No tensor may lie in
+        shared memory. ``client_id``: the id that the client gave to the request.
         """
         contents: Any = record.contents
         if [*map(len, contents)] != self._sizes:

@@ -104,13 +104,13 @@ class Agent:
         self._looking: asyncio.Task[None] | None = None
 
     def listen(self) -> None:
-        """Binds the port for agent-checks, if the configuration sets one. Raises ListenError if the port cannot be bound."""
+        """Binds the port for HAProxy's agent checks, if a port is configured. Raises ListenError if it cannot be bound."""
         if self._options.agent_port:
             with listening.named("metrics", "agent_port"):
                 self._listener = listening.listen(self._options.address, self._options.agent_port, "http")
 
     async def open(self) -> None:
-        """Begins to answer agent-checks on the running event loop, if the port is bound."""
+        """Starts to answer HAProxy's agent checks on the running event loop, if ``listen`` has bound a port."""
         if self._listener is None:
             return
         loop = asyncio.get_running_loop()

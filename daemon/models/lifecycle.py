@@ -500,7 +500,7 @@ class Lifecycle:
     def isolated(self, options: Workers) -> dict[str, float]:
         """Returns the devices of workers that isolated models need, with the fraction (0 to 1) of GPU memory for each worker.
 
-        An isolated model shares its workers with no other model. The model needs them until the workers have unloaded it.
+        An isolated model has workers of its own. It needs these workers until they have unloaded the model.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():

@@ -159,6 +159,6 @@ def _least_bound(config: ModelConfig) -> int:
 
 
 def choose(identity: object, names: Iterable[str]) -> str:
-    """Chooses one of ``names``, of which there must be any, by rendezvous hashing with ``repr(identity)``."""
+    """Chooses one of ``names`` by rendezvous hashing with ``repr(identity)``. There must be at least one name."""
     key = blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
     return max(names, key=lambda name: blake2b(name.encode(), key=key).digest())

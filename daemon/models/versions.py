@@ -78,7 +78,7 @@ class VersionEntry:
         return not self.devices or device in self.devices
 
     def state_record(self, number: int) -> ModelState:
-        """Makes the record that tells front processes the state of this version. ``number``: the number of the version."""
+        """Returns the record that tells fronts the state of this model version. ``number``: the number of this version."""
         described = self.described if self.state is IndexState.READY else None
         if described is None:
             awaited = self.state is IndexState.UNAVAILABLE and bool(self.given_up)

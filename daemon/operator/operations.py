@@ -73,9 +73,9 @@ class Operations:
     _audit: Audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
-        """Carries out the operation in ``call`` and returns the reply, which has the code and message of a failure.
+        """Carries out the operation in ``call``. Returns the result, or the error's code and message.
 
-        ``end``: a file descriptor that came with the call, or -1. ``by_model``: whether a model made the call.
+        ``end``: the descriptor that came with ``call``, or -1. The caller closes it. ``by_model``: whether a model's code asks.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))

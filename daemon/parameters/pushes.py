@@ -484,7 +484,7 @@ class Parameters:
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Handles a worker's answer that it has loaded a version. ``Models`` gets it once the worker has all pushed values."""
+        """Passes ``answer``, a worker's report on a load, to ``Models`` once the worker has all values pushed to the version."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)

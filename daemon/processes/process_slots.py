@@ -108,11 +108,11 @@ class ProcessSlots:
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Replaces a dead process: calls ``start`` after a delay, if a process of its name is still needed then.
+        """Calls ``start`` after a delay, to replace the process ``dead``, if a process of that name is still needed then.
 
-        If ``start`` raises OSError, it is called again after another delay. If no process of this name was ever ready, and if
-        ``dead`` cannot use its device or at least five have died, the daemon is asked first to stop.
-        ``doing``: what the process did, for the log, such as " while loading model 'm' version 1", or "" if that is not known.
+        If ``start`` raises OSError, it is called again after another delay. If no process of that name was ever ready, and if
+        five have died or ``dead`` cannot use its device, the daemon is asked to stop. If the daemon stops, ``start`` is not called.
+        ``doing``: what the process did, for the log, such as " while loading model 'm' version 1". It is "" if nobody knows.
         """
         if not self._needs(dead):
             return

@@ -52,7 +52,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Wakes ``finish`` and ``bury``. Call it after a dead process was removed from the ``children`` given to these."""
+        """Tells ``finish`` and ``bury`` that a child has ended. First remove the child from the ``children`` given to them."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:

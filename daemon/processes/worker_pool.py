@@ -204,9 +204,9 @@ class WorkerPool:
         return msgspec.structs.replace(options, response_cache=cache)
 
     def missing(self) -> list[str]:
-        """Returns the names of workers that are not ready, or have yet to load models.
+        """Returns the names of workers that are not ready, or that have not loaded all their models yet.
 
-        A worker for an isolated model is named only if it is ready and has yet to load this model.
+        A worker that serves only an isolated model is left out while it is not ready.
         """
         ready = [worker for worker in self if worker.ready]
         loading = {worker.name for worker in ready if worker.owed}
@@ -308,7 +308,7 @@ class Orphans:
         self._own = own
 
     def watch(self) -> None:
-        """Begins to wait for orphans that have ended, now and whenever a child process ends."""
+        """Starts to reap orphaned processes, now and again whenever a child process of the daemon ends."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         self._reap()
 

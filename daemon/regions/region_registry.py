@@ -53,7 +53,7 @@ _KINDS = {"system": "system", "cuda": "CUDA"}
 
 
 class Chosen(msgspec.Struct):
-    """The first worker's answer after it has opened a region's memory. ``access``: how all workers access the memory."""
+    """The answer of the first worker that has opened a region. ``access`` says how every worker accesses the region's memory."""
 
     access: str
 
@@ -81,11 +81,9 @@ class RegionRegistry:
         If the same client has registered this region before, the workers open its memory again. After an error, the registered
         regions are as before. The caller must close ``end`` and ``sealed``.
         Args:
-          request: the region's name, size and memory.
           peer: the client.
           end: a file descriptor that becomes readable when the region should be unregistered, or -1.
-          sealed: a memfd with the region's memory, whose seals the caller has checked. If it is -1, the request's key names the
-            memory.
+          sealed: a memfd with the region's memory and checked seals. If it is -1, the request's key names the memory.
         Raises AlreadyExists if another region has the name.
         Raises InvalidArgument, Unsupported or Unavailable if the request is wrong, not allowed or beyond a limit.
         Raises ServingError if a worker refuses the region.

@@ -56,14 +56,14 @@ class Throttle:
     def hold(
         self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, record: AnswerRecord
     ) -> Sequence[Callable[[InFlight], bool]]:
-        """Counts the memory of an answer for its connection and its client, until ``leave``.
+        """Counts an answer's bytes for its connection and its client, until ``leave`` is called.
 
-        If the connection or the client now holds its whole share, the caller must withdraw some sent requests: those for which a
-        function in the result returns true.
+        If the connection or the client has reached its limit, the method returns functions. The caller must then withdraw every
+        sent request for which one of these functions returns True.
         Args:
           worker: the worker that sent the answer.
-          key: the lease of the answer.
-          request: the request that was answered, or None if it is not in flight any more. Then the lease counts for no client.
+          key: the lease of the answer's memory.
+          request: the answered request. It is None if the request is no longer in flight. Then no client is charged.
           record: the answer.
         """
         size = 0

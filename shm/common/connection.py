@@ -22,11 +22,12 @@ class Prepared:
     def __init__(
         self, exchange: Callable[[Call], Answer | Pending[Answer]], call: Call, timeout: float | None = None
     ) -> None:
-        """Sends nothing yet.
+        """Stores a request that may be sent many times. Sends nothing yet.
 
         Args:
           exchange: sends a request, as ``Connection.exchange`` does.
-          timeout: the seconds that a call waits for its answer, or None for no limit.
+          call: the request.
+          timeout: how many seconds to wait for an answer. If it is None, there is no limit.
         """
         self._exchange = exchange
         self._call = call

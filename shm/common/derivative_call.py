@@ -12,7 +12,7 @@ from .tensors import Tensors, array, arrays, flat
 
 
 class DerivativeCall:
-    """Converts a call of a derivative, such as ``M.pull_back``: makes its inputs, and names its outputs for the caller."""
+    """Makes the inputs for calls of a model's derivative, such as ``pull_back``, and renames the outputs of the answers."""
 
     def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
         """Prepares calls of a model's derivative ``kind``, such as "pull_back". The other arguments are the model's."""

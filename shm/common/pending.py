@@ -122,7 +122,7 @@ class Pending(Generic[T]):
         return DeadlineExceeded()
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns the error that iterating over responses raises for ``error``. In this base class it is ``error``."""
+        """Returns ``error``. A subclass may return another error, which a loop over the responses then raises instead."""
         return error
 
     # --------------------------------------------------------------------------------------------------- from a transport

@@ -82,7 +82,7 @@ class Kind(enum.Enum):
 
 
 class Row(NamedTuple):
-    """What ``PARAMETERS`` says of a scheduling parameter: the field for its value, its kind of value, its size limit."""
+    """Describes one scheduling parameter in the table ``PARAMETERS``."""
 
     #: A field of ``Scheduling`` and of the record; also the keyword argument in Python, but for the name of a set.
     field: str

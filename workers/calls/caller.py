@@ -28,16 +28,10 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """Lets the code of a model call other models and ask the daemon. Any thread may use it.
-
-    The parameter ``call`` of the methods is a ``ModelCall``.
-    """
+    """Lets a model's code, in any thread, call other models and ask the daemon. Every parameter ``call`` is a ``ModelCall``."""
 
     def begin(self, call: Any) -> None:
-        """Queues a request to another model. ``call`` is a ``ModelCall`` with the request.
-
-        Each response or error is passed to ``call.answered``.
-        """
+        """Queues the request of a ``ModelCall`` to another model. ``call.answered`` gets each response or error."""
 
     def cancel(self, call: Any) -> None:
         """Cancels the call's request, so that ``call.answered`` gets Cancelled."""

@@ -68,7 +68,7 @@ class ProgramArray:
         return datatype_of(self.dtype) if isinstance(self.dtype, np.dtype) else None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Returns whether an array of this shape may be passed."""
+        """Returns whether the program accepts an array of this shape."""
         return len(shape) == len(self.dims) and all(
             isinstance(dim, str) or dim in (-1, size) for dim, size in zip(self.dims, shape, strict=True)
         )

@@ -91,9 +91,9 @@ class RequestInputs:
         return of_inputs
 
     def parted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Separates the client's inputs from inputs that the worker has made of a request's properties, such as its priority.
+        """Separates the client's inputs from inputs that the worker has made of a request's properties, such as the priority.
 
-        Returns two dicts. The first has inputs by name, the second has the worker's inputs by the name of the property.
+        Returns two dicts. The first has the client's inputs by name. The second has the other inputs by the name of the property.
         """
         names = {each.spec.name: each.name for each in self._asked}
         own = {name: array for name, array in inputs.items() if name not in names}
@@ -107,7 +107,10 @@ class KnownParameters:
     """The request parameters that a model version knows. Others are refused with ``strict_parameters``, else logged once."""
 
     def __init__(self, config: ModelConfig, module: ModuleType, options: Options) -> None:
-        """Finds the request parameters that a model knows. Raises InvalidArgument: its ``strict_parameters`` is no bool."""
+        """Collects the names of request parameters that a model knows, from its model.py and from the daemon's header patterns.
+
+        Raises InvalidArgument if ``strict_parameters`` in model.py is no bool.
+        """
         self._model, self._names = config.name, [*map(str, getattr(module, "request", {}))]
         self._strict, self._told = flag(self._model, module, "strict_parameters"), set[str]()
         #: Headers that fronts forward are parameters of every model.

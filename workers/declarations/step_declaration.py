@@ -44,9 +44,10 @@ class StepDeclaration:
 
 
 def declare_steps(config: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Returns what a model that runs step by step declares, and marks it as decoupled; None: the model is of another kind.
+    """Returns the declarations of a model.py whose model runs step by step, or None if the model does not.
 
-    Raises InvalidArgument: a declaration is malformed. Raises Unsupported: the model's functions are not compiled (``host``).
+    If it does, this function also sets the configuration to decoupled.
+    Raises InvalidArgument if a declaration is malformed. Raises Unsupported if model.py says ``host = True``.
     """
     what = f"model '{config.name}'"
     if not hasattr(module, "slots"):

@@ -280,12 +280,13 @@ class CudaDevice:
     def deliver(
         self, outputs: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Waits for ``outputs`` and copies them to their places. Returns all outputs, also those that were copied.
+        """Waits until a program has computed ``outputs``, and copies outputs to their places. Returns all outputs by name.
 
-        ``places``: where to copy an output, by name: host memory, or a region on the GPU and an offset in bytes. Outputs without
-        a place are returned as host arrays if they are small together, else as arrays on the device, like those with a place.
-        Raises InvalidArgument: a region cannot be written any more. Raises DeviceLost: the GPU failed. An error of the program's
-        run is raised unchanged.
+        ``places``: where to copy an output, by name. A place is host memory, or a region on the GPU with an offset in bytes.
+        An output with a place is returned as an array on the device. The other outputs are returned as host arrays if they have
+        together at most ``TOGETHER`` bytes, else as arrays on the device.
+        Raises InvalidArgument if a region cannot be written any more. Raises DeviceLost if the GPU has failed. An error of the
+        program's run is raised unchanged.
         """
         left = [(name, array) for name, array in outputs.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER

@@ -64,7 +64,7 @@ class StagingPool:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Unlocks the memory that no thread uses. Memory in use is unlocked by ``give_back``. Idempotent."""
+        """Ends the page-locking of unused memory. ``give_back`` does so for memory in use. A second call does nothing."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())

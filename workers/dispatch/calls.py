@@ -63,7 +63,7 @@ class CallCircles:
     """Finds calls between a worker's models that are deadlocked, because each waits for another one to end."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """``calls``: the calls between models that have not ended, oldest first. The caller keeps it up to date."""
+        """Stores ``calls``, the unfinished calls between models, oldest first. The caller adds and removes calls later on."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter

@@ -237,7 +237,7 @@ class Dispatcher:
             self.agenda.wake(version)
 
     def ask_all(self) -> None:
-        """Asks every model version with waiting requests what to run, in the next iteration."""
+        """Makes the loop's next iteration ask every model version with waiting requests for requests to run."""
         self._asked_of, self.limiter.moved = self._models.changes, False
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 

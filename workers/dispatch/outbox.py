@@ -142,7 +142,7 @@ class Outbox:
             executable.offer(execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
-        """Answers the requests of a run. Returns those that got an error, each with the reason of failure to count."""
+        """Answers the requests of a run. Returns the requests that got an error, each with the kind of its failure."""
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):

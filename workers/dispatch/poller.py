@@ -50,10 +50,10 @@ class Poller:
         """Stores how an execution's requests were answered. So ``wait`` itself may answer others that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Leaves requests with this ``number`` to Python, because the number stands for another prepared request from now on."""
+        """Stops ``wait`` from answering prepared requests with this number itself, because the number gets a new meaning."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Forgets how a submitter's requests were answered, so that ``wait`` does not answer its next ones."""
+        """Stops ``wait`` from answering the submitter's requests itself, until ``learn`` is called for such requests again."""
 
     def forget_gone(self) -> None:
         """Forgets how requests were answered, so that ``wait`` answers none to models that were unloaded."""

@@ -55,11 +55,9 @@ class Responses(ResponseReceiver):
         max_ahead: int,
         agenda: Agenda[AgendaPart] | None = None,
     ) -> None:
-        """Makes an object that sends models' responses to clients. It holds no response yet.
+        """Makes an object that sends models' responses to clients by ``outbox``. It holds no response yet.
 
         Args:
-          options: the daemon's settings for arenas.
-          outbox: sends the worker's answers.
           post: makes the worker's loop call a function. Any thread may use it.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.

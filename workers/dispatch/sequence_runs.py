@@ -42,15 +42,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """Begins without a batch.
-
-        Args:
-          version: the model version whose requests are run.
-          model: the version's compiled model.
-          sequences: chooses the requests of the next batch.
-          submitters: the submitters, by the file descriptors of their lanes.
-          register: counts the worker's live sequences.
-        """
+        """Begins without a batch. ``submitters``: the submitters, by the file descriptors of their lanes."""
         self._version = version
         self._model = model
         self._sequences = sequences

@@ -189,7 +189,11 @@ class SteppingRuns:
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
         """Begins without any model version.
 
-        ``clock``: returns the time of CLOCK_MONOTONIC in ns. ``check``: raises an error if the worker's device has failed.
+        Args:
+          responses: sends the models' responses to clients.
+          page: shared memory in which the worker says which requests it runs.
+          clock: returns the time of CLOCK_MONOTONIC in ns.
+          check: raises an error if the worker's device has failed.
         """
         self._make = functools.partial(Stepping, responses=responses, page=page, clock=clock, check=check)
         #: Versions that have been stepped.

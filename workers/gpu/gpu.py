@@ -95,10 +95,7 @@ class DeviceInputs:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The arrays in host memory that a batch's inputs are copied into, before they are sent to the GPU, by input name.
-
-        Raises DeviceLost if the GPU has failed.
-        """
+        """The host arrays, by name, in which inputs wait to be sent to the GPU. Raises DeviceLost if the GPU has failed."""
         content = self._device.host.content
         found: dict[str, Array] = {}
         for name, dtype, shape, at in self._parts:

@@ -153,14 +153,13 @@ class Starting:
     ) -> tuple[Instance, ...]:
         """Starts a thread for each configured instance of a model, and waits until the instances are initialised and warmed up.
 
-        Returns the instances. If an instance fails, its error is raised unchanged, and the other new instances end.
+        Returns all instances of the model. If an instance fails, its error is raised unchanged.
         Args:
-          config: the model's configuration.
           maker: makes the instances.
           jitted: the compiled model that the instances run. It is None if the model is not compiled.
-          cancellation: cancels the load.
+          started: gets each started instance. If the load fails, the caller ends these instances.
           former: instances of the version that this version replaces. Instances with the same settings are kept.
-        Raises Cancelled if the load was cancelled.
+        Raises Cancelled if the load was cancelled by ``cancellation``.
         """
         cancellation.check()
         create = maker.create(config, jitted)

@@ -89,9 +89,9 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns ``apply`` as a function of a list of the arrays in ``parameters``, and this list. Other leaves are kept.
+    """Returns a function that does what ``apply`` does with a list of the arrays in ``parameters``, and this list.
 
-    If all leaves of the tree are arrays, returns the arguments unchanged.
+    The function keeps the leaves of ``parameters`` that are no arrays. If all leaves are arrays, returns the arguments unchanged.
     """
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]

@@ -46,8 +46,6 @@ class LoadTarget:
         """Returns the device, cache and limits for which a worker loads models. Also turns on JAX's cache of compiled programs.
 
         Args:
-          options: the daemon's configuration.
-          device: the worker's device.
           gpu: the number of the worker's GPU. It is None if the device is a CPU.
           cuda: copies to and from the same GPU by CUDA. It is None if the device is a CPU, or if CUDA cannot be used.
           alone: whether the process runs only one model, which may then change process-wide state.

@@ -203,7 +203,10 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether steps must be separate requests: ``request`` names a parameter set, or asks which set was used."""
+    """Returns whether each step of an ensemble must be a request of its own, when the ensemble answers ``request``.
+
+    It must if ``request`` names a parameter set, or asks for the name of the set that was used.
+    """
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 

@@ -91,10 +91,10 @@ class JaxModel:
         alone: bool = False,
         free_state: FreeState | None = None,
     ) -> None:
-        """Makes a model of compiled programs. Raises Unsupported: a tensor has a datatype that cannot be jitted.
+        """Makes a model of compiled programs. Raises Unsupported if a tensor has a datatype that JAX cannot compile.
 
-        ``instances``: how many threads run the model. ``alone``: whether each batch has a call of its own. ``free_state``: the
-        state of sequences, if its size varies; None: there is no such state.
+        ``instances``: how many threads run the model. ``alone``: whether requests that share no batch may share no call either.
+        ``free_state``: the state of sequences whose size varies. If it is None, the model has no such state.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -274,7 +274,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows and how many input elements were only padding, in runs that C code has made.
+        """Returns how many rows, and how many input elements, were only padding in runs that C code has made.
 
         ``key``: the input shapes of these runs. ``done``: the numbers that the C code has counted.
         """

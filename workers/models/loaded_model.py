@@ -112,10 +112,10 @@ class LoadedModel:
     lacking: dict[str, str] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
-        """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or its priority.
+        """Adds to a request the inputs that the worker makes, such as START or the request's priority, and its sequence controls.
 
-        A request to an iterative model gets no END. If it has no correlation id, it gets a new one, and starts a sequence.
-        Raises InvalidArgument, and releases the request's regions: an input's datatype cannot hold the request's value.
+        If the model is iterative, the request gets no END. If it has no correlation id either, it gets one and starts a sequence.
+        Raises InvalidArgument if such an input's datatype cannot hold the value. The request's regions are then released.
         """
         if (plan := self.sequences) is not None:
             controls = controls_of(request.own)

@@ -81,9 +81,9 @@ class ResponsesByNumber:
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts successful responses to one request, from position ``first`` on. The time to write them counts as 0.
+        """Counts successful responses to one request, by their positions among its responses. Counts the time to write them as 0.
 
-        ``waited_ns``: INT64[count], the time between each response and the one before.
+        ``first``: the first response's position. ``waited_ns``: INT64[count], how long after the previous response each one came.
         """
         if not len(self._counts):
             self._open()

@@ -57,7 +57,7 @@ class Sample:
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
         """Adds the state with which a sequence begins to the inputs of this warmup sample.
 
-        ``begun``: makes the state, as arrays by name. It gets the sample's inputs and the number of their rows.
+        ``begun``: returns the state as arrays by name, for given inputs and their number of rows.
         """
         self._arrays |= begun(self._arrays, self.rows)
 

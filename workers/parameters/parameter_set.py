@@ -324,10 +324,10 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Lets the single-thread device for small programs use the memory of all parameter sets, by ``share``.
+        """Lets the single-thread device, which runs small programs, use the memory of all parameter sets.
 
-        ``share``: takes a tree of parameters, and returns a tree for that device in the same memory. If ``share`` raises for
-        ``main``, the error is raised unchanged, and nothing changes.
+        ``share``: returns a tree for that device, in the memory of the given tree. ``share`` is called for ``main`` now. If this
+        call raises, nothing changes, and the error is raised unchanged.
         """
         self.share = share
         try:

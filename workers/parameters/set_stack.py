@@ -132,10 +132,13 @@ class SetStack:
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
-        """Describes a program's arguments for ``rows`` rows: the stacked leaves as a tree, and each row's index in them.
+        """Describes the arguments of a program that computes each row with a parameter set of its own.
 
-        The first axis of a stacked leaf is the sets. A leaf that all sets share has no such axis. ``spec``: describes an array
-        by its shape and dtype.
+        Returns two things. The first is the tree of the model's parameters. Each description in it has an additional first axis
+        for the sets, unless all sets share the parameter. The second describes an array with the index of each row's set.
+        Args:
+          spec: describes an array, given its shape and dtype.
+          rows: the number of rows.
         """
         shapes = [leaf.shape if leaf.shared else (self.slots, *leaf.shape) for leaf in self._leaves]
         tree = [spec(shape, leaf.placed) for shape, leaf in zip(shapes, self._leaves, strict=True)]

@@ -49,16 +49,16 @@ class SingleRun:
         rows: int,
         regions: Mapping[str, Region],
     ) -> None:
-        """Makes arrays of the inputs that lie in regions, and finds where each output goes.
+        """Makes arrays of the inputs that lie in regions, and finds where each output is written.
 
         Args:
           executable: the program.
           lane: the submitter's lane, with the arenas of inputs and outputs.
           inputs: the inputs that the prepared request describes, each with its number of bytes.
           plan: how an answer is built from a run's outputs.
-          names: the name of each output in ``plan``, by its ``PlannedOutput.content``.
+          names: the name of each output of the run, by the output's number, which ``plan`` has as ``PlannedOutput.content``.
           rows: the number of rows of each request.
-          regions: region name -> region, for the regions that the prepared request names.
+          regions: the regions that the prepared request names, by name.
         """
         self._executable = executable
         self._lane = lane

@@ -148,9 +148,10 @@ class SmallPrograms:
     def lowered(
         self, usual: jax.stages.Lowered, lower: Callable[[Placement], jax.stages.Lowered]
     ) -> tuple[jax.stages.Lowered, Placement] | None:
-        """Lowers a program for the CPU device with one thread; None: it is not small, as far as is known, or that fails.
+        """Lowers a small program for the CPU device that uses one thread. Returns the lowered program and its placement.
 
-        ``usual``: the program, lowered for the worker's device. ``lower``: lowers the program for another placement.
+        Returns None if the program is not known to be small, or if it cannot be lowered for this device.
+        ``usual``: the program, lowered for the worker's device. ``lower``: lowers the program for a given placement.
         """
         if self._is_small(usual) is not True or (placement := self.open()) is None:
             return None

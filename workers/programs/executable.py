@@ -45,7 +45,7 @@ Argument = tuple[str, np.dtype[Any], tuple[int, ...]]
 
 
 class RunOutputs(NamedTuple):
-    """The outputs of one run, as arrays and as contents in host memory."""
+    """Holds all outputs of a run as arrays by name. ``contents`` has the same outputs in host memory."""
 
     arrays: dict[str, Array]
     #: The same outputs in host memory, in the order of the signature or packed; None: they stay on a GPU.
@@ -100,7 +100,7 @@ class ExecutionDevice(ABC):
         """Waits for outputs of a program, and returns their contents on the host. Errors of the run are raised unchanged."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns the object that runs small programs on one thread; None: this device has no such thread."""
+        """Returns the object that runs small programs of a model on one CPU thread, or None if this device cannot do so."""
         return None
 
     @abstractmethod
@@ -285,9 +285,9 @@ class Executable(ABC):
         return
 
     def settle(self, places: Places) -> None:
-        """Makes sure that no later run writes to ``places``, after ``offer`` had allowed that.
+        """Takes back the permission of ``offer``, so that no later run writes outputs to ``places``.
 
-        The answer must have been sent or given up. The outputs must not be used any more.
+        Call it when the request's answer has been sent or given up, and nobody uses the outputs any more.
         """
         return
 
@@ -327,7 +327,10 @@ def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tup
 
 
 def arguments_of(signature: Signature, wanted: Wanted) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Returns name, dtype and shape, with the batch, of each argument of a program except its parameters."""
+    """Returns the name, dtype and shape of each argument of a program, without the model's parameters.
+
+    ``wanted``: the number of rows and the input shapes for which the program is compiled. Shapes in the result include rows.
+    """
     lead = (wanted.rows,) if signature.batches else ()
     return [
         (spec.name, spec.dtype, shape if spec.whole else (*lead, *shape)) for spec, shape in specs_of(signature, wanted)

@@ -55,9 +55,9 @@ class GatherBuffer:
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
     def __init__(self, name: str, array: Array, lead: bool) -> None:
-        """Stores ``array``, the memory of the argument ``name``.
+        """Stores ``array``, in which the values of a program's argument ``name`` are gathered from several requests.
 
-        ``lead``: whether its first axis counts rows; False: it is one row.
+        ``lead``: whether the first axis of ``array`` counts rows. If it is False, ``array`` is a single row.
         """
         self._name = name
         self.array = array

@@ -156,9 +156,10 @@ class GroupedMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """Returns the program's arguments: the gathered inputs, and ``count``, the number of requests among them.
+        """Returns the arguments for a run of ``count`` requests, whose inputs were gathered in this memory.
 
-        A GPU gets them first. Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
+        If the program runs on a GPU, the inputs are first copied to the GPU. Raises Unavailable if the GPU has no memory left.
+        Raises DeviceLost if the GPU has failed.
         """
         self._count[...] = count
         return self._inputs.send()
@@ -212,7 +213,7 @@ class GroupedProgram:
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """The name of each input, its address for the first request, and the bytes from request to request."""
+        """The name of each input, its address for the first request, and the distance in bytes to the next request's."""
         stacks, pairs = self._memory.stacks, zip(self._memory.places[0], self._memory.packing.parts, strict=True)
         return [(place.name, address_of(place.array), stacks[part.row].strides[0]) for place, part in pairs]
 
@@ -406,11 +407,9 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Compiles programs that run several requests in one call. Errors of ``make`` are raised unchanged.
+        """Compiles, by ``make``, programs that run several requests in one call. Errors of ``make`` are raised unchanged.
 
-        Args:
-          singles: programs that run one request in a call. They are skipped unless ``self.wants`` returns true for them.
-          make: compiles a program, or gets it from the cache.
+        ``singles``: programs that run one request in a call. They are skipped unless ``self.wants`` returns True for them.
         """
         for single in singles:
             if self.wants(single):

@@ -22,7 +22,7 @@ Tell = Callable[[int, int, int], None]
 
 
 class LoadProgress:
-    """Makes the programs of one load, reports progress, and sums up numbers, bytes and time.
+    """Makes the programs of one load, reports progress, and adds up the number, size and compile time of these programs.
 
     Only the loading thread may use it.
     """

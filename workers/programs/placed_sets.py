@@ -227,9 +227,9 @@ class StackPlacer(Placer):
         return self.shared(host)
 
     def shared(self, host: Sequence[Any]) -> Any:
-        """Places the leaves that are the same in all sets on the device. Returns the tree, with None for other leaves.
+        """Copies the parameters that all sets share to the device. Returns the tree, with None for other parameters.
 
-        Raises Internal: the device has no memory left.
+        ``host``: the parameters in host memory. Raises Internal if the device has no memory left.
         """
         whole = zip(self.leaves, _whole(host, self._fixed), strict=True)
         shared = [array if leaf.shared else None for leaf, array in whole]

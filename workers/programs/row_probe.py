@@ -56,7 +56,6 @@ def rows_apart(
     """Checks that the rows of a batch do not affect each other. Returns False if there was too little memory for the check.
 
     Args:
-      model: the model's name.
       ask: compares results of the program. Returns a sentence about rows that affect each other, or None if there are none.
       check: raises an error if the device has failed.
       traced: the program, as JAX has traced it for ``rows`` rows.

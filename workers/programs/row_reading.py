@@ -77,10 +77,11 @@ def _combines(equation: Any, rows: int) -> bool:
 
 
 def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
-    """Computes a program's outputs. A ``while`` loop iterates at most ``MOST_ITERATIONS`` times. Error checks are left out.
+    """Computes the outputs of a jaxpr, in which no ``while`` loop runs for ever. JAX traces this function.
 
-    ``consts``, ``given``: the program's constants and its arguments. JAX traces this function.
-    Raises NotImplementedError: an operation such as ``scan`` or ``cond`` has a ``while`` loop inside.
+    A ``while`` loop stops after ``MOST_ITERATIONS`` iterations and keeps its values. Checks that raise errors are left out.
+    ``program``: the jaxpr. ``consts``, ``given``: the jaxpr's constants and arguments.
+    Raises NotImplementedError if an operation such as ``scan`` or ``cond`` has a ``while`` loop inside.
     """
     known = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))
 

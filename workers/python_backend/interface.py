@@ -94,9 +94,9 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Sets max_batch_size, if the configuration has none or 0.
+        """Sets max_batch_size, unless the configuration already has a value other than 0.
 
-        Raises ValueError: the configuration has another value, and neither is 0.
+        Raises ValueError if the configuration and the argument have different values other than 0.
         """
         given = self._config.get("max_batch_size", 0)
         if given and max_batch_size and given != max_batch_size:

@@ -316,9 +316,9 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, status: os.stat_result) -> str:
-        """Returns how memory is used: "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (only copied).
+        """Returns "guarded" if the worker may map a client's memory, or "snapshot" if it must copy the memory at each use.
 
-        ``status``: owner, group and mode of the memory.
+        ``status``: the owner, group and mode of the memory. Configured rules decide by the owner and by the key in ``request``.
         """
         if not guard.available:
             return "snapshot"

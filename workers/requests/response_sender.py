@@ -145,14 +145,14 @@ Sent = Result | EncodedResponses | None
 
 
 class ResponseReceiver:
-    """Receives a model's responses. This class drops them, for runs at load that no client asked for; others send them."""
+    """Receives the responses of a model and drops them, which is right for warmup. The subclass ``Responses`` sends them."""
 
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the encoder for responses that have the datatypes and shapes of ``result``. Any thread may call this.
+        """Returns the encoder for responses with the datatypes and shapes of ``result``. Any thread may call this method.
 
-        Returns None if only the worker's loop can encode such responses.
+        Returns None if only the worker's loop can encode such responses. ``sender``: sends the responses to one request.
         """
         return None
 

@@ -214,9 +214,12 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns what encodes small responses with these outputs. Makes it if there is none.
+        """Returns the encoder for small responses with the given outputs. The first call makes it, and later calls reuse it.
 
-        ``version``: the model's. ``described``: names, datatypes and shapes of the outputs. ``final``: whether they come last.
+        Args:
+          version: the number of the model version.
+          described: the name, datatype and shape of each output.
+          final: whether no response follows these responses.
         """
         key = version, final, described
         kind = self._response_kinds.get(key)
@@ -262,7 +265,7 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Removes a submitter whose lane has ended. Returns whether it was the user's last one."""
+        """Removes a submitter whose lane has ended. Returns True if the user now has no submitter."""
         self.submitters.discard(submitter)
         return not self.submitters
 
@@ -284,7 +287,7 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if ``byte_size`` more bytes of requests exceed the user's limit and also the submitter's part."""
+        """Raises Unavailable if ``byte_size`` more bytes of requests exceed both the user's limit and the submitter's share."""
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
         if held + byte_size > most and submitter.request_byte_size + byte_size > share:

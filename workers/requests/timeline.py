@@ -89,9 +89,10 @@ class RequestTimeline:
         self._count = self._characters = 0
 
     def within(self, open_here: Span | None) -> Span | None:
-        """Returns the open span of this request that contains a new span; None: no span is open.
+        """Returns the open span that becomes the parent of this request's next span, or None if no span is open.
 
-        This is ``open_here``, the innermost open span of the calling context, or if that is no span of this request, the newest.
+        ``open_here``: the innermost open span of the calling context. If the span is of another request, the newest open span of
+        this request is returned.
         """
         if open_here is not None and not open_here.ended_ns and open_here in self._spans:
             return open_here
@@ -159,9 +160,9 @@ class RequestTimeline:
 
 
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Begins a traced request's timeline at ``queued_ns``, when the request was queued.
+    """Makes the timeline of a traced request, which was queued at ``queued_ns``.
 
-    ``context``: the trace that the request belongs to. It is ignored if its ``request_id`` is another one.
+    ``context``: the trace that a client's request belongs to. If it is for another request than ``record``, it is ignored.
     """
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:

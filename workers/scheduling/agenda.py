@@ -55,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Removes and returns the parts of the loop that have work now or whose time has come. Woken parts come first."""
+        """Removes and returns the objects that the loop calls now. Woken objects come before objects whose time has come."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

@@ -362,10 +362,10 @@ class RequestQueue(Generic[W]):
         return min(_first(waiting).since_ns for owners in found for waiting in owners.values())
 
     def take(self, key: Hashable, max_rows: int) -> list[W]:
-        """Removes and returns the first requests with this batching key that together have at most ``max_rows`` rows.
+        """Removes requests with this batching key from the queue and returns them. Together they have at most ``max_rows`` rows.
 
-        A first request that has more rows is returned alone. Level 1 comes first. In each level, requests whose timeout has
-        passed come last.
+        If the first request alone has more rows, only this request is returned. Requests of priority level 1 come first. In each
+        level, requests whose timeout has passed come last.
         """
         taken: list[W] = []
         rows = 0

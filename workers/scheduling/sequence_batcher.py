@@ -147,10 +147,9 @@ class SequenceBatcher(Planner[S]):
         events: RegisteredSequences,
         attach: Callable[[S], None] | None = None,
     ) -> None:
-        """Makes a batcher for the sequences of one model, without any sequence yet.
+        """Makes a batcher without any sequence.
 
         Args:
-          model: the model's name.
           rules: the limits of the model's sequences.
           strategy: makes an object that chooses the next batch of one model instance.
           instances: the number of model instances.

@@ -404,7 +404,7 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends a sequence after its waiting requests. Returns the sequence that gets its slot at once, or None."""
+        """Ends a sequence after its waiting requests. Returns the sequence that gets the free slot at once, or None."""
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -447,7 +447,7 @@ class SequenceTable(Generic[S]):
     # ----------------------------------------------------------------------------------------------------------- looking
 
     def begun(self, instance: int) -> list[LiveSequence[S]]:
-        """Returns the sequences on ``instance`` that have had a request taken to run."""
+        """Returns the sequences on the model instance ``instance`` of which a request has already begun to run."""
         return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:

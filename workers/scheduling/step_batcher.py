@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """A step of a stepped model: the requests that it computes, and the slots that it must not change."""
+    """Says which requests a model computes in one step, and which slots of its state this step must not change."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -226,11 +226,14 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], flags: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Returns the answers of a step to send one by one, and the slots whose outputs are to be sent together.
+        """Handles what the device has returned for a step. Frees the slots of finished requests.
 
-        Frees the slots of finished requests. ``step``: the oldest step on the device. ``flags``: what the device has returned
-        for each slot: EMITS (its request has an output), FINISHED (the request is over), both, or 0. ``joined``: for each slot,
-        whether its outputs may be sent together with others; empty: no slot's may.
+        Returns two lists. The first has the answers to send one by one. The second has the slots of the other requests with an
+        output, and these outputs are sent together.
+        Args:
+          step: the oldest step on the device.
+          flags: the flags of each slot. EMITS means that its request has an output, and FINISHED that its request is over.
+          joined: for each slot, whether its outputs may be sent together with others. If it is empty, no outputs may be.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []

@@ -58,10 +58,9 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns the outputs of a whole run as bytes, with their layout, so that a request's part can be cut out later.
+    """Returns a whole run's outputs as bytes with their layout, so that each request's part can be cut out later.
 
-    Returns None if the outputs have more than ``UNCUT_BYTE_SIZE`` bytes.
-    ``layout``: says where each output lies in ``contents``. ``contents``: the outputs.
+    Returns None if the outputs have more than ``UNCUT_BYTE_SIZE`` bytes. ``layout``: says where each output lies in the contents.
     """
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
         return None

@@ -57,13 +57,13 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape of the input ``spec`` in a batch. ``spec`` is ragged, or is computed from a ragged input.
+    """Returns the shape that the input ``spec`` has for a whole batch. The input is ragged, or computed from a ragged input.
 
     Args:
-      source: the ragged input from which ``spec`` is computed; ``spec`` itself if it is ragged.
+      source: the ragged input from which ``spec`` is computed. If ``spec`` is ragged, ``source`` is ``spec`` itself.
       rows: the number of rows of the batch.
-      units: how many elements of ``source`` the batch has room for, divided by ``unit(source)``.
-      most: the most elements of ``source`` that one request of the batch may have.
+      units: the batch's room for elements of ``source``, as a number of groups of ``unit(source)`` elements.
+      most: how many elements of ``source`` one request may have. An input of the kind ``MOST`` has this shape.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)

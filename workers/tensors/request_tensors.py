@@ -35,9 +35,9 @@ class RequestTensors(Sequenced):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The input arrays by name, in the model's shapes (after a configured reshape). Nobody writes to them.
+        """The request's input arrays by name, in the shapes that the model gets. Nobody may write to them.
 
-        An input in GPU memory, or in a region that is copied when it is read, is a ``LateTensor``.
+        An input in GPU memory, or in a region that the worker only copies, is a ``LateTensor``, which is read when it is needed.
         """
         if self._arrays is None:
             # Made only for who asks: what is gathered into a batch goes there as bytes.

@@ -251,10 +251,14 @@ def declare(
 
 
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
-    """Completes datatype and dims of a tensor in a configuration from the tensor's declaration.
+    """Completes a tensor's missing datatype and dims in a model's configuration from the tensor's declaration.
 
-    ``what``: the tensor's name in errors. ``where``: the file with the declaration.
-    Raises InvalidArgument: declaration and configuration contradict each other.
+    Args:
+      what: the words for the tensor in errors.
+      field: the tensor in the configuration, which is changed.
+      declared: the declaration.
+      where: the file with the declaration, for errors.
+    Raises InvalidArgument if the declaration and the configuration contradict each other.
     """
     if not field.data_type:
         field.data_type = model_config_pb2.DataType.Value(datatypes.to_model_config(declared.datatype))

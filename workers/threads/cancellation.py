@@ -42,9 +42,9 @@ class Cancellation:
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Registers ``interrupt`` during the block. Whoever cancels the load meanwhile calls it.
+        """Makes a cancellation of the load call ``interrupt``, as long as the ``with`` block runs.
 
-        Raises Cancelled: the load was cancelled before the block.
+        The thread that cancels the load makes the call. Raises Cancelled if the load was cancelled before the block.
         """
         with self._lock:
             self.check()
