@@ -111,7 +111,7 @@ class ProcessSlots:
         """Calls ``start`` after a delay, to replace the process ``dead``, if a process of that name is still needed then.
 
         If ``start`` raises OSError, it is called again after another delay. If no process of that name was ever ready, and if
-        five have died or ``dead`` cannot use its device, the daemon is asked to stop. If the daemon stops, ``start`` is not called.
+        five have died or ``dead`` cannot use its device, the daemon is asked to stop. If it stops, ``start`` is not called.
         ``doing``: what the process did, for the log, such as " while loading model 'm' version 1". It is "" if nobody knows.
         """
         if not self._needs(dead):

@@ -141,8 +141,8 @@ class Preparation:
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
         """Stores the results of checking a request, for later requests like it. Forgets how such requests were answered.
 
-        ``load``: the loaded version's cache of checked inputs. ``outputs``: the requested outputs by name. ``checked``: the result
-        of checking the inputs. It is None if shapes differ from request to request.
+        ``load``: the loaded version's cache of checked inputs. ``outputs``: the requested outputs by name. ``checked``: the
+        result of checking the inputs. It is None if shapes differ from request to request.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None
