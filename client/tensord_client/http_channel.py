@@ -238,9 +238,9 @@ class HttpResponse:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Completes this response after the server has closed the connection. Only some bodies may end in this way.
+        """Tells this response that the server has closed the connection. This completes a body that lasts until then.
 
-        Raises ConnectionResetError if the response was to end in another way, and is therefore incomplete.
+        Raises ConnectionResetError if the body should have ended in another way, because it is incomplete.
         """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")

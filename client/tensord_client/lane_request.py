@@ -182,7 +182,7 @@ class LaneRequest(Submission, Pending[Answer]):
         """Makes a thread or the event loop read answers on the lane to which this request was sent again.
 
         If the request has callbacks, a thread reads the lane. If a task awaits the answer, the event loop reads the lane. If the
-        request was cancelled meanwhile, this method cancels it on the lane.
+        request was cancelled meanwhile, this method also tells the lane's worker.
         """
         lane = self.lane
         if lane is None:

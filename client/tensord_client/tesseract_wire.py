@@ -191,9 +191,9 @@ class Point:
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)
 
     def block(self, name: str, rows: Array) -> Array:
-        """Returns an output's Jacobian by the input ``name``, for a model whose output rows depend only on their own input row.
+        """Returns an output's Jacobian with respect to the input ``name``. Each output row depends only on its own input row.
 
-        ``rows``: the Jacobian of each output row by its own input row. The result has zeros between different rows.
+        ``rows``: the Jacobian of each output row with respect to its own input row. The result is zero between different rows.
         """
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:

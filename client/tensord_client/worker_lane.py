@@ -622,7 +622,7 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether to ask the daemon for more lanes, because workers are starting or one of several lanes has ended."""
+        """Returns True if the daemon may have more lanes, because workers are starting or one of several lanes has ended."""
         if self.coming:
             return True
         lanes = self.lanes

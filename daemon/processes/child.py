@@ -456,7 +456,7 @@ class MissingParts:
     """Logs which optional parts child processes lack. A C extension is such a part."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Stores ``what``, the text with which each warning about a child process's missing parts begins."""
+        """Stores ``what``, with which each warning begins about parts, such as C extensions, that a child process lacks."""
         self._what = what
         self._said: tuple[str, ...] = ()
 

@@ -308,7 +308,7 @@ class Orphans:
         self._own = own
 
     def watch(self) -> None:
-        """Starts to reap orphaned processes, now and again whenever a child process of the daemon ends."""
+        """Starts to reap orphaned processes that have ended, at once and whenever a child process of the daemon ends."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         self._reap()
 

@@ -107,7 +107,7 @@ class KnownParameters:
     """The request parameters that a model version knows. Others are refused with ``strict_parameters``, else logged once."""
 
     def __init__(self, config: ModelConfig, module: ModuleType, options: Options) -> None:
-        """Collects the names of request parameters that a model knows, from its model.py and from the daemon's header patterns.
+        """Collects the request parameters that a model knows, from its model.py and from the patterns of forwarded headers.
 
         Raises InvalidArgument if ``strict_parameters`` in model.py is no bool.
         """

@@ -46,7 +46,7 @@ class StepDeclaration:
 def declare_steps(config: ModelConfig, module: ModuleType) -> StepDeclaration | None:
     """Returns the declarations of a model.py whose model runs step by step, or None if the model does not.
 
-    If it does, this function also sets the configuration to decoupled.
+    If it does, this function also marks ``config`` as decoupled.
     Raises InvalidArgument if a declaration is malformed. Raises Unsupported if model.py says ``host = True``.
     """
     what = f"model '{config.name}'"

@@ -64,7 +64,7 @@ class StagingPool:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Ends the page-locking of unused memory. ``give_back`` does so for memory in use. A second call does nothing."""
+        """Unlocks the page-locked memory that no thread uses. ``give_back`` unlocks the rest. A second call does nothing."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())

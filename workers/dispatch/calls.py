@@ -63,7 +63,7 @@ class CallCircles:
     """Finds calls between a worker's models that are deadlocked, because each waits for another one to end."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """Stores ``calls``, the unfinished calls between models, oldest first. The caller adds and removes calls later on."""
+        """Prepares to find deadlocks. ``calls``: unfinished calls between models, oldest first. The caller updates this dict."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter

@@ -61,7 +61,7 @@ class Responses(ResponseReceiver):
           post: makes the worker's loop call a function. Any thread may use it.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
-          agenda: stores when the worker's loop next calls this object. If it is None, no loop calls this object by the time.
+          agenda: stores when the worker's loop next calls this object. If it is None, no loop calls the object.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size

@@ -42,7 +42,11 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """Begins without a batch. ``submitters``: the submitters, by the file descriptors of their lanes."""
+        """Begins without a batch.
+
+        ``sequences``: chooses the requests of each batch. ``submitters``: the submitters by the file descriptors of their lanes.
+        ``register``: counts the worker's live sequences.
+        """
         self._version = version
         self._model = model
         self._sequences = sequences

@@ -93,8 +93,8 @@ class JaxModel:
     ) -> None:
         """Makes a model of compiled programs. Raises Unsupported if a tensor has a datatype that JAX cannot compile.
 
-        ``instances``: how many threads run the model. ``alone``: whether requests that share no batch may share no call either.
-        ``free_state``: the state of sequences whose size varies. If it is None, the model has no such state.
+        ``instances``: how many threads run the model. ``alone``: whether a request that cannot share a batch gets a call of the
+        program for itself. ``free_state``: the state of sequences whose size varies. If it is None, there is no such state.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):

@@ -213,7 +213,7 @@ class GroupedProgram:
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """The name of each input, its address for the first request, and the distance in bytes to the next request's."""
+        """The name of each input, its address in the first request, and the distance in bytes to its address in the next."""
         stacks, pairs = self._memory.stacks, zip(self._memory.places[0], self._memory.packing.parts, strict=True)
         return [(place.name, address_of(place.array), stacks[part.row].strides[0]) for place, part in pairs]
 

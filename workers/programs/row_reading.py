@@ -77,9 +77,9 @@ def _combines(equation: Any, rows: int) -> bool:
 
 
 def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
-    """Computes the outputs of a jaxpr, in which no ``while`` loop runs for ever. JAX traces this function.
+    """Computes the outputs of a jaxpr, but ends long ``while`` loops early. JAX traces this function.
 
-    A ``while`` loop stops after ``MOST_ITERATIONS`` iterations and keeps its values. Checks that raise errors are left out.
+    A ``while`` loop ends after ``MOST_ITERATIONS`` iterations with the values it then has. Checks that raise errors are left out.
     ``program``: the jaxpr. ``consts``, ``given``: the jaxpr's constants and arguments.
     Raises NotImplementedError if an operation such as ``scan`` or ``cond`` has a ``while`` loop inside.
     """
