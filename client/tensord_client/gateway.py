@@ -1,31 +1,42 @@
-"""Flags, keys, sockets and errors of gateways: programs that speak another protocol and ask the models of a daemon."""
+"""What gateways share: programs that speak another protocol with their clients, and ask the models of a daemon."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import gc
 import hmac
+import logging
+import math
 import os
 import re
+import reprlib
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
 from tensord_client.common.arrays import Array
-from tensord_client.errors import InvalidArgument, ServingError
+from tensord_client.common.results import Answer
+from tensord_client.common.tensors import Tensor
+from tensord_client.errors import InvalidArgument, ResultsHeld, ServingError
 
+Flags = dict[str, tuple[Any, str]]
 #: The flags of every gateway: what they are if they are not given, and what they say.
-FLAGS: dict[str, tuple[Any, str]] = {
+FLAGS: Flags = {
     "--server": (None, "the daemon's folder, socket or HTTP's HOST:PORT; else $TENSORD, or the daemon of this host"),
     "--api-key-file": (None, "a file with a key a line, one of which a client has to tell"),
     "--certificate": (None, "a file with a certificate chain in PEM: clients connect with TLS"),
     "--key": (None, "a file with the certificate's key in PEM"),
+    "--max-connections": (256, "clients at the same time"),
     "--timeout": (60, "seconds for an answer of the model"),
     "--patience": (30, "seconds of these for a daemon that is being replaced"),
     "--wait": (60, "seconds for the daemon when the gateway starts"),
@@ -33,22 +44,19 @@ FLAGS: dict[str, tuple[Any, str]] = {
 }
 #: Matches a path in an error, which clients do not get: errors of connections name sockets, and errors of models name files.
 FILE = re.compile(r"(?<![\w.\]/])(?:unix:)?/[^\s;,:'\")]+")
+#: Connections above --max-connections, which are told so; models that stay looked up, and seconds for which a look-up holds.
+_TOLD, _MODELS, _FRESH = 64, 256, 1.0
+#: The most dimensions of an array from a client, and the largest size of one.
+MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 31
 
 
-def told(error: ServingError) -> str:
-    """Returns the text of an error for clients, without paths."""
-    return FILE.sub("(a path)", error.message)
-
-
-def options(
-    module: str, about: str | None, flags: Mapping[str, tuple[Any, str]], arguments: Sequence[str] | None
-) -> argparse.Namespace:
+def options(module: str, about: Any, flags: Flags, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line of a gateway program, which has ``flags`` and the flags of all gateways.
 
     ``module``: the program's module. ``about``: the module's docstring. ``flags``: each flag's default and help text, by name.
     ``arguments``: the command line. If it is None, this process's command line is parsed.
     """
-    parser = argparse.ArgumentParser(f"python -m {module}", description=str(about).partition("\n")[0])
+    parser = argparse.ArgumentParser(f"python -m {module}", description=about.partition("\n")[0])
     flag, many, number = {"action": "store_true"}, {"action": "append"}, {"type": _positive}
     for name, (default, meaning) in {**flags, **FLAGS}.items():
         own: Any = {bool: flag, list: many, int: number}.get(type(default), {})
@@ -63,47 +71,115 @@ def _positive(text: str) -> float:
     return int(number) if number.is_integer() else number
 
 
-def place(options: argparse.Namespace) -> tuple[str, int]:
-    """Returns the host and port of ``--address``. Raises InvalidArgument if it is not HOST:PORT."""
-    where = urlsplit(f"//{options.address}")
-    if where.hostname is None or where.port is None:  # which would be all addresses of the host
-        raise InvalidArgument(f"--address is '{options.address}', HOST:PORT is expected")
-    return where.hostname, where.port
+class Listening(socket.socket):
+    """The socket at ``--address``. It closes what connects above a bound, for which TLS handshakes under way count, too."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Binds the address. Raises InvalidArgument if it is not HOST:PORT, or OSError if it is in use."""
+        where = urlsplit(f"//{options.address}")
+        if where.hostname is None or where.port is None:  # which would be all addresses of the host
+            raise InvalidArgument(f"--address is '{options.address}', HOST:PORT is expected")
+        super().__init__(socket.AF_INET6 if ":" in where.hostname else socket.AF_INET)
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Those that it accepts have it too. asyncio sets it for sockets alone that it makes by itself: without it an answer in
+        # two parts waits 40 ms for the client's acknowledgement.
+        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.bind((where.hostname, where.port))
+        self._open, self._most = list[socket.socket](), options.max_connections + _TOLD
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection. Raises ConnectionAbortedError, which event loops pass over, if it was one too many."""
+        accepted, address = super().accept()
+        self._open = [each for each in self._open if each.fileno() >= 0]
+        if len(self._open) >= self._most:
+            accepted.close()
+            raise ConnectionAbortedError
+        self._open.append(accepted)
+        return accepted, address
 
 
-def listening(options: argparse.Namespace) -> socket.socket:
-    """Opens the socket at ``--address`` where clients connect.
+class Gateway:
+    """Asks the models of a daemon for its clients, and keeps what it has made of each of them."""
 
-    Raises InvalidArgument if the address is not HOST:PORT, or OSError if it is in use.
-    """
-    host, port = place(options)
-    made = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # Those that it accepts have it too. asyncio sets it for sockets alone that it makes by itself: without it an answer in two
-    # parts waits 40 ms for the client's acknowledgement.
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    #: Looks a model up, and makes what is kept of it.
+    make: Callable[[str, int], Awaitable[Any]]
+
+    def __init__(self, client: AsyncClient, options: argparse.Namespace, header: Callable[[bytes], bytes]) -> None:
+        """``header`` makes the Authorization header of a key. Raises OSError or InvalidArgument if the keys cannot be read."""
+        self.client, self.options = client, options
+        keys = Path(options.api_key_file).read_bytes().split() if options.api_key_file else []
+        if options.api_key_file and not keys:
+            raise InvalidArgument("the file of --api-key-file has no key")
+        self._headers, self._looking_up = [header(key) for key in keys], asyncio.Lock()
+        self._made: dict[tuple[str, int], tuple[float, Any]] = {}
+
+    def is_known(self, given: Sequence[str]) -> bool:
+        """Returns whether a client with these Authorization headers may ask. Without ``--api-key-file`` everybody may."""
+        one = given[0].encode(errors="replace") if len(given) == 1 else b""
+        # All are compared, each in constant time.
+        return not self._headers or sum([hmac.compare_digest(header, one) for header in self._headers]) > 0
+
+    async def model(self, asked: tuple[str, int], age: float = _FRESH) -> Any:
+        """Returns what ``make`` made of a model, by name and version (0: the newest), at most ``age`` seconds ago."""
+        async with self._looking_up:  # so that one connection to the daemon is enough
+            if asked not in self._made or time.monotonic() - self._made[asked][0] > age:
+                self._made.pop(asked, None)
+                self._made[asked] = time.monotonic(), await self.make(*asked)
+                if len(self._made) > _MODELS:
+                    del self._made[next(iter(self._made))]
+            return self._made[asked][1]
+
+
+async def ask(model: AsyncModel, inputs: Mapping[str, Any], **own: Any) -> Answer:
+    """Calls a model, again and again as long as answers that others have not read yet leave no room for this one."""
+    while True:
+        try:
+            return await model(inputs, **own)
+        except ResultsHeld:
+            await asyncio.sleep(0)
+
+
+def told(error: ServingError) -> str:
+    """Returns the text of an error for clients, without paths."""
+    return FILE.sub("(a path)", error.message)
+
+
+def bound(what: str, number: int, unit: str, most: int) -> int:
+    """Returns ``number``. Raises InvalidArgument if it is above ``most``; the text is ``what``, the number and ``unit``."""
+    if number > most:
+        raise InvalidArgument(f"{what} {number} {unit}, at most {most} may be")
+    return number
+
+
+def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
+    """Returns the bytes of a client's array, named ``what``. Raises InvalidArgument if ``shape`` is no shape of an array."""
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
+        raise InvalidArgument(f"{what} has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")
+    bound(f"{what} has", len(shape), "dimensions", MAX_DIMENSIONS)
+    return math.prod(shape) * dtype.itemsize
+
+
+def array(what: str, dtype: np.dtype[Any], shape: Any, content: Any) -> Array:
+    """Views what a client sent as an array, named ``what``. Raises InvalidArgument if it is not the bytes of that shape."""
+    size = byte_size(what, dtype, shape)
+    given = len(content) if isinstance(content, bytes) else type(content).__name__
+    if given != size:
+        raise InvalidArgument(f"{what}{shape} takes {size} bytes, and {given} came")
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def rows(model: AsyncModel) -> list[dict[str, Tensor]]:
+    """Returns the inputs and the outputs of a model by name, with the shapes of one row, without the batch dimension."""
+    batched, both = model.max_batch_size > 0, (model.inputs, model.outputs)
+    return [{each.name: each._replace(shape=each.shape[batched:]) for each in tensors} for tensors in both]
+
+
+def for_client(values: Array, tensor: Tensor | None) -> Array:
+    """Returns the values of an output for clients: as float32 if they are BF16, else unchanged. None: of no known output."""
+    if tensor is None or tensor.datatype != "BF16":
+        return values
+    made: Array = (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return made
-
-
-def keys(options: argparse.Namespace) -> list[bytes]:
-    """Reads the keys in the file of ``--api-key-file``. Without this flag, there are none.
-
-    Raises InvalidArgument if the file has no key.
-    """
-    found = Path(options.api_key_file).read_bytes().split() if options.api_key_file else []
-    if options.api_key_file and not found:
-        raise InvalidArgument("the file of --api-key-file has no key")
-    return found
-
-
-def is_known(headers: Sequence[bytes], given: Sequence[str]) -> bool:
-    """Returns whether a client may ask.
-
-    ``headers`` are the Authorization headers that are allowed. If there are none, everybody may ask. ``given`` are the
-    client's Authorization headers.
-    """
-    one = given[0].encode(errors="replace") if len(given) == 1 else b""
-    # All are compared, each in constant time.
-    return not headers or sum([hmac.compare_digest(header, one) for header in headers]) > 0
 
 
 def notify(state: bytes) -> None:
@@ -113,25 +189,30 @@ def notify(state: bytes) -> None:
             sock.sendto(state, where.replace("@", "\0", 1))
 
 
-def stop_event() -> asyncio.Event:
-    """Returns an event that SIGTERM and SIGINT set from now on."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
+Serve = Callable[[AsyncClient, argparse.Namespace, Listening], contextlib.AbstractAsyncContextManager[None]]
 
 
-def without_bfloat16(values: Array, datatype: str) -> Array:
-    """Returns BF16 values as float32, and any other values unchanged."""
-    if datatype != "BF16":
-        return values
-    made: Array = (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return made
+def main(module: str, options: argparse.Namespace, what: str, serve: Serve) -> None:
+    """Runs a gateway as a program, in ``serve``, until SIGTERM or SIGINT. An error that ends it is a line on standard error."""
 
+    async def run() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        with Listening(options) as listening:  # which refuses clients until they are served
+            async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
+                # Python before 3.11.9 keeps connections whose TLS handshake has failed, with 256 KiB each, until it collects
+                # garbage of the last generation: it does so after hundreds of them, and looks at none of what is there now.
+                gc.freeze()
+                gc.set_threshold(700, 5, 0)
+                async with serve(client, options, listening):
+                    logging.getLogger(module).info("%s are served on %s:%s", what, *listening.getsockname()[:2])
+                    notify(b"READY=1")
+                    await stop.wait()
+                    notify(b"STOPPING=1")
 
-def main(module: str, run: Coroutine[Any, Any, None]) -> None:
-    """Runs a gateway. If an error ends it, exits with the error, after ``module``, on standard error."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     try:
-        asyncio.run(run)
+        asyncio.run(run())
     except (ServingError, OSError, ValueError) as error:
         sys.exit(f"{module}: {error}")

@@ -2,8 +2,8 @@
 
     python -m tensord_client.openpi --address 127.0.0.1:8900 --model policy        (pip install 'tensord-client[openpi]')
 
-    robot ─ observation ─▶ Robot (a connection) ─▶ Gateway ─ tensors of a Policy ─▶ the daemon, over lanes or HTTP
-    robot ◀─ metadata, actions, or a text with an error ── Gateway
+    robot ─ observation ─▶ Robot (a connection) ─▶ RobotGateway ─ tensors of a Policy ─▶ the daemon, over lanes or HTTP
+    robot ◀─ metadata, actions, or a text with an error ── RobotGateway
 
 Messages are msgpack, with {b"__ndarray__": True, b"data": bytes, b"dtype": "<f4", b"shape": [3]} for an array. After an error
 the connection goes on, as ``openpi-client`` connects once. Only what is not this protocol is closed.
@@ -11,18 +11,17 @@ the connection goes on, as ``openpi-client`` connects once. Only what is not thi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import fnmatch
 import json
 import logging
-import math
 import re
 import reprlib
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -31,37 +30,34 @@ import numpy as np
 from websockets import CloseCode, ConnectionClosed, Frame, Request, Response, ServerConnection, State, serve
 
 from tensord_client import gateway
-from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
+from tensord_client.asynchronous import AsyncClient, AsyncModel
 from tensord_client.common.arrays import Array, datatype_of
 from tensord_client.common.results import Answer
 from tensord_client.common.tensors import Tensor, cast, flat
-from tensord_client.errors import InvalidArgument, NotFound, ResultsHeld, ServingError, Unavailable
+from tensord_client.errors import InvalidArgument, NotFound, ServingError, Unavailable
 
-_log = logging.getLogger("tensord_client.openpi")
-#: A model, or one version of it, in the path of the address that a robot connects to.
-_PATH = re.compile(r"/([^/]+)(?:/versions/(\d{1,18}))?/?")
-#: Connections besides robots'; bytes of answers to pings that may wait to be sent; seconds for which a model's look-up holds.
-_UNDECIDED, _PONGS, _FRESH = 64, 1 << 16, 1.0
-_STOPS = CloseCode.GOING_AWAY, "the gateway stops"
+#: A model, or one version of it, in the path of the address that a robot connects to; "/" is the model of --model.
+_PATH = re.compile(r"/(?:([^/]+)(?:/versions/(\d{1,18}))?/?)?")
+#: Bytes of answers to pings that may wait to be sent; how connections end when the gateway stops.
+_PONGS, _STOPS = 1 << 16, (CloseCode.GOING_AWAY, "the gateway stops")
 #: Texts in errors of sequences that have ended: the next observation begins another one.
 _ENDS = "the START flag", "may not be run twice"
 #: The program's flags besides those of all gateways.
-_FLAGS: dict[str, tuple[Any, str]] = {
+FLAGS: gateway.Flags = {
     "--address": ("127.0.0.1:8900", "HOST:PORT where robots connect"),
     "--model": (None, "the model at /; each is at /MODEL and /MODEL/versions/N"),
     "--ignore": ([], "a pattern of keys that models do not get; may be repeated"),
     "--episodes": (False, "connections are sequences of models that keep state"),
     "--reset-key": ("reset", "the key of an observation that, if true, begins another sequence"),
-    "--max-connections": (256, "robots at the same time"),
     "--max-message-bytes": (32 << 20, "bytes of an observation"),
     "--max-unread-bytes": (256 << 20, "bytes of all observations that are still coming"),
     "--message-timeout": (10, "seconds for an observation to come, from its first byte to its last"),
     "--silence-timeout": (120, "seconds for a ping's answer, which openpi-client gives by itself"),
 }
-#: The most arrays of an observation, dimensions of an array, maps and lists in each other, and values of all maps and lists.
-MAX_ARRAYS, MAX_DIMENSIONS, MAX_DEPTH, MAX_VALUES = 256, 8, 16, 1 << 16
-#: The most values of one map or list, for which msgpack makes room before it reads them; the largest dimension of an array.
-MAX_LENGTH, MAX_SIZE = 1 << 12, 1 << 31
+#: The most arrays of an observation, maps and lists in each other, and values of all maps and lists.
+MAX_ARRAYS, MAX_DEPTH, MAX_VALUES = 256, 16, 1 << 16
+#: The most values of one map or list, for which msgpack makes room before it reads them.
+MAX_LENGTH = 1 << 12
 #: The parameter in a model's configuration whose text, a JSON object, is told to robots as metadata.
 METADATA = "openpi_metadata"
 _DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|[SU][1-9]\d{0,8})")
@@ -70,24 +66,22 @@ _KINDS = "b", "iu", "fV", "SUO"
 
 
 class Robot(ServerConnection):
-    """The connection of one robot. It counts the bytes of the robot's messages that nobody has read."""
+    """The connection of one robot. It bounds the bytes of the robot's messages that nobody has read, and their time."""
 
-    gateway: Gateway
+    gateway: RobotGateway
     policy: Policy
     #: The sequence of its observations; 0: the next one begins a sequence.
     sequence_id = 0
     #: The task that serves it, from an observation to its answer's leaving; bytes of its last answer.
     asking: asyncio.Task[Any] | None = None
     answered = 0
-    #: Bytes that have come and were not read, and of these those of whole frames (opcodes from 8 on are control); since when.
+    #: Bytes that have come and were not read, and of these those of whole frames; what ends a message that takes too long.
     unread = _whole = 0
-    _since = 0.0
+    _limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.gateway.robots.add(self)
-        if len(self.gateway.robots) > self.gateway.options.max_connections + _UNDECIDED:
-            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -98,7 +92,7 @@ class Robot(ServerConnection):
 
     def process_event(self, event: Any) -> None:
         super().process_event(event)
-        if isinstance(event, Frame) and event.opcode < 8:
+        if isinstance(event, Frame) and event.opcode < 8:  # others are control frames
             self._whole += len(event.data)
 
     def data_received(self, data: bytes) -> None:
@@ -116,66 +110,64 @@ class Robot(ServerConnection):
         """Updates the number of received bytes that nobody has read. ``read``: the size of a message that was just read."""
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
-        if self.asking or not self.unread:
-            self._since = time.monotonic()
         self.gateway.unread += unread - self.unread
         self.unread = unread
+        comes = unread > 0 and self.asking is None
+        if comes and self._limit is None:
+            self._limit = self.loop.call_later(self.gateway.options.message_timeout, self._end_message)
+        elif not comes and self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
-    def check(self) -> None:
-        """Closes the connection if a message has begun but is not complete in time."""
-        came, seconds = self.unread, self.gateway.options.message_timeout
-        if came and not self.asking and time.monotonic() - self._since > seconds:
-            self.drop(CloseCode.POLICY_VIOLATION, f"{came} bytes of a message came in {seconds} s, and no end")
+    def _end_message(self) -> None:
+        seconds = self.gateway.options.message_timeout
+        self.drop(CloseCode.POLICY_VIOLATION, f"{self.unread} bytes of a message came in {seconds} s, and no end")
 
     def drop(self, code: int, reason: str) -> None:
         """Closes the connection without waiting for the robot."""
         if self.state is State.OPEN:
-            self.protocol.fail(code, reason)
+            self.protocol.fail(code, reason.encode()[:123].decode(errors="ignore"))  # as many bytes as a frame may have
             self.send_data()
         self.count()
         self.transport.close()
         self.loop.call_later(1.0, self.transport.abort)
 
 
-class Gateway:
+class RobotGateway(gateway.Gateway):
     """Serves robots. It turns their observations into requests, and answers into actions."""
 
-    def __init__(self, client: AsyncClient, options: argparse.Namespace, keys: Sequence[bytes]) -> None:
-        """Serves nobody yet. If there are ``keys``, a robot must send one of them to connect."""
-        self.options = options
+    def __init__(self, client: AsyncClient, options: Namespace) -> None:
+        super().__init__(client, options, lambda key: b"Api-Key " + key)
         self.robots: set[Robot] = set()
         #: Bytes that have come from all robots and were not read yet.
         self.unread = 0
-        self._client, self._stopping, self._looking_up = client, False, asyncio.Lock()
-        self._keys = [b"Api-Key " + key for key in keys]
+        self._stopping = False
 
     async def admit(self, robot: Robot, request: Request) -> Response | None:
         """Returns None if the robot may connect. Otherwise returns a refusal, or the answer to a request for ``/healthz``."""
         path = request.path.partition("?")[0]
         if path == "/healthz":
             return robot.respond(200, "OK\n")
-        if not gateway.is_known(self._keys, request.headers.get_all("Authorization")):
+        if not self.is_known(request.headers.get_all("Authorization")):
             return robot.respond(401, "the robot's api_key is none of the gateway's\n")
         count, most = len(self.robots), self.options.max_connections
         if count > most:
             return robot.respond(503, f"{count} robots are connected, at most {most} may be\n")
         found = _PATH.fullmatch(path)
-        name = unquote(found[1]) if found else self.options.model if path == "/" else ""
-        if not name:
+        name = found and (unquote(found[1] or "") or self.options.model)
+        if not found or not name:
             return robot.respond(404, "a model is at /MODEL or /MODEL/versions/N, and at / if --model names it\n")
         try:
-            robot.policy = await self._policy(name, int((found and found[2]) or 0))
-            if robot.policy.model.has_sequences and not self.options.episodes:
-                raise InvalidArgument(f"model '{name}' keeps state, for which the gateway needs --episodes")
+            robot.policy = await self.model((name, int(found[2] or 0)))
         except ServingError as error:
-            status = {NotFound: 404, Unavailable: 503}.get(type(error), 500)
-            return robot.respond(status, gateway.told(error) + "\n")
+            return robot.respond({NotFound: 404, Unavailable: 503}.get(type(error), 500), gateway.told(error) + "\n")
         return None
 
-    async def _policy(self, name: str, version: int) -> Policy:
-        async with self._looking_up:  # so that one connection to the daemon is enough
-            model = await self._client.model(name, version, timeout=self.options.timeout)
-            return Policy(model, version, await asyncio.to_thread(lambda: model.config), self.options.ignore)
+    async def make(self, name: str, version: int) -> Policy:
+        model = await self.client.model(name, version, timeout=self.options.timeout)
+        if model.has_sequences and not self.options.episodes:
+            raise InvalidArgument(f"model '{name}' keeps state, for which the gateway needs --episodes")
+        return Policy(model, version, await asyncio.to_thread(lambda: model.config), self.options.ignore)
 
     async def serve(self, robot: Robot) -> None:
         """Answers a robot's observations until the robot leaves or the gateway stops."""
@@ -189,13 +181,12 @@ class Gateway:
                 reply = await self._reply(robot, message, timing)
                 robot.answered = len(reply)
                 await robot.send(reply)
-                robot.count()
                 robot.asking, timing = None, {"prev_total_ms": 1e3 * (time.monotonic() - begun)}
+                robot.count()
             await robot.close(*_STOPS)
         except NotThisWire as error:
             robot.asking = None
-            # A reason has 123 bytes at most.
-            await robot.close(CloseCode.INVALID_DATA, str(error).encode()[:123].decode(errors="ignore"))
+            robot.drop(CloseCode.INVALID_DATA, str(error))
         except (ConnectionClosed, asyncio.CancelledError):
             pass  # it has left, perhaps while the model computed for it
         finally:
@@ -214,7 +205,7 @@ class Gateway:
         except NotThisWire:
             raise
         except Exception:
-            _log.exception("an observation has no answer")
+            logging.getLogger("tensord_client.openpi").exception("an observation has no answer")
             return "the gateway has failed with this observation; its log says why"
 
     async def _ask(self, robot: Robot, observation: dict[str, Any]) -> Answer:
@@ -223,26 +214,19 @@ class Gateway:
         try:
             inputs = robot.policy.inputs(observation)
         except InvalidArgument:
-            if time.monotonic() - robot.policy.made < _FRESH:
-                raise
             # Perhaps the model was loaded anew, and takes something else now.
-            with contextlib.suppress(ServingError):
-                robot.policy = await self._policy(*robot.policy.asked)
+            robot.policy = await self.model(robot.policy.asked)
             inputs = robot.policy.inputs(observation)
         model, own = robot.policy.model, dict[str, Any]()
         if model.has_sequences:
             own["sequence_start"] = not robot.sequence_id
             own["sequence_id"] = robot.sequence_id = robot.sequence_id or model.sequence_id()
-        while True:
-            try:
-                return await model(inputs, **own)
-            except ResultsHeld:
-                # Answers to other robots have come, and hold the worker's memory until their tasks have run.
-                await asyncio.sleep(0)
-            except ServingError as error:
-                if own.get("sequence_start") or any(text in error.message for text in _ENDS):
-                    await self._end_episode(robot)
-                raise
+        try:
+            return await gateway.ask(model, inputs, **own)
+        except ServingError as error:
+            if own.get("sequence_start") or any(text in error.message for text in _ENDS):
+                await self._end_episode(robot)
+            raise
 
     async def _end_episode(self, robot: Robot) -> None:
         sequence_id, robot.sequence_id = robot.sequence_id, 0
@@ -265,18 +249,17 @@ class NotThisWire(Exception):
 
 
 def read(message: bytes) -> dict[str, Any]:
-    """Reads an observation from a message. It is a map of arrays, texts, numbers, lists and maps.
+    """Reads an observation, a map of texts, numbers, lists, maps, and arrays, which are views of the message.
 
-    The arrays are views of the message. Raises: NotThisWire: the message is no map in msgpack.  InvalidArgument: the
-    observation exceeds a bound, or an array is malformed.
+    Raises: NotThisWire: the message is no map in msgpack.  InvalidArgument: a bound is exceeded, or an array is malformed.
     """
     own = _Message()
-    hooks = {"object_hook": own.map, "list_hook": own.list}
+    bounds = {"max_array_len": MAX_LENGTH, "max_map_len": MAX_LENGTH}
     try:
-        found = msgpack.unpackb(message, max_array_len=MAX_LENGTH, max_map_len=MAX_LENGTH, **hooks)
+        found = msgpack.unpackb(message, object_hook=own.map, list_hook=own.counted, **bounds)
         if not isinstance(found, dict):
             raise ValueError(f"{type(found).__name__} came")
-        _bounded(_depth(found), "maps and lists in each other", MAX_DEPTH)
+        gateway.bound("the observation has", _depth(found), "maps and lists in each other", MAX_DEPTH)
         return found
     except (msgpack.exceptions.StackError, RecursionError):
         raise InvalidArgument(f"the observation is over 500 maps and lists deep, at most {MAX_DEPTH} may be") from None
@@ -291,41 +274,29 @@ def _depth(node: Any) -> int:
     return 1 + max(map(_depth, node.values() if isinstance(node, dict) else node), default=0)
 
 
-def _bounded(number: int, what: str, most: int) -> int:
-    if number > most:
-        raise InvalidArgument(f"the observation has {number} {what}, at most {most} may be")
-    return number
-
-
 class _Message:
     """Bounds the number of values in one message, and turns its maps that encode arrays into arrays."""
 
     arrays = values = 0
 
-    def list(self, found: Any) -> Any:
-        self.values = _bounded(self.values + len(found), "values", MAX_VALUES)
+    def counted(self, found: Any, arrays: int = 0) -> Any:
+        self.values = gateway.bound("the observation has", self.values + len(found), "values", MAX_VALUES)
+        self.arrays = gateway.bound("the observation has", self.arrays + arrays, "arrays", MAX_ARRAYS)
         return found
 
     def map(self, found: Any) -> Any:
-        self.list(found)
-        is_array = b"__ndarray__" in found
-        if not is_array and b"__npgeneric__" not in found:
+        self.counted(found, arrays=b"__ndarray__" in found)
+        if b"__ndarray__" not in found and b"__npgeneric__" not in found:
             return found
-        name, content, shape = found.get(b"dtype"), found.get(b"data"), found.get(b"shape")
+        name, content = found.get(b"dtype"), found.get(b"data")
         if not isinstance(name, str) or _DTYPE.fullmatch(name) is None:
             raise InvalidArgument(f"{reprlib.repr(name)} came as a dtype, and bools, numbers or texts are expected")
         dtype = np.dtype(name)
-        if not is_array:
+        if b"__ndarray__" not in found:
             return cast("a scalar", content, datatype_of(dtype))
-        self.arrays = _bounded(self.arrays + 1, "arrays", MAX_ARRAYS)
-        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
-            raise InvalidArgument(f"an array has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")
-        count, given = math.prod(shape), len(content) if isinstance(content, bytes) else type(content).__name__
-        _bounded(len(shape), "dimensions in an array", MAX_DIMENSIONS)
-        if given != count * dtype.itemsize:
-            raise InvalidArgument(f"an array {name}{shape} takes {count * dtype.itemsize} bytes, and {given} came")
-        self.values = _bounded(self.values + (count if dtype.kind in "SU" else 0), "values", MAX_VALUES)
-        return np.frombuffer(content, dtype).reshape(shape)
+        made = gateway.array(f"an array {name}", dtype, found.get(b"shape"), content)
+        self.counted(made.ravel() if dtype.kind in "SU" else ())
+        return made
 
 
 class Policy:
@@ -338,46 +309,36 @@ class Policy:
         names match one are not sent to the model. Raises InvalidArgument if the parameter ``openpi_metadata`` in ``config`` is no
         JSON object.
         """
-        self.model, self.asked, self.made, self._ignored = model, (model.name, version), time.monotonic(), ignored
-        self._batched = model.max_batch_size > 0
-        self._inputs, outputs = (
-            {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}
-            for tensors in (model.inputs, model.outputs)
-        )
-        self._datatypes, self._gives = (
-            {name: each.datatype for name, each in tensors.items()} for tensors in (self._inputs, outputs)
-        )
-        self._optional = {each["name"] for each in config.get("input", ()) if each.get("optional")}
-        own: Any = None
-        with contextlib.suppress(ValueError):
-            own = json.loads(config.get("parameters", {}).get(METADATA, {}).get("string_value") or "{}")
-        if not isinstance(own, dict):
-            raise InvalidArgument(f"parameter '{METADATA}' of model '{model.name}' is no JSON object")
+        self.model, self.asked, self._ignored = model, (model.name, version), ignored
+        self._inputs, self._outputs = gateway.rows(model)
+        optional = {each["name"] for each in config.get("input", ()) if each.get("optional")}
+        self._required, self._takes = self._inputs.keys() - optional, f"the model takes {sorted(self._inputs)}"
         told: dict[str, Any] = {"model": model.name, "version": model.version}
-        for key, tensors in (("inputs", self._inputs), ("outputs", outputs)):
+        for key, tensors in (("inputs", self._inputs), ("outputs", self._outputs)):
             told[key] = {name: {"datatype": each.datatype, "shape": each.shape} for name, each in tensors.items()}
-        #: The metadata that a robot gets when it connects.
-        self.metadata = {**own, "tensord": told}
+        text = config.get("parameters", {}).get(METADATA, {}).get("string_value") or "{}"
+        try:
+            #: The metadata that a robot gets when it connects.
+            self.metadata = {**json.loads(text), "tensord": told}
+        except (TypeError, ValueError):
+            raise InvalidArgument(f"parameter '{METADATA}' of model '{model.name}' is no JSON object") from None
 
     def inputs(self, observation: Mapping[str, Any]) -> dict[str, Array]:
         """Makes the model's inputs of an observation, by name. The names of nested maps are joined by "/".
 
-        Raises InvalidArgument if a value does not fit its input, if the model has no such input, or if a required input is
-        missing.
+        Raises InvalidArgument if a value does not fit its input, or there are other names than the model takes.
         """
         made: dict[str, Array] = {}
-        for key, value in flat(observation, self._datatypes).items():
+        for key, value in flat(observation, self._inputs).items():
             name = key if key in self._inputs else key.replace("/", ".")  # as trees of a JAX model are named
             if name in made:
                 raise InvalidArgument(f"'{key}' is in the observation twice")
             if name in self._inputs:
                 made[name] = self._fitting(key, value, self._inputs[name])
             elif not any(fnmatch.fnmatchcase(key, pattern) for pattern in self._ignored):
-                raise InvalidArgument(
-                    f"the observation has {reprlib.repr(key)}, the model takes {sorted(self._inputs)}"
-                )
-        if lacking := self._inputs.keys() - made.keys() - self._optional:
-            raise InvalidArgument(f"the observation lacks {sorted(lacking)}, the model takes {sorted(self._inputs)}")
+                raise InvalidArgument(f"the observation has {reprlib.repr(key)}, {self._takes}")
+        if lacking := self._required - made.keys():
+            raise InvalidArgument(f"the observation lacks {sorted(lacking)}, {self._takes}")
         return made
 
     def _fitting(self, key: str, value: Any, tensor: Tensor) -> Array:
@@ -397,63 +358,42 @@ class Policy:
             came = f"{value.dtype}{list(value.shape)}" if is_array else reprlib.repr(value)
             takes = f"the model takes {tensor.datatype}{list(tensor.shape)}"
             raise InvalidArgument(f"'{key}' is {came}, and {takes}: {error.message}") from None
-        return made[np.newaxis] if self._batched else made
+        return made[np.newaxis] if self.model.max_batch_size else made
 
     def actions(self, answer: Mapping[str, Array]) -> dict[str, Any]:
         """Converts a model's answer to what a robot gets: arrays and texts by name."""
         told: dict[str, Any] = {}
         for name, value in answer.items():
-            value = value[0] if self._batched else value
-            if self._gives.get(name) == "BYTES":
+            value = value[0] if self.model.max_batch_size else value
+            if value.dtype.kind == "O":
                 with contextlib.suppress(UnicodeDecodeError):
                     value = np.array([each.decode() for each in value.ravel()], object).reshape(value.shape)
                 told[name] = value.item() if value.shape in ((), (1,)) else value.tolist()
                 continue
-            value = gateway.without_bfloat16(value, self._gives.get(name, ""))
+            value = gateway.for_client(value, self._outputs.get(name))
             dtype, shape = value.dtype.str, value.shape
             told[name] = {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": dtype, b"shape": shape}
         return told
 
 
-def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the program's arguments. None means this process's arguments."""
-    return gateway.options("tensord_client.openpi", __doc__, _FLAGS, arguments)
-
-
-async def run(options: argparse.Namespace) -> None:
-    """Runs a gateway, which serves the server's models to robots over openpi's WebSocket protocol, until SIGTERM or SIGINT.
-
-    Raises OSError if a file or the address cannot be used, or ServingError if there is no server.
-    """
-    (host, port), keys = gateway.place(options), gateway.keys(options)
+@contextlib.asynccontextmanager
+async def serving(client: AsyncClient, options: Namespace, listening: gateway.Listening) -> AsyncIterator[None]:
+    """Serves robots inside a ``with`` block. Raises OSError or InvalidArgument if a file cannot be used."""
+    served: Any = RobotGateway(client, options)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None
     if tls:
         tls.load_cert_chain(options.certificate, options.key)
-    stop = gateway.stop_event()
-    async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
-        served: Any = Gateway(client, options, keys)
-        robot = type("Robot", (Robot,), {"gateway": served})
-        hooks: Any = {"process_request": served.admit, "create_connection": robot}
-        bounds = {"max_size": options.max_message_bytes, "max_queue": 1, "ping_timeout": options.silence_timeout}
-        server = await serve(served.serve, host, port, compression=None, ssl=tls, **hooks, **bounds)
-        _log.info("robots are served on %s", ", ".join("{}:{}".format(*each.getsockname()) for each in server.sockets))
-        gateway.notify(b"READY=1")
-        while not stop.is_set():
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(stop.wait(), options.message_timeout / 8)
-            for robot in list(served.robots):
-                robot.check()
-        gateway.notify(b"STOPPING=1")
-        server.close(close_connections=False)
-        await served.stop()
-        await server.wait_closed()
-
-
-def main() -> None:
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    robot = type("Robot", (Robot,), {"gateway": served})
+    hooks: Any = {"process_request": served.admit, "create_connection": robot, "ssl": tls}
+    bounds = {"max_size": options.max_message_bytes, "max_queue": 1, "ping_timeout": options.silence_timeout}
     logging.getLogger("websockets").setLevel(logging.CRITICAL)  # whoever connects could fill the log
-    gateway.main("tensord_client.openpi", run(options()))
+    server = await serve(served.serve, sock=listening, compression=None, **hooks, **bounds)
+    yield
+    server.close(close_connections=False)
+    await served.stop()
+    await server.wait_closed()
 
 
 if __name__ == "__main__":
-    main()
+    module = "tensord_client.openpi"
+    gateway.main(module, gateway.options(module, __doc__, FLAGS), "robots", serving)

@@ -11,19 +11,16 @@ dimension have that dimension, or have it not and are one row; an input of one r
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import contextlib
-import gc
 import json
 import logging
 import math
-import socket
 import time
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import numpy as np
 import uvicorn
@@ -32,31 +29,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tensord_client import errors, gateway
 from tensord_client import tesseract_wire as wire
-from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
+from tensord_client.asynchronous import AsyncClient, AsyncModel
 from tensord_client.common.arrays import Array
 from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, Names, named
 from tensord_client.common.tensors import Tensor, cast, flat
-from tensord_client.errors import InvalidArgument, NotFound, ResultsHeld, ServingError
+from tensord_client.errors import InvalidArgument, NotFound, ServingError
 
-_log = logging.getLogger("tensord_client.tesseract")
 #: The program's flags besides those of all gateways.
-_FLAGS: dict[str, tuple[Any, str]] = {
+FLAGS: gateway.Flags = {
     "--address": ("127.0.0.1:8910", "HOST:PORT where clients connect; a model is at /MODEL and /MODEL/versions/N"),
-    "--max-connections": (256, "clients at the same time"),
     "--max-body-bytes": (64 << 20, "bytes of a request, and of the arrays of an answer"),
     "--max-held-bytes": (256 << 20, "bytes of all requests under way, and of their answers"),
     "--max-products": (4096, "products for a Jacobian: elements of outputs or inputs, the fewer ones, by rows"),
     "--body-timeout": (30, "seconds for a request to come"),
     "--idle-timeout": (60, "seconds from connecting, or from an answer's first byte, to the next request"),
 }
-#: Models that stay looked up, and seconds in which a look-up is not repeated.
-_MODELS, _FRESH = 256, 1.0
-#: Connections above --max-connections that are told so, with 503; bytes of an answer that may wait to be sent.
-_TOLD, _PIECE = 64, 1 << 16
+#: Bytes of an answer that may wait to be sent.
+_PIECE = 1 << 16
 _ENDPOINTS = ("apply", "abstract_eval", "jacobian", "jacobian_vector_product", "vector_jacobian_product")
 _METHODS = {**dict.fromkeys(_ENDPOINTS, "POST"), "health": "GET", "openapi.json": "GET"}
 #: The products by endpoint: the kind of derivative, the field with vectors, and what the names of further fields begin with.
@@ -78,18 +70,14 @@ class TesseractModel:
         model: AsyncModel,
         derivatives: Mapping[str, AsyncModel],
         lacking: Mapping[str, str],
-        bounds: argparse.Namespace,
+        bounds: Namespace,
     ) -> None:
         """Serves ``model``, and its ``derivatives`` by kind, such as "pull_back". ``bounds``: the gateway's options.
 
         ``lacking``: kind -> the error text, for kinds that the model lacks.
         """
-        self._lacking = lacking
-        self._model, self._bounds, self.made, self._batched = model, bounds, time.monotonic(), model.max_batch_size > 0
-        self.inputs, self.outputs = (
-            {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}
-            for tensors in (model.inputs, model.outputs)
-        )
+        self._model, self._bounds, self._lacking, self._batched = model, bounds, lacking, model.max_batch_size > 0
+        self.inputs, self.outputs = gateway.rows(model)
         names, taken, given = Names(model.name), wire.floating(self.inputs), wire.floating(self.outputs)
         known = {PULL_BACK: (names.cotangent, given, taken), PUSH_FORWARD: (names.tangent, taken, given)}
         #: For each kind of derivative, and "" for the model: what is asked, what names of vectors and of what it gives begin
@@ -108,8 +96,8 @@ class TesseractModel:
 
         Raises: InvalidArgument: the request does not fit the model or exceeds a bound.  ServingError: any error of the daemon.
         """
-        known, most = {name: each.datatype for name, each in self.inputs.items()}, self._bounds.max_body_bytes
-        values = wire.by_name(flat(wire.tree(body.get("inputs")), known), self.inputs, "inputs")
+        most = self._bounds.max_body_bytes
+        values = wire.by_name(flat(wire.tree(body.get("inputs")), self.inputs), self.inputs, "inputs")
         point = wire.Point(values, self.inputs, self._batched, most, endpoint == "abstract_eval")
         if endpoint == "apply":
             found = await self._rows("", wire.slices(point.arrays), point.rows, hold)
@@ -157,8 +145,8 @@ class TesseractModel:
         kind, units, count, rows = PUSH_FORWARD, taken, inputs, point.rows
         if back:
             kind, units, count = PULL_BACK, given, outputs
-        wire.bound("the Jacobian takes", count * rows, "products", self._bounds.max_products)
-        wire.bound("the Jacobian takes", 8 * inputs * outputs * rows * rows, "bytes", self._bounds.max_body_bytes)
+        gateway.bound("the Jacobian takes", count * rows, "products", self._bounds.max_products)
+        gateway.bound("the Jacobian takes", 8 * inputs * outputs * rows * rows, "bytes", self._bounds.max_body_bytes)
         starts = dict(zip(units, np.cumsum([0, *map(math.prod, units.values())]).tolist()))
         _, prefix, vectors, _ = self._asked(kind)
 
@@ -198,27 +186,20 @@ class TesseractModel:
             # A model without a batch dimension has one row, which is taken away and put back.
             inputs, lift = part(at, min(at + step, rows)), ... if model.max_batch_size else None
             inputs = inputs if lift else {name: each[0, ...] for name, each in inputs.items()}
-            while len(parts) * step <= at:
-                try:
-                    with await model(inputs, outputs=[*tensors]) as got:
-                        found = {n: gateway.without_bfloat16(got[n], each.datatype) for n, each in tensors.items()}
-                        parts.append({name: np.array(each)[lift] for name, each in found.items()})
-                except ResultsHeld:
-                    # Answers to others have come, and hold the worker's memory until their tasks have run.
-                    await asyncio.sleep(0)
+            with await gateway.ask(model, inputs, outputs=[*tensors]) as got:
+                found = {name: gateway.for_client(got[name], each) for name, each in tensors.items()}
+                parts.append({name: np.array(each)[lift] for name, each in found.items()})
             size = sum(each.nbytes for part in parts for each in part.values())
-            wire.bound("the answer has", size, "bytes", most)
+            gateway.bound("the answer has", size, "bytes", most)
             hold(sum(each.nbytes for each in parts[-1].values()))
         return {name: np.concatenate([each[prefix + name] for each in parts]) for name in given}
 
 
-class TesseractGateway:
+class TesseractGateway(gateway.Gateway):
     """Serves a daemon's models to programs that use ``tesseract-core``, with JSON over HTTP. Bounds the bytes of requests."""
 
-    def __init__(self, client: AsyncClient, options: argparse.Namespace) -> None:
-        self._client, self._options, self._looking_up = client, options, asyncio.Lock()
-        self._keys = [b"Basic " + base64.b64encode(b"api-key:" + key) for key in gateway.keys(options)]
-        self._served: dict[tuple[str, int], TesseractModel] = {}
+    def __init__(self, client: AsyncClient, options: Namespace) -> None:
+        super().__init__(client, options, lambda key: b"Basic " + base64.b64encode(b"api-key:" + key))
         #: Bytes of requests under way, and of their answers until these are sent.
         self._held = 0
         #: The application that a server of ASGI runs.
@@ -227,7 +208,7 @@ class TesseractGateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request with JSON, or with a status and a sentence."""
-        own, most = 0, self._options.max_held_bytes
+        own, most = 0, self.options.max_held_bytes
 
         def hold(count: int) -> None:
             nonlocal own
@@ -261,7 +242,7 @@ class TesseractGateway:
         except ClientDisconnect:
             status, text = 400, "the client has left"
         except Exception:
-            _log.exception("a request has no answer")
+            logging.getLogger("tensord_client.tesseract").exception("a request has no answer")
             status, text = 500, "the gateway has failed with this request; its log says why"
         # Clients make an error of pydantic's of a list, and show the text of others.
         detail: Any = [{"type": "value_error", "loc": ["body"], "msg": text}] if status == 422 else text
@@ -269,7 +250,7 @@ class TesseractGateway:
 
     async def _respond(self, request: Request, hold: _Hold) -> tuple[bytes, dict[str, Any]]:
         """Answers a request. Returns the answer's content type and JSON object. ``hold`` is told how many bytes it takes."""
-        if not gateway.is_known(self._keys, request.headers.getlist("authorization")):
+        if not self.is_known(request.headers.getlist("authorization")):
             raise HTTPException(401, "the API key is none of the gateway's: use http://api-key:KEY@HOST:PORT/MODEL")
         version = request.path_params.get("version", "0")
         if not (version.isascii() and version.isdigit() and len(version) <= 18):
@@ -278,16 +259,16 @@ class TesseractGateway:
         if _METHODS.get(endpoint) != request.method:
             raise HTTPException(405 if endpoint in _METHODS else 404, f"no {request.method} is at {endpoint}")
         if endpoint not in _ENDPOINTS:
-            found = await self._model(asked, _FRESH)
+            found = await self.model(asked)
             return b"application/json", {"status": "ok"} if endpoint == "health" else found.schema()
         if not wire.is_accepted(request.headers.get("accept", "*/*")):
             raise HTTPException(406, "this server answers with json+base64, neither compressed nor in memory of CUDA")
-        body, found = await self._read(request, hold), await self._model(asked, math.inf)
+        body, found = await self._read(request, hold), await self.model(asked, math.inf)
         try:
             answer = await found.answer(endpoint, body, hold)
         except (InvalidArgument, NotFound):
             # Perhaps the model was loaded anew, and takes something else now.
-            again = await self._model(asked, _FRESH)
+            again = await self.model(asked)
             if again is found:
                 raise
             answer = await again.answer(endpoint, body, hold)
@@ -296,7 +277,7 @@ class TesseractGateway:
     async def _read(self, request: Request, hold: _Hold) -> dict[str, Any]:
         """Reads the JSON object in a request's body. Calls ``hold`` with the number of bytes of each part that comes."""
         content = bytearray()
-        most, seconds = self._options.max_body_bytes, self._options.body_timeout
+        most, seconds = self.options.max_body_bytes, self.options.body_timeout
 
         async def receive() -> None:
             async for chunk in request.stream():
@@ -311,57 +292,24 @@ class TesseractGateway:
             raise HTTPException(408, f"{len(content)} bytes came in {seconds} s, and no end of a request") from None
         return wire.parsed(content)
 
-    async def _model(self, asked: tuple[str, int], age: float) -> TesseractModel:
-        """Returns a model by name and version. If it was looked up more than ``age`` seconds ago, looks it up again."""
-        async with self._looking_up:  # so that one connection to the daemon is enough
-            found = self._served.get(asked)
-            if found is None or time.monotonic() - found.made > age:
-                self._served.pop(asked, None)
-                model = await self._client.model(*asked, timeout=self._options.timeout)
-                kinds, lacking = dict[str, AsyncModel](), dict[str, str]()
-                for kind in (PULL_BACK, PUSH_FORWARD):
-                    try:
-                        kinds[kind] = await model.derivative(kind)
-                    except InvalidArgument as error:
-                        lacking[kind] = error.message
-                found = self._served[asked] = TesseractModel(model, kinds, lacking, self._options)
-                if len(self._served) > _MODELS:
-                    del self._served[next(iter(self._served))]
-            return found
-
-
-class _Connection(H11Protocol):
-    """A client's connection. It is closed at once if there are too many. Connections in a TLS handshake count, too."""
-
-    _opening: ClassVar[weakref.WeakSet[_Connection]] = weakref.WeakSet()
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        if len(self.connections) + len(self._opening) >= (self.limit_concurrency or 0) + _TOLD:
-            raise ConnectionRefusedError  # asyncio closes it
-        self._opening.add(self)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._opening.discard(self)
-        super().connection_made(transport)
+    async def make(self, name: str, version: int) -> TesseractModel:
+        model = await self.client.model(name, version, timeout=self.options.timeout)
+        kinds, lacking = dict[str, AsyncModel](), dict[str, str]()
+        for kind in (PULL_BACK, PUSH_FORWARD):
+            try:
+                kinds[kind] = await model.derivative(kind)
+            except InvalidArgument as error:
+                lacking[kind] = error.message
+        return TesseractModel(model, kinds, lacking, self.options)
 
 
 class _Server(uvicorn.Server):
-    """Logs when it serves, and closes connections without a request."""
+    """A server that closes connections without a request. uvicorn's own limit begins anew with each byte."""
 
     #: The connections without a request: each with its last request, and the time since when it has none.
     _idle: Mapping[Any, tuple[Any, float]] = {}
 
-    def capture_signals(self) -> Any:
-        return contextlib.nullcontext()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        _log.info("models are served on %s", ", ".join("{}:{}".format(*each.getsockname()) for each in sockets or ()))
-        gateway.notify(b"READY=1")
-
     async def on_tick(self, counter: int) -> bool:
-        # uvicorn's own limit begins anew with each byte.
         now, idle = time.monotonic(), dict[Any, tuple[Any, float]]()
         for each in list[Any](self.server_state.connections):
             if each.cycle is None or each.cycle.response_started:
@@ -370,38 +318,28 @@ class _Server(uvicorn.Server):
                 if now - idle[each][1] > self.config.timeout_keep_alive:
                     each.transport.abort()
         self._idle = idle
-        if not counter % 10 and _Connection._opening:
-            gc.collect()  # Python before 3.11.9 keeps those whose handshake has failed in cycles
         return await super().on_tick(counter)
 
 
-async def run(options: argparse.Namespace) -> None:
-    """Serves clients until SIGTERM or SIGINT.
-
-    Raises OSError if a file or the address cannot be used, or ServingError if there is no daemon.
-    """
-    stop = gateway.stop_event()
-    async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
-        own: Any = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "server_header": False}
-        # Of the two parsers only that of h11 has a limit for headers.
-        own.update(http=_Connection, limit_concurrency=options.max_connections, timeout_keep_alive=options.idle_timeout)
-        # Whoever connects could fill the log.
-        own.update(timeout_graceful_shutdown=options.stop_timeout, log_level="error")
-        own.update(ssl_certfile=options.certificate, ssl_keyfile=options.key)
-        server = _Server(uvicorn.Config(TesseractGateway(client, options).app, **own))
-        with gateway.listening(options) as listening:
-            serving, stopped = (asyncio.ensure_future(each) for each in (server.serve([listening]), stop.wait()))
-            await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
-            gateway.notify(b"STOPPING=1")
-            server.should_exit = True
-            await serving
-            stopped.cancel()
-
-
-def main() -> None:
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    gateway.main("tensord_client.tesseract", run(gateway.options("tensord_client.tesseract", __doc__, _FLAGS, None)))
+@contextlib.asynccontextmanager
+async def serving(client: AsyncClient, options: Namespace, listening: gateway.Listening) -> AsyncIterator[None]:
+    """Serves clients inside a ``with`` block. Raises OSError or InvalidArgument if a file cannot be used."""
+    # Of the parsers only that of h11 has a limit for headers. Whoever connects could fill the log.
+    own: Any = {"http": "h11", "lifespan": "off", "ws": "none", "log_config": None, "log_level": "error"}
+    own.update(access_log=False, server_header=False, timeout_graceful_shutdown=options.stop_timeout)
+    own.update(limit_concurrency=options.max_connections, timeout_keep_alive=options.idle_timeout)
+    own.update(ssl_certfile=options.certificate, ssl_keyfile=options.key)
+    server = _Server(uvicorn.Config(TesseractGateway(client, options).app, **own))
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup([listening])
+    ticks = asyncio.ensure_future(server.main_loop())
+    yield
+    server.should_exit = True
+    await ticks
+    await server.shutdown([listening])
 
 
 if __name__ == "__main__":
-    main()
+    module = "tensord_client.tesseract"
+    gateway.main(module, gateway.options(module, __doc__, FLAGS), "models", serving)

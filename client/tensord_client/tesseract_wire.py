@@ -10,7 +10,6 @@ import base64
 import binascii
 import contextlib
 import json
-import math
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from tensord_client import gateway
 from tensord_client.common.arrays import DTYPES, Array
 from tensord_client.common.derivatives import FLOATING
 from tensord_client.common.tensors import Tensor, cast
 from tensord_client.errors import InvalidArgument
 
-#: The most values and containers in a request besides what is base64; dimensions of an array; the largest size of one.
-MAX_VALUES, MAX_DIMENSIONS, MAX_SIZE = 1 << 18, 8, 1 << 31
+#: The most values and containers in a request besides what is base64.
+MAX_VALUES = 1 << 18
 #: What an Accept header has to have, and may not.
 _ACCEPTED = re.compile(r"\*/\*|application/(\*|json\+base64)")
 _REFUSED = re.compile(r'(transport|compression)="?(?!none)')
@@ -40,7 +40,7 @@ def parsed(content: bytearray) -> dict[str, Any]:
     """Parses the content of a request. Raises InvalidArgument if it is no JSON object or has too many values."""
     body = None
     # Each value and each container but the first has one of these before it; base64 has none.
-    bound("the request has", sum(map(content.count, (b",", b"[", b"{"))), "values besides base64", MAX_VALUES)
+    gateway.bound("the request has", sum(map(content.count, (b",", b"[", b"{"))), "values besides base64", MAX_VALUES)
     with contextlib.suppress(ValueError, RecursionError):
         body = json.loads(content)
     if not isinstance(body, dict):
@@ -51,24 +51,20 @@ def parsed(content: bytearray) -> dict[str, Any]:
 def read(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False) -> Array:
     """Makes an array of a tensor's datatype. ``came`` is the value in the request, and ``path`` its name in errors.
 
-    ``most`` is the most bytes of the array. If ``abstract``, a value need only have shape and dtype. The array then has zeros
-    and takes no memory. Raises InvalidArgument if the value is too large or does not fit the tensor.
+    If ``abstract``, a value need only have shape and dtype. The array then has zeros and takes no memory; ``most`` is the most
+    bytes of such an array. Raises InvalidArgument if the value is too large or does not fit the tensor.
     """
     if not isinstance(came, _Encoded):  # texts, numbers, lists of them
         made = cast(path, came, tensor.datatype)
         return made if made.ndim else made.reshape((1,) * len(tensor.shape))
     shape, name, data = (came.given.get(key) for key in ("shape", "dtype", "data"))
-    dtype, wire = _DTYPES.get(name) if isinstance(name, str) else None, dtype_for(tensor)
+    dtype, own = _DTYPES.get(name) if isinstance(name, str) else None, dtype_for(tensor)
     if dtype is None:
         raise InvalidArgument(f"'{path}' has the dtype {reprlib.repr(name)}, it may be one of {', '.join(_DTYPES)}")
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
-        raise InvalidArgument(f"'{path}' has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")
-    count = math.prod(shape) * dtype.itemsize
-    bound(f"'{path}' has", len(shape), "dimensions", MAX_DIMENSIONS)
-    bound(f"'{path}' has", count, "bytes", most)
-    if wire.kind == "O" or not (np.can_cast(dtype, wire, "same_kind") or {dtype.kind, wire.kind} <= {"i", "u"}):
+    if own.kind == "O" or not (np.can_cast(dtype, own, "same_kind") or {dtype.kind, own.kind} <= {"i", "u"}):
         raise InvalidArgument(f"'{path}' is {name}, the model takes {tensor.datatype}")
     if abstract and data is None:
+        gateway.bound(f"'{path}' has", gateway.byte_size(f"'{path}'", dtype, shape), "bytes", most)
         return np.broadcast_to(np.zeros((), tensor.dtype), shape)
     encoding = [data.get("encoding"), data.get("compression")] if isinstance(data, dict) else data
     if not isinstance(data, dict) or encoding != ["base64", None]:
@@ -78,16 +74,8 @@ def read(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False
         content = binascii.a2b_base64(data["buffer"])
     except (LookupError, TypeError, ValueError) as error:
         raise InvalidArgument(f"'{path}' is no base64: {error}") from None
-    if len(content) != count:
-        raise InvalidArgument(f"'{path}' is {name}{shape} of {count} bytes, and {len(content)} came")
-    made = np.frombuffer(content, dtype).reshape(shape)
+    made = gateway.array(f"'{path}' of {name}", dtype, shape, content)
     return made if dtype == tensor.dtype else cast(path, made, tensor.datatype)
-
-
-def bound(what: str, number: int, unit: str, most: int) -> None:
-    """Raises InvalidArgument if ``number`` is above ``most``. The text is ``what``, the number and ``unit``."""
-    if number > most:
-        raise InvalidArgument(f"{what} {number} {unit}, at most {most} may be")
 
 
 def dtype_for(tensor: Tensor) -> np.dtype[Any]:
@@ -98,7 +86,7 @@ def dtype_for(tensor: Tensor) -> np.dtype[Any]:
 class _Encoded:
     """An array of a request that is not decoded yet."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, given: Any) -> None:
         self.given = given
 
 
@@ -168,7 +156,7 @@ class Point:
         self.has_rows = bool(counts)
         self.rows = next((count for count in counts.values() if count != 1), 1)
         self.arrays = {name: self.in_rows(name, array, len(tensors[name].shape)) for name, array in given.items()}
-        bound("the rows of inputs have", sum(each.nbytes for each in self.arrays.values()), "bytes", most)
+        gateway.bound("the rows of inputs have", sum(each.nbytes for each in self.arrays.values()), "bytes", most)
 
     def in_rows(self, name: str, array: Array, dimensions: int) -> Array:
         """Returns ``array`` with as many rows as the other inputs have. If it has one row, or no axis for rows, it is repeated.

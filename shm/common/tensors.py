@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,12 +86,11 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
     return {name: array(name, value, datatypes.get(name)) for name, value in flat(inputs, datatypes).items()}
 
 
-def flat(inputs: Mapping[str, Any], known: Mapping[str, str], what: str = "inputs") -> dict[str, Any]:
+def flat(inputs: Mapping[str, Any], known: Collection[str], what: str = "inputs") -> dict[str, Any]:
     """Flattens nested mappings and sequences of inputs. Returns the values by input name.
 
     An input's name is the keys on the way to its value, joined by "/". If the model has no such input, but has one with "."
-    in place of "/", that name is used. ``known`` is the datatype of each input of the model, by name. ``what`` names the inputs
-    in errors.
+    in place of "/", that name is used. ``known`` are the names of the model's inputs. ``what`` names the inputs in errors.
 
     Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
@@ -108,7 +107,7 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str], what: str = "input
     return found
 
 
-def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _given(node: Any, path: tuple[str, ...], known: Collection[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the path (its keys) and the value of each input below ``node``. ``node``: pairs of key and value."""
     for key, value in node:
         inner = (*path, str(key))

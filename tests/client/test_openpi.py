@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import trustme
 import websockets.exceptions
@@ -27,6 +28,7 @@ import websockets.sync.client as websocket
 from tensord_client import openpi
 from tensord_client.common.results import Answer
 from tensord_client.errors import ResultsHeld
+from tensord_client.gateway import options
 
 from tests import openpi_gateway
 from tests.client.conftest import clients_socket, write_models
@@ -366,6 +368,7 @@ def test_more_robots_than_may_be(daemon: DaemonProcess) -> None:
         half_open = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(80)]
         try:
             wait_until(lambda: sum(is_closed(each) for each in half_open) >= 14, "connections to be refused")
+            assert not is_closed(half_open[0])
         finally:
             for each in half_open:
                 each.close()
@@ -423,7 +426,7 @@ async def test_what_has_no_room_for_its_answer_is_asked_again_when_others_have_r
 
     ask.has_sequences = False  # type: ignore[attr-defined]
     policy = types.SimpleNamespace(model=ask, inputs=dict, actions=dict)
-    gateway = openpi.Gateway(None, openpi.options([]), [])  # type: ignore[arg-type]
+    gateway = openpi.RobotGateway(None, options("", "", openpi.FLAGS, []))  # type: ignore[arg-type]
     robot: Any = types.SimpleNamespace(policy=policy, sequence_id=0)
     assert (await gateway._ask(robot, {}))["y"] is X
     assert others == ["read", "read"]
@@ -468,6 +471,7 @@ def test_keys(daemon: DaemonProcess, robot: Callable[..., Any], tmp_path: Path) 
 
 
 def test_certificates(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Connections that never shake hands are among those that there may be."""
     authority = trustme.CA()
     made = authority.issue_cert("127.0.0.1")
     made.private_key_pem.write_to_path(tmp_path / "key.pem")
@@ -476,10 +480,29 @@ def test_certificates(daemon: DaemonProcess, tmp_path: Path) -> None:
     trusts = ssl.create_default_context()
     authority.configure_trust(trusts)
     files = ("--certificate", str(tmp_path / "chain.pem"), "--key", str(tmp_path / "key.pem"))
-    with contextlib.ExitStack() as opened:
-        gateway = opened.enter_context(GatewayProcess(daemon.folder, "--model", "scale", *files))
-        connection = opened.enter_context(connected(f"wss://127.0.0.1:{gateway.port}", ssl=trusts))
-        check(connection)
+    with GatewayProcess(daemon.folder, "--model", "scale", "--max-connections", "8", *files) as gateway:
+
+        def is_served() -> bool:
+            with contextlib.suppress(OSError), connected(f"wss://127.0.0.1:{gateway.port}", ssl=trusts) as connection:
+                check(connection)
+                return True
+            return False
+
+        assert is_served()
+        process = psutil.Process(gateway.pid)
+        before, descriptors = process.memory_info().rss, process.num_fds()
+        for _ in range(12):
+            with contextlib.ExitStack() as opened:
+                place = ("127.0.0.1", gateway.port)
+                many = [opened.enter_context(socket.create_connection(place, PATIENCE)) for _ in range(8 + 64 + 4)]
+                wait_until(lambda many=many: sum(map(is_closed, many)) >= 4, "connections to be refused")
+                assert not all(map(is_closed, many))
+                assert not is_served()
+            wait_until(lambda: process.num_fds() <= descriptors, "the others to be forgotten")
+            assert is_served()
+        # Each has some 300 KiB while it shakes hands.
+        assert process.memory_info().rss < before + (120 << 20)
+        assert gateway.stop() == 0
 
 
 def test_what_cannot_start_says_why(tmp_path: Path, gateway: GatewayProcess, daemon: DaemonProcess) -> None:
@@ -489,7 +512,7 @@ def test_what_cannot_start_says_why(tmp_path: Path, gateway: GatewayProcess, dae
     taken = ["--address", f"127.0.0.1:{gateway.port}", "--server", str(daemon.folder)]
     done = openpi_gateway.ran(taken)
     assert done.returncode == 1
-    assert "address already in use" in done.stderr
+    assert "Address already in use" in done.stderr
     for wrong in (["--max-connections", "0"], ["--timeout", "-1"], ["--timeout", "nan"]):
         assert openpi_gateway.ran(wrong).returncode == 2, wrong
     for wrong in ("8900", ":8900", "localhost", "localhost:x"):

@@ -134,7 +134,7 @@ def nested(depth: int, inner: Any = 1) -> Any:
         (message(array(b"abcd", shape=[-1])), "sizes are from 0 to"),
         (message(array(b"abcd", shape=[True])), "sizes are from 0 to"),
         (message(array(b"abcd", shape=1)), "has the shape 1"),
-        (message(array(b"abcd", shape=[1] * 9)), "has 9 dimensions in an array, at most 8 may be"),
+        (message(array(b"abcd", shape=[1] * 9)), "has 9 dimensions, at most 8 may be"),
         (message(array("abcd")), r"<f4\[1\] takes 4 bytes, and str came"),
         (message(array([1, 2, 3, 4])), r"<f4\[1\] takes 4 bytes, and list came"),
         *(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trustme
-from tensord_client.gateway import listening
+from tensord_client.gateway import Listening
 
 from tests.client.test_derivatives import N, X, write_models
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
@@ -238,13 +238,15 @@ JACOBIAN = {"inputs": ROW, "jac_inputs": ["state.x"], "jac_outputs": ["y"]}
         ("apply", {"inputs": {"other": 1}}, r"of the model it may name \['state.n', 'state.x'\]"),
         ("apply", {"inputs": {**ROW, "state": {"x": encoded(X[0])}}}, "given twice|names one twice"),
         ("apply", {"inputs": {"state.n": encoded(N[0])}}, "state.x"),
+        ("abstract_eval", {"inputs": {**ROW, "state.x": {"shape": [1 << 30], "dtype": "float32"}}},
+         "'state.x' has 4294967296 bytes, at most 1000000 may be"),
         ("jacobian", {**JACOBIAN, "inputs": {"state.n": encoded(N[0])}}, r"inputs lack \['state.x'\]"),
         ("apply", {"inputs": {**ROW, "state.x": {"shape": [4], "dtype": "float32"}}}, "comes as None"),
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], dtype="float128")}}, "dtype 'float128', it may be one of"),
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[-4])}}, "sizes are from 0 to"),
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[1] * 9)}}, "9 dimensions, at most 8 may be"),
-        ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[1 << 30])}}, "4294967296 bytes, at most 1000000"),
-        ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[5])}}, "of 20 bytes, and 16 came"),
+        ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[1 << 30])}}, "takes 4294967296 bytes, and 16 came"),
+        ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[5])}}, "takes 20 bytes, and 16 came"),
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[None])}}, r"'state.x' has the shape \[1, 2, 4\], a row is \[4\]"),
         ("apply", {"inputs": {"state.x": encoded(X), "state.n": encoded(np.ones((3, 1), "i4"))}}, "2 rows|3 rows"),
         ("apply", {"inputs": {**ROW, "state.n": encoded(X[0, :1])}}, "'state.n' is float32, the model takes INT32"),
@@ -396,9 +398,10 @@ def test_certificates(daemon: DaemonProcess, tmp_path: Path) -> None:
 
 
 def test_no_part_of_an_answer_waits_for_an_acknowledgement() -> None:
-    server = listening(argparse.Namespace(address="127.0.0.1:0"))
-    with server, socket.create_connection(server.getsockname()), server.accept()[0] as accepted:
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+    with Listening(argparse.Namespace(address="127.0.0.1:0", max_connections=1)) as server:
+        server.listen()
+        with socket.create_connection(server.getsockname()), server.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 def test_connections_without_a_request_are_closed(daemon: DaemonProcess) -> None:

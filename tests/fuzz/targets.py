@@ -588,11 +588,10 @@ def _observations() -> Iterable[bytes]:
 
 def _point(content: bytes) -> None:
     """Reads a request of a client of tesseract-core; what is accepted is the same once it was written as an answer."""
-    known = {name: each.datatype for name, each in _INPUTS.items()}
     with contextlib.suppress(tesseract_wire.InvalidArgument):
         body = tesseract_wire.parsed(bytearray(content))
         for abstract in (False, True):
-            values = tesseract_wire.by_name(flat(tesseract_wire.tree(body.get("inputs")), known), _INPUTS, "inputs")
+            values = tesseract_wire.by_name(flat(tesseract_wire.tree(body.get("inputs")), _INPUTS), _INPUTS, "inputs")
             point = tesseract_wire.Point(values, _INPUTS, True, 1 << 20, abstract)
             for name, rows in point.arrays.items():
                 array = point.output(rows)
