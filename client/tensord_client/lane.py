@@ -459,22 +459,27 @@ class LaneConnection(Sender):
     def lane_for(self, call: Call) -> ClientLane | None:
         """Chooses the lane for a request. It is the lane of the request's sequence, or else the least busy one.
 
+        A sequence that begins goes to the lane on which the fewest of this connection's sequences of the model are.
         Returns None if no lane is usable. Raises Unavailable if the worker of the request's sequence has ended.
         """
         sequence_id = call.scheduling.sequence_id
-        if sequence_id and not call.scheduling.sequence_start:
-            lane = self._sequences.get((call.model, sequence_id))
-            if lane is not None:
-                if not lane.usable:
-                    self._sequences.pop((call.model, sequence_id), None)
-                    raise lost_sequence(call.model, sequence_id)
-                return lane
+        lane = self._sequences.get((call.model, sequence_id)) if sequence_id else None
+        if lane is not None and not call.scheduling.sequence_start:
+            if not lane.usable:
+                self._sequences.pop((call.model, sequence_id), None)
+                raise lost_sequence(call.model, sequence_id)
+            return lane
         known = self.known(call)
         if known is None:
             return None
         if known.lacks and time.monotonic() - known.opened_at > _COMING_AFTER:
             self._look_for_more(known, call)
-        return known.choose()
+        if not (sequence_id and call.scheduling.sequence_start) or len(known.lanes) == 1:
+            return known.choose()
+        if lane is not None and lane.usable and lane in known.lanes:
+            # It is live there, and would keep its slot beside the one that begins.
+            return lane
+        return known.choose([each for (model, _), each in list(self._sequences.items()) if model == call.model])
 
     def sent(self, call: Call, lane: ClientLane) -> None:
         """Stores ``lane`` for later requests of the call's sequence. If this was the last request, the sequence is forgotten."""

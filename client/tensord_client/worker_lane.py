@@ -629,9 +629,16 @@ class OpenedModel:
         # One that is alone, and has ended, is missed by the next request.
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
-    def choose(self) -> ClientLane | None:
-        """Returns the usable lane with the fewest requests in flight, or None if no lane is usable."""
+    def choose(self, taken: Sequence[ClientLane] = ()) -> ClientLane | None:
+        """Returns the usable lane that is least often in ``taken``, or None if no lane is usable.
+
+        Of several such lanes it is the one with the fewest requests in flight.
+        """
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None
-        return least_busy([lane for lane in lanes if lane.usable])
+        usable = [lane for lane in lanes if lane.usable]
+        if taken:
+            fewest = min(map(taken.count, usable), default=0)
+            usable = [lane for lane in usable if taken.count(lane) == fewest]
+        return least_busy(usable)

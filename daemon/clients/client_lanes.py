@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 from collections import Counter
 from collections.abc import Iterable
@@ -47,6 +48,8 @@ class ClientConnection:
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
     lanes: dict[int, int] = field(default_factory=dict)
+    #: How many clients had asked for lanes before this one. None: it has not asked yet.
+    turn: int | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +89,7 @@ class ClientLanes:
         self._changed = asyncio.Event()
         #: Lanes that were refused, ever.
         self.refused = 0
+        self._turns = itertools.count()
         #: True if no lane is opened, because the daemon is being drained.
         self.draining = False
 
@@ -170,6 +174,8 @@ class ClientLanes:
     ) -> tuple[OpenAnswer, list[socket.socket]]:
         """Opens a lane to each worker that serves a version, unless the client already has a lane to it.
 
+        The answer names the lanes from another worker on for each client, so that clients are spread over the workers.
+
         ``wanted``: the question of the client. ``state``: the state of the version. Returns the answer for the client, and the
         client's ends of the new lanes, which the caller must close. After an error no lane is open.
         Raises Unavailable if there are too many lanes or no free descriptor. Raises Unsupported if the description is too large.
@@ -179,7 +185,12 @@ class ClientLanes:
                 f"the description of model '{state.name}' has {len(state.metadata)} bytes, at most "
                 f"{MAX_ANSWER - _BESIDE_METADATA} can be sent here: ask over HTTP"
             )
+        if connection.turn is None:
+            connection.turn = next(self._turns)
         homes = self._homes(state)
+        # A client that asks one thing at a time only ever uses the first.
+        first = connection.turn % max(1, len(homes))
+        homes = homes[first:] + homes[:first]
         known = {worker.incarnation for worker in homes if worker.incarnation in connection.lanes}
         sockets = self._opened(connection, [worker for worker in homes if worker.incarnation not in known], state.name)
         entries = [

@@ -226,6 +226,24 @@ def test_sequences_stay_on_the_lane_where_they_began(connection: LaneConnection)
         )
 
 
+def test_sequences_that_begin_take_the_slots_of_all_workers(connection: LaneConnection) -> None:
+    """Two workers have 16 slots together. A sequence that waited for one would do so for ten minutes.
+
+    Each begins when the one before it was answered, so that no worker is busier than the other. One that begins anew goes on
+    where it was: elsewhere it would take a second slot.
+    """
+
+    def step(sequence: int, start: bool, end: bool = False) -> float:
+        own = Scheduling(sequence_id=sequence, sequence_start=start, sequence_end=end)
+        answer = connection.ask(Call("total", {"x": np.ones((1, 1), np.float32)}, scheduling=own)).result(_PATIENCE)
+        return float(answer["sum"][0, 0])
+
+    for anew in range(2):
+        for sequence in range(101, 117):
+            assert (anew, step(sequence, True)) == (anew, 1)
+    assert [step(sequence, False, True) for sequence in range(101, 117)] == [2] * 16
+
+
 async def test_a_sequence_that_is_left_gives_its_slot_back(daemon: DaemonProcess) -> None:
     """Two workers have 16 slots together, and a sequence of which nothing comes would keep its own for ten minutes."""
     one = {"x": np.ones((1, 1), np.float32)}

@@ -102,6 +102,26 @@ def test_a_client_gets_one_lane_to_each_worker(start: Start, tmp_path: Path) -> 
     daemon.wait(lambda: counted(daemon) == (0, 0), "end of the lanes")
 
 
+def test_clients_begin_at_different_workers(start: Start) -> None:
+    """A client that asks one thing at a time only ever uses its first lane. One that asks for no lane takes no turn."""
+    daemon = start()
+    first = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(client(daemon)).ask(hello={})
+            asking = stack.enter_context(client(daemon))
+            answers = [asking.open("good") for _ in range(2)]
+            devices = [[entry["device"] for entry in answer["lanes"]] for answer in answers]
+            assert devices[0] == devices[1]
+            assert sorted(devices[0]) == ["cpu:0", "cpu:1"]
+            # The sockets came in the order in which the lanes are named.
+            assert asking.say(answers[0]["lanes"][0]["lane"], b"hello").startswith(
+                f"{answers[0]['lanes'][0]['lane']} ".encode()
+            )
+            first.append(devices[0][0])
+    assert sorted(first) == ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]
+
+
 def test_http_is_served_beside_the_socket(start: Start, tmp_path: Path) -> None:
     """The client finds HTTP by the folder alone or by its address, and not where HTTP is turned off."""
     daemon = start()
