@@ -470,13 +470,12 @@ class Parameters:
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)
         if names := self.sets.forget((name, version)):
-            said = f"{len(names)} parameter sets" if len(names) > 1 else f"parameter set '{names[0]}'"
-            _log.warning(
-                "model '%s' version %d is loaded anew or unloaded: %s that was pushed into it is gone",
-                name,
-                version,
-                said,
+            said = (
+                f"{len(names)} parameter sets that were pushed into it are gone"
+                if len(names) > 1
+                else f"parameter set '{names[0]}' that was pushed into it is gone"
             )
+            _log.warning("model '%s' version %d is loaded anew or unloaded: %s", name, version, said)
         self.tell()
 
     def worker_left(self, worker: int) -> None:

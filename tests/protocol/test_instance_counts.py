@@ -11,7 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tensord_client
 
 from tests.daemon_process import DaemonProcess, wait_until
 from tests.repositories import write_model
@@ -207,6 +209,33 @@ def test_with_the_configuration_that_the_server_gives(counted: Callable[..., Cou
     load(2)
     wait_until(lambda: len(model.said()) == (len(before) if source is JAX else 4), "an end", model.daemon)
     assert model.said() == (before if source is JAX else [*begun, f"finalize {group}_2"])
+
+
+def test_parameters_that_were_pushed_are_gone(counted: Callable[..., Counted]) -> None:
+    """What is listed, what answers and what a replaced worker would answer are the same: a load ends what was pushed."""
+    model = counted(JAX, GROUP.format(1), control_mode="explicit", load=["m"])
+    before = model.said().count("created")
+    with tensord_client.connect(model.daemon.url) as client:
+        asked = client.model("m", timeout=60)
+
+        def load(count: int) -> float:
+            model.config(GROUP.format(count))
+            status, answer = model.daemon.request("POST", "/v2/repository/models/m/load", b"{}")
+            assert (status, model.given()) == (200, [count]), answer
+            return float(asked({"x": np.ones((1, 4), np.float32)})["y"][0, 0])
+
+        asked.parameters.update({"factor": np.float32(5)})
+        asked.parameters.update({"factor": np.float32(6)}, set="a")
+        assert load(2) == 2
+        assert [(each["set"], each["number"]) for each in asked.parameters.list()] == [("main", 0)]
+        with pytest.raises(tensord_client.NotFound, match="parameter set 'a' of model 'm' is not found"):
+            client.model("m", parameter_set="a")({"x": np.ones((1, 4), np.float32)})
+        assert "2 parameter sets that were pushed into it are gone" in model.daemon.log
+        assert model.said().count("created") == before + 1
+        assert load(3) == 2
+        assert model.said().count("created") == before + 1
+        # Numbers begin anew, on the worker as well.
+        assert asked.parameters.update({"factor": np.float32(7)}) == 1
 
 
 def test_one_load_right_behind_another(counted: Callable[..., Counted]) -> None:

@@ -419,12 +419,16 @@ class Loader:
         """Changes the number of instances of a serving version as ``record`` says. Returns the changed version.
 
         Instances that stay are not started again, and nothing is compiled. Returns None if the version must be loaded: nothing
-        has changed, or more than the number of instances. Raises ServingError: an instance could not be started.
+        has changed, more than the number of instances has, or clients have pushed parameters into it. Raises ServingError: an
+        instance could not be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:
             return None
         if record != msgspec.structs.replace(known, config=record.config):
+            return None
+        # With a load what clients pushed is gone, and the supervisor has forgotten it.
+        if (sets := former.sets) is not None and (sets.pushes or sets.staged):
             return None
         config = model_config.parse_json(former.config.decode(), record.name)
         # Completed first: what the model adds to a configuration then is no change.
