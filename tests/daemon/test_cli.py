@@ -18,7 +18,7 @@ from tensord.config import layers
 from tensord.config.layers import Setting
 from tests import prepared
 from tests.daemon.fake_daemon import ROOT, write_model
-from tests.repositories import of_x, scale_model
+from tests.repositories import applying, of_x, scale_model
 from tests.repositories import write_model as write_source
 
 FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
@@ -200,6 +200,14 @@ def test_what_serve_cannot_do(tmp_path: Path) -> None:
     assert "no GPU is visible" in done.stderr
 
 
+ENSEMBLE = """
+platform: "ensemble"
+input { name: "x" data_type: TYPE_FP32 dims: 2 }
+output { name: "y" data_type: TYPE_FP32 dims: 2 }
+ensemble_scheduling {
+  step { model_name: "m" model_version: -1 input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } }
+}
+"""
 RAGGED = of_x("x", "FP32[n]", more='max_batch_size = 2\nragged = ("x",)\nbatch_outputs = {"y": "x"}')
 
 
@@ -209,12 +217,22 @@ RAGGED = of_x("x", "FP32[n]", more='max_batch_size = 2\nragged = ("x",)\nbatch_o
         ("writer", "model 'writer': a stepped model is no program that is run once, it cannot be exported\n"),
         ("tokenizer", "only a JAX model with a function create(path, config, device) is exported"),
         ("ragged", "model 'ragged': what is exported has no ragged inputs"),
+        ("optional", "model 'optional': what is exported takes all of its inputs, none is optional"),
+        ("several", "model 'several': a generator is no program that is run once, it cannot be exported"),
+        ("ensemble", "model 'ensemble': only a JAX model with a function create(path, config, device) is exported"),
     ],
 )
 def test_what_cannot_be_exported(tmp_path: Path, model: str, reason: str) -> None:
     write_source(tmp_path, "ragged", RAGGED)
-    examples = tmp_path if model == "ragged" else ROOT / "examples" / "models"
-    done = tensord("export", str(examples / model), str(tmp_path / "out"))
+    write_source(tmp_path, "optional", of_x("x", "FP32[2]"))
+    (tmp_path / "optional" / "config.pbtxt").write_text(
+        'input { name: "x" data_type: TYPE_FP32 dims: 2 optional: true }'
+    )
+    write_source(tmp_path, "several", applying('yield {"y": inputs["x"]}', "x FP32[2]", "y FP32[2]"))
+    (tmp_path / "ensemble" / "1").mkdir(parents=True)
+    (tmp_path / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
+    folder = tmp_path / model if (tmp_path / model).exists() else ROOT / "examples" / "models" / model
+    done = tensord("export", str(folder), str(tmp_path / "out"))
     assert (done.returncode, reason in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / "out").exists()
 

@@ -302,6 +302,10 @@ class _Artifact:
         for program in self._programs[1:]:
             self._agree(first, program)
         self._batches = self._has_batch()
+        if optional := next((tensor.name for tensor in config.input if tensor.optional), ""):
+            raise InvalidArgument(
+                f"model '{config.name}': a program takes all of its inputs, and '{optional}' is optional"
+            )
 
     def module(self) -> ModuleType:
         made = ModuleType(f"artifact of {self._message.name}")

@@ -30,7 +30,7 @@ from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.common.derivatives import KINDS, MAX_ORDER, PUSH_FORWARD
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
-from tensord.workers.declarations.created import create, created
+from tensord.workers.declarations.created import create, created, is_generator
 from tensord.workers.declarations.declaration import declare_tensors
 from tensord.workers.declarations.derivatives import declared_order
 from tensord.workers.declarations.placement_declarations import declare_sets, device_count
@@ -43,6 +43,7 @@ from tensord.workers.tensors.tensor_trees import declarations, parameter_name, t
 
 _BATCH = "batch"
 _PARAMETERS = "params.safetensors"
+_NO_CREATE = "only a JAX model with a function create(path, config, device) is exported"
 
 
 def export_model(
@@ -227,9 +228,11 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str,
     config = model_config.from_bytes(load.config)
     folders = (Path(load.version_path), Path(load.model_path))
     try:
-        module = ModelImports.of_version(load.name, folders).run(
-            folders[0] / (config.default_model_filename or "model.py")
-        )
+        path = folders[0] / (config.default_model_filename or "model.py")
+        # An ensemble, or a program that was exported already.
+        if not path.exists():
+            raise Unsupported(f"model '{load.name}': {_NO_CREATE}")
+        module = ModelImports.of_version(load.name, folders).run(path)
         if why := _unsupported(config, module):
             raise Unsupported(f"model '{load.name}': {why}")
         config.backend = "jax"
@@ -247,6 +250,8 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str,
         del config.parameters["derivatives"]
         with precision(described.wide):
             returned = create(load.name, module, folders[0], model_config.to_dict(config), device)
+        if is_generator(returned):
+            raise Unsupported(f"model '{load.name}': a generator is no program that is run once, it cannot be exported")
         apply, parameters, _ = created(module, described, returned, None)
         inputs = {spec.name: Declared(spec.datatype, spec.model_dims, spec.axes) for spec in described.inputs.values()}
         config.name = folder.name
@@ -277,7 +282,7 @@ def _carries(derivatives: int, sample: str) -> bool:
 def _unsupported(config: ModelConfig, module: ModuleType) -> str:
     """Returns why a model cannot be exported; "": it can."""
     if not callable(getattr(module, "create", None)) or getattr(module, "host", False):
-        return "only a JAX model with a function create(path, config, device) is exported"
+        return _NO_CREATE
     if hasattr(module, "slots"):
         return "a stepped model is no program that is run once, it cannot be exported"
     if getattr(module, "state", None) or getattr(module, "request", None) or config.HasField("sequence_batching"):
@@ -285,6 +290,8 @@ def _unsupported(config: ModelConfig, module: ModuleType) -> str:
     ragged = any(getattr(module, name, None) for name in ("ragged", "batch_inputs", "batch_outputs"))
     if ragged or any(tensor.allow_ragged_batch for tensor in config.input):
         return "what is exported has no ragged inputs"
+    if any(tensor.optional for tensor in config.input):
+        return "what is exported takes all of its inputs, none is optional"
     if device_count(config, module) > 1:
         return "what is exported runs on one device"
     return ""

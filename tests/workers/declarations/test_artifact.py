@@ -221,6 +221,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "'output_0' of m.jaxexport is FP32[]: its first dim is no batch" in refused(
         tmp_path / "batch", "max_batch_size: 4"
     )
+    optional = 'input { name: "input_0" data_type: TYPE_FP32 dims: [2, 4] optional: true }'
+    written(tmp_path / "optional", lambda x: x, ROW)
+    assert "a program takes all of its inputs, and 'input_0' is optional" in refused(tmp_path / "optional", optional)
     written(tmp_path / "two", lambda x: x, ROW, name="a")
     written(tmp_path / "two", lambda x: x, Spec((2, 4), np.int32), name="b")
     assert "a.jaxexport and b.jaxexport differ in input 'input_0'" in refused(tmp_path / "two")
