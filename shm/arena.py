@@ -277,7 +277,10 @@ class Arena:
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
             limit = max(self._max_byte_size - self._first, self._buddies.largest)
-            raise InvalidArgument(f"{byte_size} bytes cannot fit into an arena whose largest place is {limit} bytes")
+            raise InvalidArgument(
+                f"{byte_size} bytes cannot fit into an arena whose largest place is {limit} bytes (arenas.max_byte_size; of "
+                "answers on a client's lane clients.response_byte_size)"
+            )
         # The smallest free segment that is large enough is taken, unless it would waste more than it holds.
         fitting = [n for n in self._free_large if size <= self._segments[n].byte_size <= 2 * size]
         if fitting:

@@ -142,9 +142,7 @@ class OperatorCommands:
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
         """Has a worker record a profile. Returns the folder of the profile as JSON."""
-        worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
-        if worker is None:
-            raise InvalidArgument(f"no worker '{name}' is up")
+        worker = self._supervisor.workers.named(name)
         at = os.environ.get("STATE_DIRECTORY", "").split(":")[0] or tempfile.gettempdir()
         folder = folder or f"{at}/tensord-profiles-{os.geteuid()}/{name}-{time.strftime('%Y%m%dT%H%M%S')}"
         await worker.result_of(TakeProfile(seconds, folder))

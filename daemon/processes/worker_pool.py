@@ -145,15 +145,20 @@ class WorkerPool:
             _log.info("%s (process %d) ends: its model needs it no more", worker.name, worker.pid)
             self._end(worker)
 
+    def named(self, name: str) -> WorkerProcess:
+        """Returns the worker of this name that is ready and is not stopping. Raises InvalidArgument if there is none."""
+        for worker in self.ready():
+            if worker.name == name and not worker.stopping:
+                return worker
+        raise InvalidArgument(f"no worker '{name}' is up; there are {', '.join(sorted(self.slots)) or 'none'}")
+
     async def restart(self, name: str) -> None:
         """Replaces a worker, and waits until the new worker is ready and has loaded its models.
 
         The old worker first finishes the requests that it accepted. Later requests for its models wait for the new worker.
         Raises InvalidArgument if no worker of this name is ready. Raises Unavailable if the new worker dies.
         """
-        old = next((worker for worker in self.ready() if worker.name == name and not worker.stopping), None)
-        if old is None:
-            raise InvalidArgument(f"no worker '{name}' is up; there are {', '.join(sorted(self.slots)) or 'none'}")
+        old = self.named(name)
         device = (self._shared_slots | self._isolated)[name]
         _log.info("%s (process %d) is restarted on request", name, old.pid)
         self._end(old)

@@ -248,6 +248,7 @@ def test_it_could_never_fit(served: Served) -> None:
     answer = client.answer(stream)
     assert answer.status == INVALID_ARGUMENT
     assert "cannot fit into an arena whose largest place is" in answer.text
+    assert "(arenas.max_byte_size; " in answer.text
     is_served(front, worker)
 
 
