@@ -53,7 +53,7 @@ from tensord_client.worker_lane import ClientLane, OpenedModel
 _FIRST_ID = 1 << 32
 #: Seconds that a request without a deadline waits for a daemon, or a worker, that is being replaced, unless the program says so.
 _PATIENCE = 30.0
-#: Seconds that the daemon may let one question wait, and between two attempts to connect where no daemon serves.
+#: Seconds that the daemon may let one question wait, and between two questions of which it did not let the first wait.
 _WAIT, _PAUSE = 0.5, 0.05
 #: Seconds between two questions about workers that are to come.
 _COMING_AFTER = 1.0
@@ -190,15 +190,17 @@ class LaneConnection(Sender):
                 known = self.models.get((model, version))
                 if known is not None and known.choose() is not None and (not anew or known.opened_at > begun):
                     return known
+                asked, wait = time.monotonic(), min(left, _WAIT)
                 try:
-                    return self._open(model, version, min(left, _WAIT))
+                    return self._open(model, version, wait)
                 except Unavailable:
-                    if time.monotonic() >= until:
+                    now = time.monotonic()
+                    if now >= until:
                         raise
-                    reconnects = self._socket is None or self._socket.is_closed
             finally:
                 self._asking.release()
-            if reconnects:
+            # The daemon waits for a worker, but neither for the end of a drain nor for room, nor where it is not there.
+            if now < asked + wait:
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
@@ -235,8 +237,6 @@ class LaneConnection(Sender):
                 lanes.append(self._lanes[number])
         except (LookupError, TypeError) as error:
             raise Internal(f"the daemon's answer about model '{model}' is malformed: {error!r}") from error
-        except LaneEnded:
-            raise Unavailable(f"a worker of model '{model}' ended as it was asked for") from None
         finally:
             for sock in sockets:
                 sock.close()

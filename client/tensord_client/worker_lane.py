@@ -61,7 +61,7 @@ class ClientLane:
     ) -> None:
         """Takes ownership of a lane's socket, and sends the version of the wire format to the worker.
 
-        If this raises, the socket is closed.
+        If the worker has ended, the lane is not usable.
 
         Args:
           number: the daemon's number of the lane.
@@ -71,8 +71,6 @@ class ClientLane:
           response_byte_size: the most bytes of the worker's memory that answers on this lane may have.
           most: the most requests that the worker takes at a time. Further requests are queued in this object.
           spin_ns: how long a thread that waits for an answer polls at most before it sleeps, in ns.
-
-        Raises: LaneEnded: the worker has ended.
         """
         self._most = most
         self.socket = LaneSocket(sock, spin_ns)
@@ -121,11 +119,8 @@ class ClientLane:
         #: Sends requests of threads that wait, and receives their answers. None until the worker has sent its version of the wire
         #: format, and again once the lane has ended.
         self.exchange: wire.Exchange | None = None
-        try:
+        with contextlib.suppress(LaneEnded):
             self.socket.send(wire.datagram((wire.record("V", wire.WIRE_VERSION),)))
-        except LaneEnded:
-            self.socket.close()
-            raise
 
     # ------------------------------------------------------------------------------------------------------ sending
 

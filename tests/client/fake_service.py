@@ -31,10 +31,15 @@ class FakeService:
         self.path = path
         #: How many requests the worker has answered, and how many cancellations it has read.
         self.received = self.cancelled = 0
+        #: How often the daemon was asked for the model.
+        self.asked = 0
         self._pure = pure
         #: Whether the daemon answers, whether it knows the model, whether the worker answers, and whether it refuses.
         self._answers = self._has_model = self._works = True
-        self._refuses = self._ends = False
+        self._refuses = self._ends = self._drains = False
+        #: Whether the next lane comes with one to a worker that has ended; and the lanes that the client has called ended.
+        self._half_gone = False
+        self.called_ended: list[int] = []
         self._listening: socket.socket | None = None
         #: The lanes of each connection of a client, by their numbers.
         self._connections: dict[socket.socket, dict[int, socket.socket]] = {}
@@ -58,6 +63,10 @@ class FakeService:
     def gone(self) -> None:
         """The worker's process ends; another one is there when the daemon is asked."""
         self._do(self._end_lanes)
+
+    def half_gone(self) -> None:
+        """The daemon tells the next client of a further worker, which has ended and which the daemon takes to be there."""
+        self._do(lambda: setattr(self, "_half_gone", True))
 
     def unloaded(self) -> None:
         """The model is unloaded, and its worker, which had it alone, ends."""
@@ -99,6 +108,15 @@ class FakeService:
         """The worker answers what it receives from now on."""
         self._do(lambda: setattr(self, "_works", True))
 
+    def drains(self) -> None:
+        """The worker ends, and the daemon refuses at once whoever asks for another one."""
+
+        def drain() -> None:
+            self._drains = True
+            self._end_lanes()
+
+        self._do(drain)
+
     def hangs(self) -> None:
         """The daemon does not answer."""
         self._do(lambda: setattr(self, "_answers", False))
@@ -108,7 +126,7 @@ class FakeService:
 
         def serve() -> None:
             self._answers = self._has_model = self._works = True
-            self._refuses = False
+            self._refuses = self._drains = False
             if self._listening is None:
                 self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self._listening.bind(self.path)
@@ -195,14 +213,24 @@ class FakeService:
     def _said(self, connection: socket.socket, asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         if "hello" in asked:
             return {"server": "fake", "wire": WIRE_VERSION, "lanes": True, "http": []}, []
+        self.asked += 1
+        if self._drains:
+            return {"error": "the server is draining: it opens no lanes", "code": "UNAVAILABLE"}, []
         if not self._has_model:
             return {"error": "Request for unknown model: 'm' is not found", "code": "NOT_FOUND"}, []
         lanes = self._connections[connection]
         fds = []
+        known = [number for number in lanes if number not in asked["open"]["ended"]]
         for number in asked["open"]["ended"]:
+            self.called_ended.append(number)
             if number in lanes:
                 lanes.pop(number).close()
-        if is_new := not lanes:
+        if self._half_gone:
+            self._half_gone = False
+            theirs, lanes[next(self._numbers)] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            lanes[next(reversed(lanes))].shutdown(socket.SHUT_RDWR)
+            fds.append(theirs.detach())
+        if not known:
             theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.send(b"\x01" + msgspec.msgpack.encode([("V", WIRE_VERSION)]))
             lanes[next(self._numbers)] = ours
@@ -221,7 +249,7 @@ class FakeService:
             "sequences": False,
             "pure": self._pure,
             "limits": _LIMITS,
-            "lanes": [{"lane": number, "new": is_new} for number in lanes],
+            "lanes": [{"lane": number, "new": number not in known} for number in lanes],
         }
         return answer, fds
 

@@ -247,6 +247,25 @@ def test_what_is_dropped_before_it_begins_gives_its_connection_back(way: str) ->
         connection.close()
 
 
+def test_a_worker_that_is_gone_before_its_lane_is_used(service: FakeService) -> None:
+    """Others of the model are asked, and the daemon learns of the lane that has ended."""
+    service.half_gone()
+    with tensord_client.connect(service.path) as client:
+        for _ in range(2):
+            assert client.model("m", timeout=PATIENCE)(X)["y"].tolist() == [7]
+        assert service.called_ended == [1]
+
+
+def test_a_daemon_that_refuses_at_once_is_asked_now_and_then(service: FakeService) -> None:
+    with tensord_client.connect(service.path, patience=0.5) as client:
+        model = client.model("m")
+        assert model(X)["y"].tolist() == [7]
+        service.drains()
+        with pytest.raises(ServingError, match="draining"):
+            model.submit(X).result(PATIENCE)
+        assert 2 < service.asked <= 2 + 0.5 / 0.05 + 2
+
+
 def test_a_future_has_whatever_its_answer_raises(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it end the thread that ends others."""
     with tensord_client.connect(service.path) as client:
