@@ -481,6 +481,8 @@ class Worker:
         self._epoll.register(fd, select.EPOLLIN)
         self._submitters[fd] = submitter
         self._poller.open(submitter)
+        # Who has a lane waits for its version, which the kernel may have had no memory to send.
+        submitter.flush_soon()
 
     def end_lane(self, peer: int) -> None:
         """Ends the lane of a client. Does nothing if the lane has ended already. ``peer``: the client's number."""

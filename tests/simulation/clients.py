@@ -9,6 +9,7 @@ import random
 import struct
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, 
 from tensord.shm.operations import MAIN_SET, LoadModel, MemorySource, PushParameters, UnloadModel
 from tests.simulation import sequences
 from tests.simulation.history import Change, History
-from tests.simulation.processes import Daemon, FrontProcess
+from tests.simulation.lane_clients import LaneClients, Program
+from tests.simulation.processes import Daemon, FrontProcess, WorkerProcess
 from tests.simulation.scheduler import SECOND
 from tests.simulation.sequences import Sequences, Step
 
@@ -40,7 +42,8 @@ class Ask:
 
     number: int
     model: str
-    front: FrontProcess
+    #: The front that is asked, or the program that asks over lanes.
+    front: Any
     begun_ns: int
     size: int
     outcome: str = ""
@@ -54,6 +57,9 @@ class Ask:
     kills: int = 0
     #: Of a sequence.
     step: Step | None = None
+    #: Over a lane: how its program waits, and for how many seconds.
+    way: str = ""
+    timeout: float | None = None
     request: Any = None
 
     def __str__(self) -> str:
@@ -74,7 +80,7 @@ class ClientRequest(InFlight):
 class Clients:
     """All clients of a daemon."""
 
-    def __init__(self, daemon: Daemon, history: History) -> None:
+    def __init__(self, daemon: Daemon, history: History, path: Path) -> None:
         self.daemon = daemon
         self.scheduler = daemon.scheduler
         self.history = history
@@ -84,6 +90,9 @@ class Clients:
         self.held: list[tuple[FrontProcess, SubmitterLane, Any]] = []
         self.counts: Counter[str] = Counter()
         self._sequences = Sequences(history)
+        self.lanes = LaneClients(daemon.scheduler, self, path)
+        #: From then on nothing happens, and nothing is left of what has happened.
+        self.calm_ns = 1 << 62
         #: The daemon is being stopped, and may refuse anything.
         self.refused = False
 
@@ -92,6 +101,11 @@ class Clients:
     def ask(self, front: FrontProcess, model: str, size: int, deadly: bool = False) -> None:
         what = "deadly" if deadly else f"{size * 8} bytes"
         self._begin(Ask(len(self.asks) + 1, model, front, self.scheduler.clock.now_ns, size, deadly=deadly), what)
+
+    def ask_over_lane(self, program: Program, model: str, size: int, chance: random.Random) -> None:
+        ask = Ask(len(self.asks) + 1, model, program, self.scheduler.clock.now_ns, size)
+        ask.way, ask.timeout = self.lanes.draw(chance)
+        self._begin(ask, f"{ask.way}, {size * 8} bytes{'' if ask.timeout is None else f', for {ask.timeout} s'}")
 
     def step(self, fronts: list[FrontProcess], chance: random.Random | None = None) -> bool:
         """Has the client of a sequence send its next step, or, without ``chance``, its last. Returns whether there is one."""
@@ -109,7 +123,7 @@ class Clients:
         ask.deaths = len(self.history.deaths)
         self.asks[ask.number] = self.open[ask.number] = ask
         self.scheduler.tell(f"{ask} ({what}) at {ask.front}")
-        ask.front.call_soon(lambda: self._send(ask))
+        ask.front.call_soon(lambda: self.lanes.send(ask) if ask.way else self._send(ask))
 
     def _send(self, ask: Ask) -> None:
         if ask.gone:
@@ -153,7 +167,7 @@ class Clients:
             ask.request = ClientRequest(ask=ask, clients=self, record=record, numbered=numbered, leases=leases)
             submitter.send(ask.request, state)
         except ServingError as error:
-            self._judge_error(ask, error.code, error.message)
+            self.judge_error(ask, error.code, error.message)
 
     def cancel(self, ask: Ask) -> None:
         self.scheduler.tell(f"the client of {ask} goes")
@@ -162,8 +176,10 @@ class Clients:
 
         def cancel() -> None:
             ask.cancelled = True
-            if ask.request is not None and ask.front.serves:
-                ask.front.front.submitter.cancel(ask.request)  # type: ignore[union-attr]
+            if ask.way:
+                self.lanes.cancel(ask)
+            elif ask.request is not None and ask.front.serves:
+                ask.front.front.submitter.cancel(ask.request)
 
         ask.front.call_soon(cancel)
 
@@ -185,20 +201,34 @@ class Clients:
 
             if front.alive:
                 front.call_soon(release)
+        for program in self.lanes.living:
+            program.call_soon(program.release)
 
-    def front_ended(self, front: FrontProcess) -> None:
+    def front_ended(self, front: FrontProcess | Program) -> None:
         for ask in [ask for ask in self.open.values() if ask.front is front]:
             self._close(ask, "its front has died")
         self.held = [each for each in self.held if each[0] is not front]
 
     def is_deadly(self, ask_number: str) -> bool:
         """Returns whether the request with that id kills the worker that runs it; counts that it does."""
-        ask = self.asks.get(int(ask_number))
+        ask = self.asks.get(int(ask_number or 0))
         if ask is None or not ask.deadly:
             return False
         ask.kills += 1
         if ask.kills > 2:
             self.scheduler.defect(f"{ask} has killed {ask.kills} workers")
+        return True
+
+    def dies_of(self, model: str, push: int, worker: WorkerProcess) -> bool:
+        """Returns whether a worker dies of staging a push; checks that it was not given one that another has died of before."""
+        found = next(
+            (each for each in self.history.changes[model] if each.kind == "push" and each.number == push), None
+        )
+        if found is None or not found.deadly:
+            return False
+        if found.killed_ns and worker.started_ns > found.killed_ns:
+            self.scheduler.defect(f"{found}, of which a worker has died, is given to the next one")
+        found.killed_ns = found.killed_ns or self.scheduler.clock.now_ns
         return True
 
     # ---------------------------------------------------------------------------------------------------------- answers
@@ -220,16 +250,16 @@ class Clients:
             value = lane.view(content) if isinstance(content, Slice) and lane is not None else content  # type: ignore[assignment]
             values = np.frombuffer(bytes(value), np.int64)
             if ask.step is None:
-                self._judge_value(ask, values)
+                self.judge_value(ask, values)
             else:
                 self._judge_step(ask, ask.step, values.tolist())
         else:
-            self._judge_error(ask, record.code, record.message)
+            self.judge_error(ask, record.code, record.message)
         if record.lease is not None:
             assert lane is not None
             self.held.append((ask.front, lane, record.lease))
 
-    def _judge_value(self, ask: Ask, values: Any) -> None:
+    def judge_value(self, ask: Ask, values: Any) -> None:
         first, history, defect = int(values[0]), self.history, self.scheduler.defect
         if len(values) != ask.size or (values != first).any():
             defect(f"{ask} got other values than it asked for: {values}")
@@ -267,7 +297,8 @@ class Clients:
             process.stopped for process in self.scheduler.processes
         )
 
-    def _judge_error(self, ask: Ask, code: str, message: str) -> None:
+    def judge_error(self, ask: Ask, code: str, message: str) -> None:
+        message = message.replace(f"{self.lanes.path.parent}/", "")
         self.scheduler.tell(f"{ask} is answered: {code}: {message}")
         deaths = len(self.history.deaths)
         waited = self.scheduler.clock.now_ns - ask.begun_ns
@@ -279,6 +310,9 @@ class Clients:
             or (code == "UNAVAILABLE" and "is draining" in message and self.history.drained)
             or self.refused
         )
+        if ask.way:
+            troubled = ask.begun_ns < self.calm_ns or any(at >= self.calm_ns for at in self.history.deaths[-1:])
+            excused = excused or bool(self.lanes.excuse(ask, code, message, deaths, troubled))
         if ask.step is not None:
             excused |= bool(self._sequences.excuse(ask.step, self.scheduler.clock.now_ns, code, message))
         if not excused:
@@ -295,12 +329,16 @@ class Clients:
 
     # ---------------------------------------------------------------------------------------------------------- changes
 
-    def change(self, kind: str, front: FrontProcess, model: str, number: int) -> None:
+    def change(self, kind: str, front: FrontProcess | Program, model: str, number: int, deadly: bool = False) -> None:
         change = Change(kind, model, number, self.scheduler.clock.now_ns, front, deaths=len(self.history.deaths))
+        change.deadly = deadly
         change.moves = kind == "push" and number % 2 == 1
         self.history.changes[model].append(change)
-        self.scheduler.tell(f"{change} at {front}")
-        front.run_soon(self._carry_out(change))
+        self.scheduler.tell(f"{'deadly ' * deadly}{change} at {front}")
+        if isinstance(front, Program):
+            front.call_soon(lambda: self._change_ended(change, self.lanes.push(change)))
+        else:
+            front.run_soon(self._carry_out(change))
 
     async def _carry_out(self, change: Change) -> None:
         content = _safetensors(change.number)
@@ -320,6 +358,9 @@ class Clients:
             error = failure.message or "?"
         finally:
             descriptors.close([memory] if memory >= 0 else [])
+        self._change_ended(change, error)
+
+    def _change_ended(self, change: Change, error: str) -> None:
         change.error, change.ended_ns = error, self.scheduler.clock.now_ns
         self.scheduler.tell(f"{change} is answered: {error or 'done'}")
         if error and not self.refused:
@@ -339,6 +380,8 @@ class Clients:
             return
         for front in fronts:
             self.ask(front, change.model, 1)
+        for program in self.lanes.living:
+            self.ask_over_lane(program, change.model, 1, self.scheduler.chance)
 
 
 def _safetensors(number: int) -> bytes:

@@ -24,6 +24,9 @@ class Change:
     ended_ns: int = 0
     #: The workers that had died before.
     deaths: int = 0
+    #: A push that workers die of, and when the first has.
+    deadly: bool = False
+    killed_ns: int = 0
     #: A push that sequences which have begun go on with.
     moves: bool = False
 

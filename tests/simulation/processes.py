@@ -34,7 +34,9 @@ from tensord.daemon.submit.sequences import SequenceRouting
 from tensord.daemon.supervisor import Supervisor
 from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel, pair
+from tensord.shm.common.descriptors import descriptors_in
 from tensord.shm.control_records import Start, ToWorkerControl, WorkerFenced
+from tensord.shm.operations import StageParameters
 from tensord.shm.record import decoder
 from tensord.shm.seldom import LineRate, Seldom
 from tensord.workers import worker as worker_module
@@ -42,9 +44,13 @@ from tensord.workers.devices.device import DeviceName
 from tensord.workers.dispatch.poller import Poller, Woken
 from tensord.workers.imports import import_system
 from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.loading import loader as loader_module
 from tensord.workers.loading.target import LoadTarget
+from tensord.workers.models import author_error
 from tensord.workers.models import instance as instance_module
 from tensord.workers.models.execution import run as execution_run
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.parameter_pushes import ParameterPushes
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.threads import work_thread
 from tensord.workers.worker import Worker
@@ -78,6 +84,7 @@ class ChildProcess(Process):
         self.world = world
         self.control = control
         self.dead_fd = eventfd()
+        self.started_ns = world.scheduler.clock.now_ns
         self.pid = 0
         self.status = 0
         self.ended_ns = 0
@@ -92,6 +99,12 @@ class ChildProcess(Process):
         for sock in self.sockets():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        # What it had not read yet closes with it, and the sockets therein.
+        with contextlib.suppress(OSError):
+            while received := self.control.recvmsg(1 << 20, socket.CMSG_SPACE(253 * 4), socket.MSG_DONTWAIT):
+                descriptors.close(descriptors_in(received[1]))
+                if not received[0]:
+                    break
         os.eventfd_write(self.dead_fd, 1)
         self.scheduler.tell(f"{self} has ended ({child.describe_exit(status)})")
         self.world.ended(self)
@@ -291,6 +304,9 @@ class WorkerProcess(ChildProcess):
             for imports in self.imported:
                 imports.forget()
             self.worker.close()
+            # Requests that it had use programs' segments, which the kernel unmaps.
+            for region in self.worker._regions.leaving:
+                region.close()
         self.channel.close()
         self.worker = None
 
@@ -311,9 +327,11 @@ class SupervisorProcess(Process):
         supervisor = self.supervisor = Supervisor(configured, lambda: configured, {}, spawned)
         supervisor.fronts._listeners = {"http": []}
         supervisor.fronts._counters = {"http": SharedCounters.create()}
+        supervisor._clients.listen()
         supervisor.workers.start_all(spawned)
         found = await supervisor.models.scan(options.repository)
         outcomes = supervisor.models.begin(found, options.repository)
+        supervisor._clients.serve()
         supervisor.fronts.start_all(options.http.processes)  # type: ignore[arg-type]
         watchdog = Watchdog(supervisor.workers, supervisor.fronts, supervisor._notifier, lambda: options)
         supervisor.spawn(watchdog.run())
@@ -324,6 +342,7 @@ class SupervisorProcess(Process):
         await supervisor._bury()
         supervisor.models.close()
         supervisor.parameters.close()
+        supervisor._clients.close()
         supervisor._regions.close()
         supervisor._trace_settings.close()
         supervisor.fronts.close()
@@ -339,13 +358,16 @@ class SupervisorProcess(Process):
     def due_ns(self) -> int | None:
         return self.loop.due_ns()
 
-    @property
-    def answers(self) -> bool:
-        """True while it carries out a front's operation, or has yet to read all that a dead front said."""
+    def answers(self, connections: int) -> bool:
+        """Returns whether it carries out what a front or a program has asked that has died, or has yet to read that.
+
+        ``connections``: how many the living programs have to it.
+        """
         known = {front.pid for front in self.supervisor.fronts if front.alive}
         living = {front.pid for front in self.scheduler.processes if isinstance(front, FrontProcess) and front.alive}
         tasks = (str(task.get_coro()) for task in asyncio.all_tasks(self.loop))
-        return known != living or any("Supervisor._answer" in task for task in tasks)
+        gone = len(self.supervisor._clients._clients) > connections
+        return gone or known != living or any("Supervisor._answer" in task for task in tasks)
 
     def sockets(self) -> list[socket.socket]:
         return []
@@ -373,6 +395,10 @@ class Daemon:
         self.on_fence: Callable[[], None] = lambda: None
         #: Returns whether the request of this client's id ends the worker that runs it.
         self.is_deadly: Callable[[str], bool] = lambda client_id: False
+        #: Called with a model, a push of it and the worker that stages it. Returns whether the worker dies of it.
+        self.dies_of: Callable[[str, int, WorkerProcess], bool] = lambda model, push, worker: False
+        #: The models whose requests clients may send again.
+        self.pure: Sequence[str] = ()
         self.supervisor: SupervisorProcess
         self._options = options
 
@@ -482,6 +508,20 @@ class Daemon:
                 scheduler.current.imported.append(imports)
             return imports
 
+        checked = ParameterPushes._checked
+
+        def staged(pushes: ParameterPushes, fd: int, sets: Any, operation: StageParameters, what: str) -> Any:
+            leaves, process = checked(pushes, fd, sets, operation, what), scheduler.current
+            assert isinstance(process, WorkerProcess)
+            if self.dies_of(operation.model, int(leaves[0]), process):  # type: ignore[arg-type]
+                process.end(-signal.SIGSEGV)
+                raise Death
+            return leaves
+
+        def loaded(name: str, *words: Any, **named: Any) -> LoadedModel:
+            # Only a jitted model is called pure otherwise, and these are not compiled.
+            return LoadedModel(name, *words, **{**named, "pure": name in self.pure})
+
         collector = types.SimpleNamespace(freeze=_nothing, enable=_nothing, collect=_nothing)
         seeded = random.Random(scheduler.chance.random())
         with contextlib.ExitStack() as stack:
@@ -500,8 +540,12 @@ class Daemon:
                 (worker_module, "Poller", SimulatedPoller),
                 (worker_module, "extensions", types.SimpleNamespace(available=False, missing=lambda: ())),
                 (worker_module, "gc", collector),
+                (child_process, "gc", collector),
+                (author_error, "gc", collector),
                 (front_module, "gc", collector),
                 (LoadTarget, "configured", _target),
+                (ParameterPushes, "_checked", staged),
+                (loader_module, "LoadedModel", loaded),
                 (ModelImports, "of_version", of_version),
                 (Channel, "flush", flush),
                 (Channel, "send_alone", send_alone),

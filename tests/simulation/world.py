@@ -13,6 +13,7 @@ from typing import Any
 
 from tensord.config.options import (
     Arenas,
+    ClientsOptions,
     ExecutablesOptions,
     Expert,
     Grpc,
@@ -26,7 +27,7 @@ from tensord.config.options import (
 from tensord.daemon.operator.drain import DrainPhase
 from tensord.daemon.processes.shutdown import DaemonPhase
 from tensord.shm.errors import ServingError, Unavailable
-from tests.simulation import sequences
+from tests.simulation import sequences, threads
 from tests.simulation.clients import PATIENCE_NS, WORKER_WAIT, Clients
 from tests.simulation.events import Event
 from tests.simulation.history import Change, History
@@ -36,6 +37,8 @@ from tests.simulation.scheduler import SECOND, Scheduler
 #: Models that are asked without further ado, and all.
 PLAIN = ("a", "b")
 MODELS = (*PLAIN, sequences.MODEL)
+#: Programs ask nothing more while so many requests have no end.
+_MOST_OPEN = 60
 #: What a front counts that is 0 when it is idle.
 _AT_REST = ("in_flight", "waiting_for_worker", "throttled", "answers_held", "leases")
 
@@ -72,28 +75,37 @@ class World:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.scheduler = Scheduler(seed)
-        self._folder = folder
+        #: The models' files, beside which the clients' socket is.
+        self._folder = folder / "models"
         self._handler = Defects(self.scheduler)
         options = Options(
-            repository=Repository(paths=(str(folder),), control_mode="explicit", load=MODELS),
+            repository=Repository(paths=(str(self._folder),), control_mode="explicit", load=MODELS),
             http=Http(port=0, processes=1 + seed % 3),
             grpc=Grpc(enabled=False),
             metrics=Metrics(port=0),
             requests=Requests(worker_wait=WORKER_WAIT),
             arenas=Arenas(byte_size=1 << 20, max_byte_size=4 << 20, inline_byte_size=64),
             workers=Workers(device="cpu", cpu=1, idle_timeout=10.0, execute_timeout=10.0, single_thread_flops=0),
+            clients=ClientsOptions(
+                socket=str(folder / "clients.sock"),
+                max_in_flight=4,
+                segment_byte_size=1 << 20,
+                response_byte_size=1 << 20,
+            ),
             executables=ExecutablesOptions(),
             expert=Expert(spin_us=0, place_outputs=False),
         )
         devices = [f"cpu:{number}" for number in range(1 + seed // 3 % 3)]
         self.daemon = Daemon(self.scheduler, options, devices)
         self.history = History(MODELS)
-        self.clients = Clients(self.daemon, self.history)
+        self.clients = Clients(self.daemon, self.history, folder / "clients.sock")
+        self.daemon.pure = PLAIN[:1]
         self.counts = self.clients.counts
         self.daemon.on_end = self._ended
         self.daemon.on_open = self._opened
         self.daemon.on_fence = lambda: self.history.fences.append(self.scheduler.clock.now_ns)
         self.daemon.is_deadly = self.clients.is_deadly
+        self.daemon.dies_of = self.clients.dies_of
         self._began = False
         #: A model is changed by one client at a time: then it is known exactly what is in force.
         self._one_by_one = self.scheduler.chance.random() < 0.5
@@ -112,7 +124,7 @@ class World:
         logger.setLevel(logging.INFO)
         propagates, logger.propagate = logger.propagate, False
         try:
-            with self.daemon.in_place():
+            with self.daemon.in_place(), threads.in_place(self.scheduler):
                 try:
                     self.daemon.begin()
                     self._until(self._is_up, "the daemon serves")
@@ -120,6 +132,7 @@ class World:
                     for model in MODELS:
                         self.history.changes[model].append(Change("load", model, 1, 0, None, "", now_ns))
                     self._began = True
+                    self.clients.lanes.start()
                     self._play(events, turns, happened)
                     if not self.scheduler.fault:
                         self._settle()
@@ -150,11 +163,20 @@ class World:
             self._happen(event)
             if len(happened) % 16 == 0:
                 self.clients.check_patience()
-                if not self.daemon.supervisor.answers:
+                if not self.daemon.supervisor.answers(self._connections()):
                     self.history.conclude(scheduler.clock.now_ns)
                 self.daemon.bury(20 * SECOND)
+                self.clients.lanes.bury()
             if scheduler.fault or scheduler.step >= turns:
                 return
+
+    def _connections(self) -> int:
+        """Returns how many connections to the supervisor the living programs have."""
+        each = (
+            len([sock for sock in program.sockets_opened if sock.fileno() >= 0])
+            for program in self.clients.lanes.living
+        )
+        return sum(each)
 
     def _until(self, condition: Callable[[], object], what: str, most_ns: int = PATIENCE_NS) -> None:
         until_ns = self.scheduler.clock.now_ns + most_ns
@@ -176,6 +198,8 @@ class World:
         """Returns whether no client waits for anything; has those end their sequences that have some."""
         fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
         ended = fronts and self.clients.step(fronts)
+        if self.scheduler.step % 100 == 0:
+            self.clients.release()
         return not (ended or self._drains or self.clients.open or self.history.pending())
 
     def _settle(self) -> None:
@@ -193,11 +217,22 @@ class World:
         self._rest()
         # Whoever asks now is answered.
         self.history.drained = False
+        clients.calm_ns = scheduler.clock.now_ns
         for front in self.daemon.children(FrontProcess):
             for model in PLAIN if front.serves else ():
                 clients.ask(front, model, 1)
+        for program in clients.lanes.living:
+            for model in PLAIN:
+                clients.ask_over_lane(program, model, 1, scheduler.chance)
         self._until(self._is_quiet, "every request has its end after everything has come to rest")
         self._rest()
+        for program in clients.lanes.living:
+            clients.lanes.leave(program)
+        self._until(lambda: not any(each.alive for each in clients.lanes.programs), "every program has left")
+        self._rest()
+        lanes = self.daemon.supervisor.supervisor.lanes
+        if lanes._lanes or lanes._connections:
+            scheduler.defect(f"programs that have left have something open: {lanes.statistics()}")
         for front in self.daemon.children(FrontProcess):
             if front.front is None or not front.serves:
                 continue
@@ -205,7 +240,10 @@ class World:
             if any(figures[name] for name in _AT_REST):
                 scheduler.defect(f"{front} has something left: { ({name: figures[name] for name in _AT_REST}) }")
         for worker in self.daemon.children(WorkerProcess):
-            submitters = worker.worker._submitters.values() if worker.worker is not None else ()
+            running = worker.worker
+            if running is not None and running._clients:
+                scheduler.defect(f"{worker} has {len(running._clients)} lanes of programs that have left")
+            submitters = running._submitters.values() if running is not None else ()
             if len({submitter.peer for submitter in submitters}) < len(submitters):
                 scheduler.defect(f"{worker} has two lanes of a front")
             for submitter in submitters:
@@ -236,6 +274,7 @@ class World:
             process.end(-signal.SIGKILL)
         for held in (self.clients.open, self.clients.held, self.clients.asks):
             held.clear()
+        self.clients.lanes.end()
         self.daemon.bury()
         supervisor = self.daemon.supervisor
         if supervisor.alive:
@@ -262,24 +301,36 @@ class World:
     def _happen(self, event: Event) -> None:
         chance, clients, scheduler = random.Random(event.number), self.clients, self.scheduler
         fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
-        workers = self.daemon.children(WorkerProcess)
+        workers, programs = self.daemon.children(WorkerProcess), clients.lanes.living
         match event.kind:
             case "ask" if fronts:
                 for _ in range(chance.choice((1, 1, 1, 4))):
                     clients.ask(chance.choice(fronts), chance.choice(PLAIN), chance.choice((1, 1, 1, 100, 5000)))
             case "deadly ask" if fronts:
                 clients.ask(chance.choice(fronts), chance.choice(PLAIN), 1, deadly=True)
+            case "ask over a lane" if programs and len(clients.open) < _MOST_OPEN:
+                for _ in range(chance.choice((1, 1, 1, 4, 10))):
+                    model, size = chance.choice(PLAIN), chance.choice((1, 1, 1, 100, 5000))
+                    clients.ask_over_lane(chance.choice(programs), model, size, chance)
+            case "program" if len(programs) < 3:
+                clients.lanes.start()
+            case "kill program" if programs:
+                clients.lanes.kill(chance.choice(programs))
+            case "program leaves" if programs:
+                clients.lanes.leave(chance.choice(programs))
             case "step" if fronts:
                 for _ in range(chance.choice((1, 1, 3))):
                     clients.step(fronts, chance)
             case "cancel" if clients.open:
                 clients.cancel(chance.choice(list(clients.open.values())))
-            case "load" | "unload" | "push" if fronts:
-                front, model = chance.choice(fronts), chance.choice(MODELS)
+            case "load" | "unload" | "push" | "deadly push" if fronts:
+                kind = event.kind.removeprefix("deadly ")
+                changers = [*fronts, *programs] if kind == "push" else fronts
+                front, model = chance.choice(changers), chance.choice(MODELS)
                 if self._one_by_one and any(change.model == model for change in self.history.pending()):
                     return
-                number = self._write(model) if event.kind == "load" else len(self.history.changes[model])
-                clients.change(event.kind, front, model, number)
+                number = self._write(model) if kind == "load" else len(self.history.changes[model])
+                clients.change(kind, front, model, number, kind != event.kind)
             case "kill worker" if workers:
                 self._kill(chance.choice(workers))
             case "kill worker in a run" if workers:
