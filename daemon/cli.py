@@ -219,10 +219,10 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Makes this process run ``check`` as user ``name``; None: for root that of tensord.service, else the caller.
+    """Makes ``check`` run as user ``name``. If that is None, root becomes the user of tensord.service, if it is installed.
 
-    If tensord.service is installed and root calls, a second process runs ``check`` in the service's sandbox, and this one exits.
-    In that process this function returns the first one's working directory. Otherwise it returns None.
+    For the service's user, starts ``check`` again in the service's sandbox and exits. In that second process, returns the working
+    directory of the first one. In all other cases, returns None.
     """
     from tensord.daemon import service_user
 

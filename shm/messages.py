@@ -89,7 +89,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """The sender's version of these records. It is the first record on a lane in each direction."""
+    """Tells the receiver which version of the record format its sender uses. Each side of a lane sends it first."""
 
     number: int
 

@@ -98,5 +98,5 @@ class SampleCounter(Passes):
 
 
 def _block(rate: int) -> int:
-    """Returns how many requests a front passes over at a time without asking the other fronts, if one of ``rate`` is traced."""
+    """Returns for how many requests in a row a front need not look at the counter that all fronts share."""
     return min(_MAX_BLOCK, max(1, rate // 8))

@@ -231,8 +231,6 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Makes the thread for pushes remove ``former``, a replaced set, from the device."""
-
         def leave() -> None:
             # The room for versions before may have been too small for it.
             if sets.keeps(former):

@@ -249,7 +249,6 @@ class TesseractGateway(gateway.Gateway):
         return status, b"application/json", json.dumps({"detail": detail}).encode()
 
     async def _respond(self, request: Request, hold: _Hold) -> tuple[bytes, dict[str, Any]]:
-        """Answers a request. Returns the answer's content type and JSON object. ``hold`` is told how many bytes it takes."""
         if not self.is_known(request.headers.getlist("authorization")):
             raise HTTPException(401, "the API key is none of the gateway's: use http://api-key:KEY@HOST:PORT/MODEL")
         version = request.path_params.get("version", "0")

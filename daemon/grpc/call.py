@@ -36,9 +36,9 @@ class Call(ABC):
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
-        """Handles ``content[start:end]``, a message of the client.
+        """Handles one message from the client: the bytes ``start`` to ``end`` of ``content``.
 
-        To store the message, the call must copy it, unless it is all of ``content``.
+        A call that keeps the message copies its bytes, unless ``content`` holds nothing else.
         """
 
     @abstractmethod

@@ -170,7 +170,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the header fields in which a call differs from others of its kind. Returns its content-length, or None.
+    """Checks some header fields of a call. Returns the value of content-length, or None if there is no such field.
 
     Raises Malformed if a field is invalid.
     """

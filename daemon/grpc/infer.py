@@ -112,7 +112,6 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends a request with the same prepared part as ``known``. Returns None if it must be decoded in full instead."""
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
             return None
@@ -196,7 +195,6 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends a decoded request. If that fails, gives ``lease`` back. ``waited_ns``, ``read_ns``: times for its trace."""
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
         if self._makes_ids and not client_id:

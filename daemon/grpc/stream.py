@@ -269,7 +269,6 @@ class Stream:
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts buffered bytes, and refuses the call if all are too many. Lets the client send the rest of a placed message."""
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving

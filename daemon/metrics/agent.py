@@ -74,7 +74,7 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
     Args:
       draining: whether the daemon is being drained.
       unreadiness: why the daemon is not ready, or "".
-      busy: the part of the time in which the workers run models, 0 to 1. The weight in the line falls with it, to 1 at least.
+      busy: the part of the time in which the workers run models, 0 to 1. The line's weight is the rest in percent, at least 1%.
     """
     if draining:
         return b"drain\n"

@@ -99,7 +99,6 @@ def _parameters(operation: PushParameters | RevertParameters | DropParameters) -
 
 
 def _in_force(operation: Operation, result: bytes) -> str:
-    """Returns a phrase with the number and size of values that a push or revert brought."""
     if not isinstance(operation, PushParameters | RevertParameters):
         return ""
     put = msgspec.json.decode(result)

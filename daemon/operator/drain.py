@@ -106,7 +106,6 @@ class Drain:
         self._supervisor.models.drain(False)
 
     async def _drain(self, seconds: float) -> str:
-        """Refuses requests after ``seconds``, and waits for those in flight. Returns "", or a sentence if it waited too long."""
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
         self.phase = DrainPhase.REFUSING

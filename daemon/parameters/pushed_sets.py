@@ -107,9 +107,9 @@ class PushedSets:
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores ``content`` as a set's values in force, and owns its memory. The previous ones become the former values.
+        """Stores ``content`` as the newest values of a parameter set. The set's values before it become the former ones.
 
-        If all sets take more than ``limit`` bytes, frees memory of former values, the oldest first, and at last of ``content``.
+        If all sets take more than ``limit`` bytes, frees the oldest former values and, if need be, the memory of ``content``.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)

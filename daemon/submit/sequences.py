@@ -224,10 +224,7 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns the ``workers`` on ``gpu``, possibly none, if the model is meant for this GPU. Otherwise returns all.
-
-    ``state``: the state of the model.
-    """
+    """Returns the ``workers`` on the GPU ``gpu`` if the model in ``state`` may run there. Otherwise returns all workers."""
     if not is_meant_for(state, gpu):
         return workers
     return [worker for worker in workers if gpu_of(worker.device) == gpu]

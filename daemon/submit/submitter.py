@@ -553,7 +553,6 @@ class Submitter:
         worker.shut()
 
     def _run_again(self, request: InFlight, is_lost: bool, was_executing: bool) -> None:
-        """Sends a dead worker's request to another worker. Fails it if it may not run twice, or ``is_lost`` with its sequence."""
         if request.cancelled:
             self._finish(request)
             return

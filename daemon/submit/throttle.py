@@ -88,9 +88,9 @@ class Throttle:
         return full
 
     def leave(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, WorkerLink] | None:
-        """Stops counting the memory of an answer, whose lease is ``key`` of ``lane``.
+        """Stops counting an answer's memory, which has the lease ``key`` on ``lane``.
 
-        Returns the account and the worker, or None if the memory was not counted.
+        Returns the client connection's account and the worker that answered, or None if the memory was not counted.
         """
         found = self._outstanding.pop((lane, key), None)
         if found is None:

@@ -92,7 +92,7 @@ class Pending(Generic[T]):
             self.waiter = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Registers for responses on the event loop of this thread, while a task waits for them. This base class does nothing."""
+        """Prepares this thread's event loop to receive the request's responses. Subclasses override it; here it does nothing."""
 
     def watch(self) -> None:
         """Lets a thread receive the responses and call the callbacks, if no thread or task waits for the request.

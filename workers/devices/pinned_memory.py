@@ -88,11 +88,11 @@ class PinnedMemory:
         self._logged: set[str] = set()
 
     def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
-        """Asks the thread to page-lock ``view`` until ``unpin``. A failure is logged, once for each kind of reason.
+        """Page-locks ``view`` in a thread of this object, until ``unpin``. A failure is only logged.
 
         Args:
           what: names the memory in the log.
-          hold: the thread calls it with True when the memory is locked, and with False before it is unlocked; None: no call.
+          hold: if given, the thread calls it with True once the memory is locked, and with False before it is unlocked.
         """
         memory, budget = _PinnedMapping(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):
@@ -118,7 +118,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
-        """Asks the thread to page-lock a segment of an arena, until the segment is closed."""
+        """Page-locks a segment of an arena in a thread of this object, until the segment is closed."""
         self.pin(segment.view, "an arena's segment")
         segment.before_close = lambda: self.unpin(segment.view)
 

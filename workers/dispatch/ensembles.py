@@ -106,7 +106,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs an ensemble's batch: in one call of its members if possible, else by steps. Returns whether in one call."""
+        """Runs a batch of an ensemble's requests. Returns True if one call ran all members of the ensemble, False if each ran by itself."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [

@@ -117,10 +117,7 @@ class LaneAnswers:
         self._passed = count
 
     def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
-        """Begins a trace of a client's request if the request is sampled.
-
-        Returns its record, to which the trace's level is added.
-        """
+        """Begins a trace of a client's request if it is sampled. Returns the request's record, which then has the trace's level."""
         tracer, said = self.tracer, submitter.parent
         submitter.parent = None
         parent = ""

@@ -183,7 +183,6 @@ class Outbox:
         return result
 
     def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
-        """Answers a request from row ``row`` of ``outputs``, if there is an ``AnswerPlan`` for it. Else returns False."""
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
             return False

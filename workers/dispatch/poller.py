@@ -60,7 +60,7 @@ class Poller:
 
     @property
     def lane_requests(self) -> int:
-        """The number of requests on clients' lanes that ``wait`` itself has answered so far."""
+        """Returns how many requests from clients' lanes ``wait`` has answered without handing them to the worker's loop."""
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
@@ -70,7 +70,7 @@ class Poller:
         """
 
     def close(self) -> None:
-        """Frees what is stored of earlier answers. Called before the worker's loop ends."""
+        """Frees the stored copies of earlier answers. The worker calls it before its loop ends."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         """Waits until there is an event or the time is up. Returns what arrived.

@@ -365,7 +365,6 @@ class Stepping:
             self._answer(answers, rows, now_ns, join=many)
 
     def _answer(self, answers: list[SlotAnswer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
-        """Sends each request a response of its own. ``join``: whether later responses may be sent together."""
         if not answers:
             return
         # With ``join`` row numbers are slot numbers.

@@ -39,7 +39,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Gpu(ExecutionDevice):
-    """A GPU as one thread uses it. It makes the thread's executables, which also copy inputs and outputs."""
+    """A GPU, for use by one thread. It makes executables that copy inputs to the GPU and outputs to the host."""
 
     remote = True
 

@@ -211,7 +211,6 @@ def needs_steps(request: Request) -> bool:
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that is a whole step for ``rows`` rows, or None. ``batches``: whether the ensemble has rows."""
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs
     if model is None or loaded.instances or loaded.made_inputs or member.sequences is not None or loaded.streams:

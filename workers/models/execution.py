@@ -132,7 +132,7 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Makes the ``Caller`` by which the model's code calls other models for the requests of this batch."""
+        """Returns the ``Caller`` with which the model's code calls other models for the requests of this batch."""
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)

@@ -64,7 +64,7 @@ class ModelTable:
             self._drain(old, lambda: None)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """Ends a version and its derivatives, which get no new requests. ``number``: the number of the version.
+        """Removes version ``number`` of the model ``name``, together with its gradient models. They get no new requests.
 
         ``done``: called when all requests and instances of the version have ended.
         """

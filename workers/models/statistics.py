@@ -49,7 +49,7 @@ class Duration:
 
 @dataclass(slots=True)
 class ResponseStatistics:
-    """The responses at one position in their requests: an entry of ``response_stats`` in Triton's statistics extension."""
+    """Statistics of the n-th response to each request: one entry of ``response_stats`` in Triton's statistics extension."""
 
     #: The time from the response before it, or from when the request began to run.
     compute_infer: Duration = field(default_factory=Duration)

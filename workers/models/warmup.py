@@ -75,10 +75,10 @@ class Sample:
     def run_jitted(
         self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works
     ) -> Mapping[str, Array]:
-        """Runs the sample on a jitted model. A missing program is compiled first.
+        """Runs the sample on a jitted model, and first compiles the program if it is missing.
 
-        ``runner``: the model's object for the calling thread. ``check``: raises an error if the device has failed. Raises
-        InvalidArgument: the model failed. Errors of compiling are raised unchanged.
+        ``runner``: runs the model in the calling thread. ``check``: raises an error if the device has failed.
+        Raises InvalidArgument if the model fails. Errors of compiling are raised unchanged.
         """
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
@@ -87,7 +87,7 @@ class Sample:
         return self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Begins a request from the sample and computes a step, ``self.count`` times. Raises InvalidArgument: it failed."""
+        """Runs the sample ``self.count`` times, each time as a new request for one step. Raises InvalidArgument if one fails."""
         for _ in range(self.count):
             request = self.request(model_name)
             try:

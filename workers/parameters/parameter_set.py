@@ -60,7 +60,10 @@ class Placer:
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns the model's tree with ``host`` as leaves, not copied. Call it only if all programs run on a processor."""
+        """Returns the model's parameter tree with the arrays ``host`` as leaves, without a copy. The model must run on the CPU.
+
+        None in ``host`` stands for the leaf of the model itself, which clients cannot push.
+        """
         raise NotImplementedError
 
     def pin(self, tree: Any) -> Sequence[Any] | None:
@@ -387,9 +390,9 @@ class ParameterSets:
         return Unused(unused, None if stays or former.is_hosted else former)
 
     def drop(self, name: str) -> list[object]:
-        """Forgets the set of this name and its values before the last push. The caller frees both by dropping the result.
+        """Removes the parameter set ``name``. Returns objects that hold its memory, which the caller frees by dropping them.
 
-        Raises NotFound: there is no set with that name. Raises InvalidArgument: the name is ``main``.
+        Raises NotFound if there is no such set. Raises InvalidArgument if the name is ``main``.
         """
         if name == MAIN_SET:
             raise InvalidArgument(f"parameter set '{MAIN_SET}' of model '{self.leaves.model}' cannot be dropped")

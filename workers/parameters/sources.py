@@ -312,7 +312,6 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Leases the region of a leaf. Returns the leaf, and a function that copies its bytes from the region."""
     dtype = DTYPES.get(place.datatype)
     if dtype is None or dtype.hasobject:
         raise InvalidArgument(f"{making.what}: leaf '{name[:256]}' has datatype '{place.datatype[:32]}'")

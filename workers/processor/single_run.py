@@ -37,7 +37,10 @@ _LEASED = -1
 
 
 class SingleRun:
-    """Runs the repeats of one submitter's prepared request, one at a time. Only the worker's loop uses it."""
+    """Runs a program for a submitter's requests that have one number, and so the same prepared part, one request at a time.
+
+    Only the worker's loop uses it.
+    """
 
     def __init__(
         self,

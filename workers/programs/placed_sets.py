@@ -86,9 +86,9 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Keeps the leaves that cannot be pushed. All parameter sets share them.
+        """Stores those of the model's ``parameters`` that clients cannot push; all parameter sets share them.
 
-        ``several``: the model's devices; None: it runs on one. ``remote``: whether the device has memory of its own.
+        ``several``: the model's devices if it runs on more than one. ``remote``: whether the device has memory of its own.
         """
         super().__init__(described)
         self._signature = signature

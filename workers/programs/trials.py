@@ -22,10 +22,10 @@ from tensord.workers.programs.weight import work_of
 def trials(
     executables: Executables, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]
 ) -> Iterator[dict[str, str | float]]:
-    """Sends a generated request to each of a model's programs. Yields a row of a table for each, unless ``ask`` fails.
+    """Runs each compiled program of a model on generated inputs, and yields a row of measurements for each program.
 
-    ``ask``: answers a request, given its inputs and number of rows. ``difference`` in the row: how the answer differs from what
-    the model's function returns by itself; "": rounding can explain the difference.
+    ``ask``: runs the model on inputs for a number of rows. If it raises a ServingError, the program gets no row. A row's
+    "difference" says how the outputs differ from those of the unbatched function, or is "" if rounding explains it.
     """
     several = executables.several
     for wanted, executable in executables.made.items():

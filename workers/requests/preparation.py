@@ -24,10 +24,10 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Describes where one output lies in the results of a run, and where its rows go in a request's answer.
+    """Says where a run leaves one output, and where an answer takes it.
 
-    In the results, row n of the batch begins at byte ``start + n * step``. If ``in_lease``, the output is not in the results: the
-    program writes the rows into a lease of the response arena, from byte ``start`` of the lease on.
+    The run's results have row n of the output at byte ``start + n * step``. But if ``in_lease`` is true, the program writes the
+    output's rows into the answer's lease of the response arena, from byte ``start`` of the lease on.
     """
 
     #: The number of the content among those of the run.

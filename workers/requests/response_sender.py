@@ -413,10 +413,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues the ``records`` on the lane. They are responses that ``kind`` has encoded.
-
-        The lane must have room. The first response of a request must not be among them.
-        """
+        """Queues encoded responses to the request on its lane, which must have room. They must not have its first response."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()

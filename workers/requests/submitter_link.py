@@ -169,7 +169,7 @@ class SubmitterLink(Generic[R]):
     def keep(self, request: Request) -> None:
         """Counts the memory of a client's request, until ``forget``. Call it before the request is in flight.
 
-        Raises Unavailable, and counts nothing, if the user's requests take as much memory as allowed.
+        Raises Unavailable if the requests of the client's user take too much memory. The request is released then, and not counted.
         """
         byte_size = request.kept_byte_size
         try:
@@ -278,7 +278,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers exceed ``max_byte_size``, and those to ``submitter`` the ``share``."""
+        """Raises Unavailable if the user's answers take too much memory, and ``submitter`` has at least its ``share`` of them."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(

@@ -79,7 +79,7 @@ class Step(NamedTuple, Generic[W]):
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
-    """An answer to a request that runs step by step. A step made it, or the insertion of the request into its slot."""
+    """One answer to a request of a model that runs step by step."""
 
     request: W
     #: The request's row of the outputs.
