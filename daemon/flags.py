@@ -215,7 +215,7 @@ class FlagCommand(click.Command):
 
 
 class FlagOption(click.Option):
-    """A click option for one flag, whose value is stored as the user wrote it."""
+    """The click option of one command-line flag of the daemon. It keeps the flag's value as the user's text."""
 
     def __init__(self, flag: Flag) -> None:
         names = [f"--{name}" for name in (flag.name, flag.alias) if name]
@@ -242,7 +242,7 @@ class FlagOption(click.Option):
 
 
 class _KeyType(_TextType):
-    """The click type of a flag's value. In the shell it completes what the user has typed of the value."""
+    """The click type of a flag's value, for which the shell can complete file names and the flag's choices."""
 
     name = "value"
 

@@ -348,8 +348,8 @@ class CudaRegion(Leased):
           context: the context of the GPU that the worker uses.
           raw_handle: the cudaIpcMemHandle_t, 64 bytes.
           byte_size: how many bytes of the allocation, from its start, are registered.
-          elsewhere: the daemon's numbers of the memory's GPU and of the context's GPU, or None if they are the same GPU. Two
-            different GPUs must have access to each other.
+          elsewhere: if the memory is on another GPU than the context, the daemon's numbers of these two GPUs, in this order. The
+            GPUs must have access to each other.
         Raises: InvalidArgument: the handle opens no allocation, or the allocation has fewer than ``byte_size`` bytes.
         """
         try:

@@ -221,9 +221,10 @@ class SequencePage(Page):
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Sets a sequence's state to ENDED. Does nothing if a later sequence has the same key.
+        """Sets the state of the sequence ``key`` to ENDED, unless a later sequence has the same key now.
 
-        ``since_ns``: when the sequence was admitted. Its entry stays until ``settle``, or until too many sequences have ended.
+        ``since_ns``: the time at which the sequence was admitted. The page forgets the sequence at ``settle``, or once too many
+        sequences have ended.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)

@@ -150,8 +150,8 @@ def stream(
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
       outputs: the names of the outputs to return, or none for all outputs.
       own: further fields of the request, such as ``version`` or ``priority``.
-    Raises: InvalidArgument: an input is no array, or no model that works on a request runs this code. If a response is an error,
-      the iterator raises it as a ServingError, and ends.
+    Raises: InvalidArgument: an input is no array, or the caller is not the code of a model that runs a request. If a response is
+      an error, the iterator raises it as a ServingError, and ends.
     """
     from tensord.workers.calls.asking import stream as streamed
 

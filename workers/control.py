@@ -300,10 +300,10 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Handles records whose descriptors were lost, because this process has too many open files.
+        """Handles records whose file descriptors were lost, because this process has too many open files.
 
-        A call is answered with Unavailable. A lane of a client is reported as closed. Trace settings of a model are cleared.
-        Raises InvalidArgument: the record is of another kind.
+        Answers a call with Unavailable, tells the supervisor that a client's lane is closed, and clears a model's trace settings.
+        Raises InvalidArgument if a record is of another kind.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:

@@ -45,7 +45,7 @@ class ClientsSocket:
         """Sends a request and waits for the answer. Returns the answer's JSON object and the sockets that came with it.
 
         Args:
-          wait: the seconds that the daemon may work on the request, in addition to the timeout. None means no limit.
+          wait: the seconds that the daemon may work on the request. This connection's timeout is added. None means no limit.
           fds: file descriptors that are sent with the request. The caller still has to close them.
 
         Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer or has gone away, or its answer

@@ -130,7 +130,6 @@ class HttpConnection:
         deadline: float | None = None,
         patience: float | None = None,
     ) -> tuple[Any, dict[bytes, bytes]]:
-        """Sends a request that runs no model. Returns the answer's JSON, or None, and fields. Times: as for ``get``."""
         head = f"{method} {path}".encode() + self._fields + fields
         if method != "GET":
             head += b"Content-Length: %d\r\n" % sum(map(len, body))

@@ -248,7 +248,6 @@ class LaneConnection(Sender):
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes whose workers have ended, ``ended`` and earlier ones. A lane with requests in flight stays open."""
         gone = [lane for lane in self._former if not lane.in_flight]
         self._former = [lane for lane in self._former if lane not in gone]
         gone += [self._lanes.pop(number) for number in ended if not self._lanes[number].in_flight]

@@ -46,7 +46,7 @@ _NOTICED = 0.05
 
 
 class ClientLane:
-    """The client's end of a lane. It sends requests to one worker, and hands the answers to the requests. Thread-safe."""
+    """The client's end of a lane. It sends requests to one worker, and stores each answer in its request. Thread-safe."""
 
     def __init__(
         self,

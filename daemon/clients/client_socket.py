@@ -235,7 +235,6 @@ class ClientSocket:
     async def _answer(
         self, content: bytes, fds: list[int], connection: ClientConnection, client: socket.socket, end: ConnectionEnd
     ) -> tuple[Any, list[socket.socket]]:
-        """Does what a client asks in ``content``, sent with ``fds``. Returns the answer, and the sockets to send with it."""
         try:
             question = msgspec.json.decode(content, type=ClientQuestion)
             asked = [part for part in msgspec.structs.astuple(question) if part is not None]

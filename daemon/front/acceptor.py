@@ -99,7 +99,6 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, connections: int) -> bool:
-        """Returns whether this front may accept although others have fewer connections: some of its own have just ended."""
         if connections < self._most:
             self._most = min(self._most, connections + _MOST_REPLACED)
             return True

@@ -179,9 +179,9 @@ class Endpoints:
     ) -> None:
         """Registers a part of the POSIX shared-memory object ``key`` as the region ``name``.
 
-        ``offset`` and ``byte_size`` are unsigned, in bytes. ``end``: a file descriptor that becomes readable when the region is
-        to be removed, and that the caller closes. If it is -1, the region stays until it is unregistered.
-        Raises ServingError if the region is refused.
+        ``offset`` and ``byte_size`` are unsigned, in bytes. ``peer``: the client who asks. ``end``: a file descriptor, which the
+        caller closes. It becomes readable when the region is to be removed. If it is -1, the region stays until it is
+        unregistered. Raises ServingError if the region is refused.
         """
         if offset > _INT64 or byte_size > _INT64:
             raise InvalidArgument(

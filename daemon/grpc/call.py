@@ -24,12 +24,12 @@ class Call(ABC):
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Returns an object that receives a large message into the arena. The call must end it by ``take`` or ``drop``.
+        """Returns an object that receives a large message into the arena, or None if the server is to buffer the message.
 
-        Returns None if the message is to be buffered. Once it is complete, ``message`` gets it.
+        The call must end the object by ``take`` or ``drop``. A buffered message is passed to ``message`` once it is complete.
         Args:
           byte_size: the length of the message.
-          on_room: the object calls it once it no longer waits for arena memory.
+          on_room: the object calls it when it has got arena memory that it waited for.
         Raises CallRefused if the call accepts no further message.
         """
         return None

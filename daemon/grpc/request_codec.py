@@ -244,7 +244,7 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the scheduling parameters of a request. Returns None if there are others among them, or one is invalid."""
+    """Decodes the parameters of a request. Returns None if any of them is invalid or is no scheduling parameter."""
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if PARAMETERS.keys() >= given.keys():
@@ -278,7 +278,6 @@ def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
 
 
 def _value(what: str, value: Any, *choices: str) -> Any:
-    """Returns the value of an InferParameter, whose oneof field must be one of ``choices``."""
     choice = value.WhichOneof("parameter_choice")
     if choice not in choices:
         *others, last = choices

@@ -186,13 +186,14 @@ Body = CollectedBody | TextBody | PlacedBody
 def located(
     sources: Iterable[Source], body: Body, json_size: int, inline_byte_size: int
 ) -> list[InputContent | Unconverted]:
-    """Returns the content of each input tensor of a request.
+    """Returns the content of each input tensor of a request, in the order of ``sources``.
 
-    If a tensor is binary data in the body, this is its place in the arena, or its bytes. Otherwise it is the source itself.
+    A tensor in the binary part of the body is returned as its place in the arena, or as its bytes if it is small or if the body
+    is not in the arena. For any other tensor, the element of ``sources`` itself is returned.
     Args:
       sources: where the JSON says that the data of each tensor is.
       json_size: the number of bytes of JSON in the body before its binary tensors.
-      inline_byte_size: the most bytes of a tensor that is sent to the worker within the request's record.
+      inline_byte_size: the size in bytes up to which a tensor is small.
     """
     found: list[InputContent | Unconverted] = []
     for source in sources:

@@ -164,7 +164,6 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Finds the lengths of nested lists in steps, outermost first; []: they differ. ``structure``: their brackets and commas."""
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:
         closing = left.find(b"]")

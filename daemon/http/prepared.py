@@ -233,9 +233,9 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of answers to requests of this kind whose repeated part is ``prepared``.
+        """Returns the encoder of an answer to a request of this kind, for answers that have the prepared part ``prepared``.
 
-        ``record``: the rest of an answer. ``view``: returns the bytes of a tensor.
+        ``record``: the worker's answer. ``view``: returns the bytes of a tensor.
         Raises InvalidArgument if a tensor of the answer is outside the arena.
         """
         known = self._answers.get(id(prepared))
@@ -319,11 +319,11 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns an answer in pieces: HTTP head and JSON, then each tensor.
+        """Returns an answer as pieces of an HTTP response: the head and JSON first, then the content of each tensor.
 
-        ``client_id``: the id that the client gave the request. ``record``: the rest of the answer, with the tensors.
-        ``view``: returns a view of a slice of shared memory, which is not copied.
-        Returns None if no head is cached, or if it was cached for tensors of other sizes.
+        ``client_id``: the id that the client gave the request. ``record``: the worker's answer, with the tensors' contents.
+        ``view``: returns a view of a slice of shared memory, without a copy.
+        Returns None if this object has no head yet, or only one for tensors of other sizes.
         Raises InvalidArgument if a tensor is outside the arena.
         """
         if self._sizes is None:

@@ -180,7 +180,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """Stands for a JSON object behind which the text has a NUL byte, so that the request is refused. ``end``: its offset."""
+    """A JSON object of a request that is refused, because a NUL byte follows the object at the offset ``end``."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})

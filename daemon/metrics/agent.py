@@ -56,7 +56,7 @@ class BusyPart:
 
     @property
     def value(self) -> float:
-        """Returns the part of the last seconds in which the workers were busy, from 0 to 1. Returns 1 if there is no worker."""
+        """Returns how busy the workers were in the last few seconds, from 0 to 1. Returns 1 if there is no worker."""
         if not self._workers:
             return 1.0
         (began_ns, before_ns), (now_ns, busy_ns) = self._looks[0], self._looks[-1]

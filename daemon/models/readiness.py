@@ -53,10 +53,11 @@ class Standing:
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Returns the readiness of each model that is ``wanted`` or ``required``, sorted by name.
+    """Returns the readiness of each model, sorted by name.
 
-    ``refused``: why models were refused before a worker was asked to load them, by name. ``lifecycle``: has the states of the
-    models.
+    ``wanted``: the models that somebody has asked to load. ``required``: the models without which the daemon is not ready.
+    ``refused``: maps a model to the reason for which it was refused before a worker was asked to load it.
+    ``lifecycle``: has the states of the models.
     """
     return [
         _standing(name, refused.get(name, ""), lifecycle)

@@ -48,7 +48,7 @@ class Configuration:
     def take(self, new: Configured) -> int:
         """Applies the keys ``paths``, ``load`` and ``required`` of the section ``repository`` of ``new``.
 
-        Other changed keys need a restart and are logged. Returns how many keys have changed, with those that need a restart.
+        Logs any other changed keys, which need a restart. Returns the number of all changed keys.
         """
         changed = layers.changed_keys(self.options, new.options)
         fixed = [key for key in changed if not _is_reloadable(key)]

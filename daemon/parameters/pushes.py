@@ -566,7 +566,7 @@ class Parameters:
         self.tell()
 
     def tell(self) -> None:
-        """Wakes the operations that wait until a version serves."""
+        """Wakes pushes and other operations that wait until a version of a model serves. Call it when that may be the case."""
         self._news.set()
         self._news = asyncio.Event()
 

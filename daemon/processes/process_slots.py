@@ -37,7 +37,10 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for this process, with its innermost control group that counts kills for want of memory."""
+        """Returns a detector of this process's kills for want of memory.
+
+        The detector reads the innermost control group of this process that counts such kills.
+        """
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:

@@ -105,7 +105,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Notes that a request which had waited for memory was sent or answered. Does nothing here."""
+        """Called when the request, which waited for memory, is sent or answered. Subclasses override it; here it does nothing."""
 
     def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Sends an answer to the client. Called with each answer, and never again after the final answer.

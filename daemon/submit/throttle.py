@@ -121,7 +121,6 @@ class Throttle:
         return True
 
     def _fills_connection(self, account: Account) -> bool:
-        """Returns whether the connection has just filled its share of response memory."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
@@ -167,9 +166,9 @@ class Throttle:
         return going
 
     def let_all_go(self) -> list[InFlight]:
-        """Removes and returns the waiting requests of all connections that may be sent now.
+        """Removes and returns the waiting requests that may be sent now, of all connections.
 
-        If a connection has no request in flight, its first one whose ``holds_up`` is True may be sent in any case.
+        A connection that has no request in flight may send its first request for which ``holds_up`` is True, despite all limits.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

@@ -72,7 +72,6 @@ class Newest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Stores the answer in ``future`` to the inputs of the ``number``-th ``put``. Sends the inputs that wait, if any."""
         asked: Any = None
         with self._changed:
             del self._under_way[number]

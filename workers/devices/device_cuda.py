@@ -364,7 +364,6 @@ def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
-    """Returns whether the array is on the device and can be used there."""
     # Not a client's BOOL: the host turns any byte into 0 or 1.
     return isinstance(array, GpuArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 

@@ -117,7 +117,7 @@ class LaneAnswers:
         self._passed = count
 
     def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
-        """Begins a trace of a client's request if it is sampled. Returns the request's record, which then has the trace's level."""
+        """Begins a trace of a client's request if it is sampled. Returns the request's record, with the trace's level in it."""
         tracer, said = self.tracer, submitter.parent
         submitter.parent = None
         parent = ""

@@ -129,9 +129,9 @@ class Responses(ResponseReceiver):
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Handles the return of a model's function. Requests that have response senders move to ``execution.streamed``.
+        """Handles the end of a run whose model answers through response senders. Their requests move to ``execution.streamed``.
 
-        If the run of such a request failed, or it was cancelled, it ends now. Otherwise its sender may still send responses.
+        Ends each request that failed or was cancelled. The sender of any other request may still send responses.
         """
         self._take()
         requests, results = execution.requests, execution.results

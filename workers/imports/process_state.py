@@ -143,7 +143,6 @@ class ProcessState:
                 yield f"{name} was {found!r} instead of {value!r}"
 
     def _put_back_warnings(self) -> Iterator[str]:
-        """Removes new filters that turn warnings into errors. If there are any, yields one sentence about them."""
         # Other new filters stay: they make no code fail.
         raising = [entry for entry in warnings.filters if entry[0] == "error" and entry not in self._errors]
         if not raising:

@@ -113,9 +113,9 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Checks that the model's instances can run one at a time, and logs that they do.
+        """Checks that the instances of ``model`` can run one at a time, and logs that they do.
 
-        Raises Unsupported: an instance needs resources of the rate limiter. ``kind``: names such models in the error.
+        Raises Unsupported, with the name ``kind`` of such models, if an instance needs resources of the rate limiter.
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")

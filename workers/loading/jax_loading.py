@@ -211,7 +211,6 @@ def _executables(
     functions: StepFunctions,
     parameters: Any,
 ) -> tuple[StepExecutables, Rows]:
-    """Places a stepped model's parameters on the device. Returns its programs, and the layout of their results."""
     described, slots = buckets.signature, steps.rules.slots
     parts = [parted(load.flags.applied(function), parameters) for function in functions]
     rows = Rows(described)

@@ -282,7 +282,6 @@ class Loader:
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 
     def _created(self, load: VersionLoad, declared: DeclaredVersion, order: int) -> _Runnable:
-        """Calls ``create`` of model.py and makes what runs its function. ``order``: how many orders of derivatives it has."""
         config, module, described = load.config, load.module, declared.taken
         if load.is_host and described.states:
             raise Unsupported(
@@ -483,7 +482,6 @@ class Loader:
 
 
 def _without_counts(config: ModelConfig, maker: InstanceMaker) -> bytes:
-    """Serialises ``config`` without counts and default names of instance groups, and without GPUs of other workers."""
     rest = model_config.empty()
     rest.CopyFrom(config)
     for index, group in enumerate(rest.instance_group):

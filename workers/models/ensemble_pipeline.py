@@ -57,7 +57,7 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """True if no request waits for a model of the ensemble. A run of the pipeline would go before such requests."""
+        """Returns whether the pipeline may run now, because no request waits for a model of the ensemble."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:

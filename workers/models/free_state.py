@@ -136,10 +136,10 @@ class FreeState:
         results: Sequence[Result],
         live: Callable[[], Iterable[LiveSequence[Any]]],
     ) -> list[Result]:
-        """Stores the sequences' new state from the results of a run. Returns the results without the state.
+        """Stores the new state of each request's sequence from the results of a run. Returns the results without the states.
 
-        If all states would exceed the limit, the sequence keeps its former state, and its result becomes Unavailable.
-        ``live``: returns all live sequences.
+        If a new state would make all states exceed their limit, its sequence keeps the former state, and its request's result is
+        Unavailable. ``live``: returns all live sequences, whose states count for the limit.
         """
         return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

@@ -352,7 +352,6 @@ class JaxModel:
 
 
 def _any_leaves(requests: Sequence[Request]) -> bool:
-    """Returns whether any of the answers goes to a submitter, not to the model that made the request."""
     return requests[0].sink is None or any(request.sink is None for request in requests)
 
 

@@ -394,5 +394,5 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Records that the model has dropped a sender. After the last one the request ends with an error."""
+        """Records that the model has dropped a response sender. If it has dropped them all, the request ends with an error."""
         self._sender.let_go()

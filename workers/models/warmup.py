@@ -62,7 +62,10 @@ class Sample:
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> Mapping[str, Array]:
-        """Runs the sample ``self.count`` times and returns the last outputs. Raises InvalidArgument: the model failed."""
+        """Runs the sample ``self.count`` times and returns the last outputs. Raises InvalidArgument if the model fails.
+
+        ``check``: raises an error if the device has failed.
+        """
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
             run(model, execution, check)

@@ -115,7 +115,7 @@ class HostExecutable(Executable):
         return self.call(parameters, arguments)
 
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits for ``arrays``, the outputs of a run, and returns them. Then the memory of its inputs may be changed."""
+        """Waits until a run has computed its outputs ``arrays``, and returns them. After that the run's inputs may be changed."""
         outputs = {name: np.asarray(arrays[name]) for name in self._signature.outputs}
         return RunOutputs(outputs, [*outputs.values()])
 

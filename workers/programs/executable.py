@@ -281,7 +281,7 @@ class Executable(ABC):
         """
 
     def offer(self, places: Places) -> None:
-        """Tells the next run that it may write outputs to ``places``. By default no output is written there."""
+        """Allows the next run to write outputs to ``places``. Subclasses may use this; here it does nothing."""
         return
 
     def settle(self, places: Places) -> None:

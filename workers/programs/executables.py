@@ -162,7 +162,6 @@ class Executables:
         return rows_apart(self.signature.model, ask, self.device.check, traced, wanted.rows, "batch", why)
 
     def _first(self, planned: Sequence[Wanted]) -> jax.stages.Lowered:
-        """Lowers the program of the smallest bucket, and stores what ``examine`` says about it."""
         traces = self._lowering.traced[planned[0]] = []
         lower = functools.partial(self._lowering.lower, *planned[0], self._usual)
         first = lower()

@@ -81,7 +81,6 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
 
 
 def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> object:
-    """Returns what an operation, as ``steps`` yields it, does: a value by which two traces of a program are compared."""
     kinds = [(each.primitive.name, [str(made.aval) for made in each.outvars]) for each in chain[-1:]]
     given = [value for each in chain[-1:] for value in each.params.values()]
     numbers = [value for value in given if all(isinstance(each, (int, float)) for each in jax.tree.leaves(value))]

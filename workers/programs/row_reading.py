@@ -19,7 +19,7 @@ _UNTRIED = re.compile("(?<!pure_)callback|ffi_call|custom_call|pallas")
 
 
 class Reading(NamedTuple):
-    """What was found in a traced program: loops, error checks, rounding, and whether it may be run on generated inputs."""
+    """Facts about a traced program, which ``read`` found."""
 
     may_be_tried: bool
     #: Whether it has ``while`` loops.

@@ -86,9 +86,10 @@ class StepPrograms:
     def __init__(
         self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
     ) -> None:
-        """Stores the author's functions. ``slots``: for how many requests the state has room.
+        """Stores the ``functions`` that the model's author wrote. ``slots``: for how many requests the model's state has room.
 
-        ``insert_rows``: how many requests one call of ``insert`` adds; 0: a single one, whose arrays have no axis for requests.
+        ``rows``: the layout of a step's outputs. ``insert_rows``: how many requests one call of ``insert`` adds. If it is 0, a
+        call adds one request, whose arrays have no axis for requests.
         """
         self._functions = functions
         self._signature = signature

@@ -54,7 +54,6 @@ def trials(
 
 
 def _difference(executables: Executables, inputs: Mapping[str, Array], made: Mapping[str, Array]) -> str:
-    """Says how the outputs ``made`` differ from those of the model's function compiled alone; "": by rounding at most."""
     if executables.signature.states or executables.sets.stack is not None:
         return ""
     parameters, remote = executables.sets.main.on(0), executables.device.remote

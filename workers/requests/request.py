@@ -271,7 +271,7 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
 def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
     """Converts a model's outputs to read-only inputs of other models. Returns the inputs and the number of bytes copied.
 
-    Only arrays of the model's own code are copied. Strings become bytes.
+    Copies an array only if the model's code could still change it. Strings become bytes.
     """
     copied = 0
     own: dict[str, Array] = Response({}, result.parameters) if isinstance(result, Response) else {}

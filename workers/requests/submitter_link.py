@@ -169,7 +169,7 @@ class SubmitterLink(Generic[R]):
     def keep(self, request: Request) -> None:
         """Counts the memory of a client's request, until ``forget``. Call it before the request is in flight.
 
-        Raises Unavailable if the requests of the client's user take too much memory. The request is released then, and not counted.
+        Releases the request and raises Unavailable if the requests of the client's user take too much memory.
         """
         byte_size = request.kept_byte_size
         try:

@@ -585,7 +585,10 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests, each in place of one with the same replace key, if any. Returns what was replaced, and by which."""
+        """Adds requests, and returns the replacements that this caused.
+
+        A new request takes the place of a waiting request with the same ``replace_key``, if there is one.
+        """
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

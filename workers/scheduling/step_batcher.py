@@ -158,7 +158,7 @@ class StepBatcher(QueuePlanner[W]):
         return self._holders[request].number
 
     def with_slots(self) -> list[W]:
-        """Returns the requests that have a slot."""
+        """Returns the requests that have a slot in the model's state."""
         return list(self._holders)
 
     def _leave(self, request: W, marked_free: bool = False) -> bool:

@@ -188,9 +188,10 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
     """Returns ``described`` with the batch inputs and batch outputs that a checked configuration declares.
 
-    Each has a source, a ragged input. The worker computes a batch input from its source. Each request gets as many elements of a
-    batch output as it has in the source. ``segments``: each batch input that is to hold segment ids, with its source.
-    Raises InvalidArgument: a source is not ragged, or a ragged input shares an axis with an input that is not ragged.
+    The worker computes a batch input from a ragged input, which is called its source. A batch output has a source as well: each
+    request gets as many elements of the output as the request has in the source. ``segments``: maps the name of each batch input
+    that is to hold segment ids to its source. Raises InvalidArgument if a source is not ragged, or if a ragged input shares an
+    axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

@@ -21,9 +21,10 @@ class Turns:
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """Begins with no thread at work.
+        """Starts without a thread that has its turn.
 
-        ``long_seconds``: if a step of a thread's work takes longer than that, the next thread may begin beside it; 0: never.
+        ``long_seconds``: if a thread takes longer than this for a step, the next thread gets its turn as well. If it is 0, none
+        does.
         """
         self._long = long_seconds
         self._changed = threading.Condition()

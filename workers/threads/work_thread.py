@@ -82,7 +82,6 @@ class WorkThread:
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
-        """Starts another thread, if functions are queued and a function that stands aside has no thread in its place."""
         with self._lock:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
