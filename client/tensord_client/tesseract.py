@@ -65,25 +65,16 @@ _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.
 class TesseractModel:
     """A model and its derivatives, in ``tesseract-core``'s terms. The shapes of inputs and outputs are those of one row."""
 
-    def __init__(
-        self,
-        model: AsyncModel,
-        derivatives: Mapping[str, AsyncModel],
-        lacking: Mapping[str, str],
-        bounds: Namespace,
-    ) -> None:
-        """Serves ``model``, and its ``derivatives`` by kind, such as "pull_back". ``bounds``: the gateway's options.
-
-        ``lacking``: kind -> the error text, for kinds that the model lacks.
-        """
-        self._model, self._bounds, self._lacking, self._batched = model, bounds, lacking, model.max_batch_size > 0
+    def __init__(self, model: AsyncModel, derivatives: Mapping[str, AsyncModel], bounds: Namespace) -> None:
+        """Serves ``model``, and its ``derivatives`` by kind, such as "pull_back". ``bounds``: the gateway's options."""
+        self._model, self._bounds, self._batched = model, bounds, model.max_batch_size > 0
         self.inputs, self.outputs = gateway.rows(model)
         names, taken, given = Names(model.name), wire.floating(self.inputs), wire.floating(self.outputs)
-        known = {PULL_BACK: (names.cotangent, given, taken), PUSH_FORWARD: (names.tangent, taken, given)}
+        self._known = {PULL_BACK: (names.cotangent, given, taken), PUSH_FORWARD: (names.tangent, taken, given)}
         #: For each kind of derivative, and "" for the model: what is asked, what names of vectors and of what it gives begin
         #: with, the vectors that it takes besides inputs, and what it gives.
         self._kinds: Any = {"": (model, "", {}, self.outputs)}
-        self._kinds.update((kind, (each, *known[kind])) for kind, each in derivatives.items())
+        self._kinds.update((kind, (each, *self._known[kind])) for kind, each in derivatives.items())
 
     def schema(self) -> dict[str, Any]:
         """Returns the model's OpenAPI document."""
@@ -121,7 +112,7 @@ class TesseractModel:
         of = wire.by_name(body.get(f"{begins}_outputs"), wire.floating(self.outputs), f"{begins}_outputs")
         if not kind:
             return await self._jacobian(point, shapes, by, of, hold)
-        (_, prefix, vectors, _), forward = self._asked(kind), kind == PUSH_FORWARD
+        (_, prefix, vectors, _), forward = await self._asked(kind), kind == PUSH_FORWARD
         came, listed, given = wire.by_name(body.get(field), vectors, field), by if forward else of, dict(point.arrays)
         if came.keys() != listed.keys():
             raise InvalidArgument(f"{field} has {sorted(came)}, and {sorted(listed)} were listed")
@@ -148,7 +139,7 @@ class TesseractModel:
         gateway.bound("the Jacobian takes", count * rows, "products", self._bounds.max_products)
         gateway.bound("the Jacobian takes", 8 * inputs * outputs * rows * rows, "bytes", self._bounds.max_body_bytes)
         starts = dict(zip(units, np.cumsum([0, *map(math.prod, units.values())]).tolist()))
-        _, prefix, vectors, _ = self._asked(kind)
+        _, prefix, vectors, _ = await self._asked(kind)
 
         def part(begin: int, end: int) -> dict[str, Array]:
             unit, row = np.divmod(np.arange(begin, end), rows)
@@ -170,14 +161,14 @@ class TesseractModel:
 
         return {path: {to: block(output, name) for name, to in by.items()} for output, path in of.items()}
 
-    def _asked(self, kind: str) -> tuple[AsyncModel, str, dict[str, Tensor], dict[str, Tensor]]:
-        if kind in self._lacking:
-            raise InvalidArgument(self._lacking[kind])
+    async def _asked(self, kind: str) -> tuple[AsyncModel, str, dict[str, Tensor], dict[str, Tensor]]:
+        if kind not in self._kinds:  # the daemon says why, unless the model was replaced meanwhile
+            self._kinds[kind] = (await self._model.derivative(kind), *self._known[kind])
         return self._kinds[kind]  # type: ignore[no-any-return]
 
     async def _rows(self, kind: str, part: _Part, rows: int, hold: _Hold) -> dict[str, Array]:
         """Asks the model, or its derivative ``kind`` if that is not "", for the outputs of ``rows`` rows."""
-        model, prefix, _, given = self._asked(kind)
+        model, prefix, _, given = await self._asked(kind)
         tensors, parts, most = named(prefix, given), list[dict[str, Array]](), self._bounds.max_body_bytes
         # A row of a Jacobian may be all that a request may have.
         row = sum(each.nbytes for each in part(0, 1).values())
@@ -293,13 +284,11 @@ class TesseractGateway(gateway.Gateway):
 
     async def make(self, name: str, version: int) -> TesseractModel:
         model = await self.client.model(name, version, timeout=self.options.timeout)
-        kinds, lacking = dict[str, AsyncModel](), dict[str, str]()
+        kinds = {}
         for kind in (PULL_BACK, PUSH_FORWARD):
-            try:
+            with contextlib.suppress(InvalidArgument):
                 kinds[kind] = await model.derivative(kind)
-            except InvalidArgument as error:
-                lacking[kind] = error.message
-        return TesseractModel(model, kinds, lacking, self.options)
+        return TesseractModel(model, kinds, self.options)
 
 
 class _Server(uvicorn.Server):

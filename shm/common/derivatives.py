@@ -49,8 +49,8 @@ def check_not_derivative(name: str) -> None:
     model, order = original(name)
     if order:
         raise InvalidArgument(
-            f"'{name}' is a derivative of model '{model}', and shares everything with it: ask for that; the folder of a "
-            "model needs another name"
+            f"'{name}' is a derivative of model '{model}' (a model's folder needs another name), and shares everything with it: "
+            "ask for that"
         )
 
 

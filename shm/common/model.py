@@ -266,7 +266,7 @@ class Model(Calls):
         outputs: Sequence[str] = (),
         **own: Unpack[Own],
     ) -> Prepared:
-        """Prepares a request that is sent many times. Each ``call()`` of the result sends the input arrays' present values.
+        """Prepares a request that is sent many times. Each call of the result sends the input arrays' present values.
 
         Args:
           inputs: input name -> array. Keep the arrays and write new values into them.

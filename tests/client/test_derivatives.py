@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensord_client
+from tensord_client import parameters
 
-from tensord import testing
+from tensord import models, testing
 from tests import prepared, run_folder
 from tests.daemon_process import DaemonProcess, wait_until
 from tests.repositories import ensemble, write_model
@@ -520,7 +521,7 @@ def test_a_folder_with_the_name_of_a_derivative(daemon: DaemonProcess, repositor
     for name in ("rows.pull_back", "other.push_forward"):
         shutil.copytree(repository / "plain", repository / name)
         status, body = daemon.request("POST", f"/v2/repository/models/{name}/load", b"{}")
-        assert (status, b"the folder of a model needs another name" in body) == (400, True), body
+        assert (status, b"(a model's folder needs another name)" in body) == (400, True), body
         entries = json.loads(daemon.request("POST", "/v2/repository/index", b"{}")[1])
         (refused,) = (each for each in entries if each["name"] == name and each.get("state") != "READY")
         kind = name.partition(".")[2]
@@ -604,6 +605,33 @@ def test_a_killed_worker_fails_no_gradient(daemon: DaemonProcess) -> None:
     wanted = jax.vjp(rows, X)[1](COTANGENTS)[0]
     for found in asked:
         close(found, wanted)
+
+
+def test_an_exported_model_takes_its_own_file_again(daemon: DaemonProcess, repository: Path) -> None:
+    """What is written into the file counts when it is pushed, for values and derivatives at once, and not before."""
+
+    def apply(params: Any, inputs: Any) -> Any:
+        return {"y": params["w"] * inputs["x"]}
+
+    models.export(
+        repository / "carried", apply, {"w": np.float32(3)}, {"x": "FP32[1]"}, max_batch_size=4, derivatives=1
+    )
+    (file,) = (repository / "carried/1").glob("params.*")
+    assert daemon.request("POST", "/v2/repository/models/carried/load", b"{}")[0] == 200
+    x = np.array([[2.0], [3.0]], np.float32)
+    for address, first in ((daemon.url, 3), (daemon.sections["clients"]["socket"], 5)):
+        with tensord_client.connect(address) as client:
+            served = client.model("carried")
+            for before, w in ((first, first + 1), (first + 1, first + 2)):
+                # In place: nothing that serves may lie in the file.
+                file.write_bytes(b"".join(parameters.layout({"w": np.float32(w)})))
+                for pushed in (before, w):
+                    assert (served({"x": x})["y"] == pushed * x).all()
+                    assert (served.pull_back({"x": x}, {"y": x})["x"] == pushed * x).all()
+                    if pushed == before:
+                        served.parameters.update(file.name)
+            assert served.parameters.gradient({"x": x}, {"y": x})["w"] == np.sum(x * x)
+    assert daemon.request("POST", "/v2/repository/models/carried/unload", b"{}")[0] == 200
 
 
 def test_a_learner_without_a_model_of_its_own(daemon: DaemonProcess) -> None:

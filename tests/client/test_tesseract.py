@@ -280,6 +280,22 @@ def test_what_is_refused(gateway: GatewayProcess, endpoint: str, body: Any, text
     assert (status, answer["y"]["shape"]) == (200, [3])
 
 
+def test_why_a_product_is_not_there_is_said(gateway: GatewayProcess) -> None:
+    given = {
+        "inputs": {"x": encoded(X[0])},
+        "jvp_inputs": ["x"],
+        "jvp_outputs": ["y"],
+        "tangent_vector": {"x": encoded(X[0])},
+    }
+    for model, why in (
+        ("mixed", "TypeError: can't apply forward"),
+        ("plain", "the model.py of 'plain' has to say deriv"),
+    ):
+        status, answer = ask(gateway, f"/{model}/jacobian_vector_product", given)
+        assert status == 422
+        assert f"model '{model}' has no push_forward: {why}" in answer["detail"][0]["msg"]
+
+
 def test_what_is_refused_before_it_is_read(gateway: GatewayProcess) -> None:
     assert ask(gateway, "/rows/apply", {"inputs": ROW}, Accept="application/json+binref")[0] == 406
     assert ask(gateway, "/rows/apply", {"inputs": ROW}, Accept="application/*; gpu_transport=cuda_ipc")[0] == 406

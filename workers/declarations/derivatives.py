@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tensord.config.model_checks import ROWS_MAY_MIX
 from tensord.config.model_config import ModelConfig, empty, wants
@@ -38,6 +39,7 @@ from tensord.shm.common.derivatives import (
     chosen,
     lacks,
     named,
+    of_model,
 )
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.workers.tensors.signature import Signature, TensorSpec
@@ -174,16 +176,14 @@ def derivatives(
     return found, lacking
 
 
-def named_lacking(
-    config: ModelConfig, lacking: Mapping[str, str], failed: Mapping[str, str], first: bool
-) -> dict[str, str]:
+def named_lacking(config: ModelConfig, lacking: Mapping[str, str], failed: Mapping[str, str]) -> dict[str, str]:
     """Returns derivative's name -> why a model does not have it. Logs those that were expected and ``failed``.
 
-    ``lacking`` and ``failed``: kind -> why. ``first``: whether the derivatives are of a model, and not of a derivative.
+    ``lacking`` and ``failed``: kind -> why.
     Raises InvalidArgument: the model has no derivative, or a sample of ``model_warmup`` is of one that it does not have.
     """
     said = "; ".join(f"it has no {kind}: {why}" for kind, why in failed.items())
-    if first and {PULL_BACK, PUSH_FORWARD} <= failed.keys():
+    if not of_model(config.name)[0] and {PULL_BACK, PUSH_FORWARD} <= failed.keys():
         raise InvalidArgument(f"model '{config.name}': derivatives is declared, and {said}")
     if said:
         _log.warning("model '%s': %s", config.name, said)
@@ -257,11 +257,10 @@ class _Declarations:
             if of == kind:
                 config.model_warmup.add().CopyFrom(sample)
                 config.model_warmup[-1].name = rest or f"of {kind}"
-        values = vars(module)
-        values.update({name: value for name, value in vars(self._module).items() if name in _KEPT})
-        if rows and self._config.max_batch_size:
-            values.update({name: value for name, value in vars(self._module).items() if name == "batch_buckets"})
-        else:
+        values, batches = vars(module), rows and self._config.max_batch_size
+        kept = (*_KEPT, "batch_buckets") if batches else _KEPT
+        values.update({name: value for name, value in vars(self._module).items() if name in kept})
+        if not batches:
             if "batch_buckets" in config.parameters:
                 del config.parameters["batch_buckets"]
             if config.HasField("dynamic_batching"):
@@ -288,16 +287,12 @@ def _fitting(tensors: list[TensorSpec], max_byte_size: int) -> int:
 
 def _leaves(parameters: Any) -> dict[str, Any]:
     """Returns name -> array, for the parameters that have derivatives."""
-    found = {
-        parameter_name(keys): leaf
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(parameters)
-        if _is_floating(leaf)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(parameters)
+    arrays = [
+        (parameter_name(keys), leaf) for keys, leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    ]
+    found = {name: leaf for name, leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)}
     return found if all(datatype_of(leaf.dtype) for leaf in found.values()) else {}
-
-
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _spec(name: str, leaf: Any) -> TensorSpec:
@@ -333,11 +328,8 @@ class _ModelFunction:
 
     def own(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the model's own inputs among those ``given`` to a derivative: all but cotangents and tangents."""
-        added = {
-            *named(self.names.cotangent, dict.fromkeys(self.out)),
-            *named(self.names.tangent, dict.fromkeys(self.into)),
-        }
-        return {name: array for name, array in given.items() if name not in added}
+        added = self.names.cotangent, self.names.tangent
+        return {name: array for name, array in given.items() if not name.startswith(added)}
 
     def of_floats(self, parameters: Any, given: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Returns a function of the floating inputs alone, and these inputs."""

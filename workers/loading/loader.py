@@ -340,7 +340,7 @@ class Loader:
                 continue
             found += [dataclasses.replace(loaded, derivatives=()), *loaded.derivatives]
             further |= loaded.lacking
-        further |= named_lacking(config, lacking, failed, first)
+        further |= named_lacking(config, lacking, failed)
         return dataclasses.replace(made, derivatives=tuple(found), lacking=further)
 
     def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Created, order: int) -> _Runnable:

@@ -31,7 +31,10 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
     """Logs a warning if parameters that are no arrays, such as lists, are large. They become constants of programs."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     fixed = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _ARRAYS)]
-    byte_size = sum(int(getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float)))) for _, leaf in fixed)
+    sizes = (getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float))) for _, leaf in fixed)
+    byte_size = sum(
+        size for size in sizes if isinstance(size, int)
+    )  # of a type, such as numpy.float32, it is no number
     if byte_size < _MIN_FIXED_BYTE_SIZE:
         return
     path, leaf = fixed[0]

@@ -213,7 +213,7 @@ def test_a_gradient_by_parameters_that_has_no_reverse_is_left_out(
             def apply(params, inputs):
                 grown = jax.lax.while_loop(lambda w: w < 100, lambda w: 2 * w, params["w"])
                 return {"y": grown * inputs["x"]}
-            return apply, {"w": np.float32(3)}
+            return apply, {"w": np.float32(3), "types": (np.float32, np.dtype("f4"), jax.numpy.float32)}
         """,
     )
     with caplog.at_level(logging.WARNING), testing.load(tmp_path / "m") as model:
