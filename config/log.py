@@ -146,7 +146,7 @@ def _note_trace(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats log lines as text. ``journal`` means that a line has systemd's priority in front and no time."""
+    """Formats log lines as text. In systemd's journal a line has a priority in front, elsewhere the time."""
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()

@@ -300,7 +300,6 @@ class SubmitterLane(LaneEnd):
         return answers
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Gives back the lease of an answer whose segment could not be mapped here. Returns an answer with the error instead."""
         self.channel.put(Release((lease,)))
         self.unsaid = True
         try:

@@ -65,12 +65,12 @@ class Numbers(Generic[T]):
     """Assigns numbers to one sender's prepared requests or answers. Equal ones get the same number."""
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
-        """Starts without numbers assigned.
+        """Starts with all numbers free.
 
         Args:
-          on_number: called after each assignment, if not None. It gets how many requests or answers have a number, and how many
-            lost theirs just now to make room.
-          count: how many may have a number at a time. 0: ``number_again`` assigns none.
+          on_number: called after each assignment, if it is not None, with two counts: how many requests or answers have a number
+            now, and how many lost their number for this one.
+          count: how many requests or answers may have a number at a time. If it is 0, none gets a number.
         """
         self._on_number = on_number
         self._count = count

@@ -318,7 +318,6 @@ class Control:
             self._reply(record.call_id, Unavailable(message))
 
     def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
-        """Calls ``answered`` with the result of a model's ``is_ready``, or with True without one."""
         found = self._models.find(operation.name, operation.version).loaded.is_ready_calls
         if found is None:
             answered(True)

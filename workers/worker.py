@@ -349,7 +349,6 @@ class Worker:
             self._watch_halves()
 
     def _watch_halves(self) -> None:
-        """Schedules a look at incomplete records, for the time at which the oldest has taken too long to arrive."""
         _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 
@@ -566,9 +565,10 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` of a loaded model and returns it. Its derivatives, such as ``M.pull_back``, get their own.
+        """Makes and returns the ``ModelVersion`` of a loaded model.
 
-        Each instance gets an entry on the status page until the instance ends.
+        Makes one of each derivative, such as ``M.pull_back``, as well. The returned version lists them as ``derivatives``. Each
+        instance gets an entry on the status page until the instance ends.
         """
         for instance in loaded.instances:
             # Those of the version before it have one.

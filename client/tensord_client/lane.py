@@ -501,13 +501,13 @@ class LaneConnection(Sender):
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
     def find_lanes(self, call: Call, until: float | None, anew: bool = False, since: float | None = None) -> None:
-        """Asks the daemon repeatedly until there is a usable lane to a worker that serves the call's model.
+        """Asks the daemon for a lane to a worker that serves the call's model, again and again until there is one.
 
         Args:
-          until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline. The connection's
-            ``patience`` is a further limit.
-          anew: True to ask the daemon even if there is a usable lane.
-          since: when the patience began, in seconds of ``time.monotonic()``, or None for now.
+          until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline. Stops as well once the
+            connection's ``patience`` is over.
+          anew: if True, asks the daemon at least once, even if there is a usable lane.
+          since: the time of ``time.monotonic()`` from which the patience is counted, or None for now.
 
         Raises: ServingError: the patience is over, and the daemon's last answer was this error.  WaitEnded: ``until`` has
           passed.

@@ -86,7 +86,7 @@ class SharedCounters:
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns, by reason, how many requests the front with row ``row``, and the dead ones before it, have refused."""
+        """Returns how many requests were refused for each reason by the fronts that have had the row ``row``."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 

@@ -82,7 +82,7 @@ class PreparedMessage:
 
 
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
-    """Caches decoded request messages by their bytes without id, scheduling and ``raw_input_contents``."""
+    """Caches decoded request messages. The key is the message's bytes without its id, scheduling and ``raw_input_contents``."""
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 

@@ -548,7 +548,7 @@ class Stream:
 
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes of the arriving message were received since the last call of ``advance``.
+          direct: how many bytes of the arriving message this object has not been told of by ``advance`` yet.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):

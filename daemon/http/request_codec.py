@@ -195,7 +195,6 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
-    """Counts the values of an input. ``text``: its data, if it was cut out of the JSON."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
         return count_in_value(entry.data, entry.datatype, what)

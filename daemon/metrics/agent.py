@@ -127,7 +127,7 @@ class Agent:
             await asyncio.sleep(_INTERVAL)
 
     def close(self) -> None:
-        """Closes the listening socket, and stops asking the workers for their busy times. May be called again."""
+        """Stops the agent: closes its listening socket, and no longer asks the workers how busy they are. May be called again."""
         if self._looking is not None:
             self._looking.cancel()
         if self._server is not None:

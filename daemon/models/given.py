@@ -138,7 +138,6 @@ def _locked(folder: Path) -> int:
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files by their paths in the model's folder. Raises InvalidArgument if a path is malformed or given twice."""
     found: dict[str, bytes] = {}
     for given, content in files.items():
         path = given.lstrip("/")
@@ -166,7 +165,10 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration (JSON) that a client sent for this model; "": none, or the model's files changed since."""
+        """Returns the configuration (JSON) that a client sent for this model.
+
+        Returns "" if no client did, or if the model's files have changed since then.
+        """
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 

@@ -109,7 +109,7 @@ class Operation:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """The versions of a model, the load or unload that runs, and those that follow."""
+    """One model's versions, the load or unload of the model that runs, and those that wait."""
 
     versions: dict[int, VersionEntry] = field(default_factory=dict)
     waiting: deque[Operation] = field(default_factory=deque)

@@ -413,7 +413,7 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Describes the load that the worker will answer next, such as ``compiling digits 3/16, 4 s``.
+        """Describes the load of a model that the worker is carrying out, such as ``compiling digits 3/16, 4 s``.
 
         Returns "" if there is none.
         """

@@ -136,7 +136,6 @@ class Fronts:
             del self._unstarted[0]
 
     def _go_on(self) -> None:
-        """Starts the next front of ``start_all``, or tries again 1 s later."""
         try:
             self._start_next()
         except OSError as error:

@@ -398,7 +398,6 @@ class RegionRegistry:
 
 
 async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) -> int:
-    """Asks a worker to unregister or await a region. Returns how many tensors use it."""
     try:
         answer, fds = await worker.call(request)
         descriptors.close(fds)

@@ -131,9 +131,9 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
             self.fail_delivery()
 
     def undelivered(self) -> None:
-        """Answers with the error Internal, because an answer could not be sent.
+        """Ends the request with the error Internal, because its answer could not be sent.
 
-        If a part of it was sent, subclasses end the connection.
+        A subclass ends the connection instead if a part of the answer was sent.
         """
         record = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, record, None)

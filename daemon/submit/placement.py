@@ -48,7 +48,7 @@ class Unconverted(Protocol):
         """Returns the most bytes that the tensor can have."""
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Converts the JSON into ``place``, yields after each piece, and returns how many bytes the tensor has."""
+        """Converts the tensor's JSON and writes it to ``place``. Yields after each piece. Returns the tensor's size in bytes."""
 
 
 class UnsentRequest(msgspec.Struct):
@@ -141,11 +141,10 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts the inputs that came as JSON into arena memory, and yields after each piece.
+    """Converts input tensors that came as JSON, and writes them into arena memory, the lease ``lease``. Yields after each piece.
 
-    Returns ``contents`` with the final sizes of the converted tensors.
-    ``contents``: for each input that is in no region, its bytes, or its place in the memory of ``lease``.
-    Raises InvalidArgument if the data is wrong or does not fit the shape.
+    ``contents``: for each input that is in no region, its bytes, or the room for the tensor in the lease. Returns ``contents``
+    with the sizes that the converted tensors have. Raises InvalidArgument if the data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]

@@ -140,7 +140,10 @@ class Routing:
         return False
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU of the request's regions if only workers on that GPU may run the request, else ""."""
+        """Returns the GPU that most memory of the request's regions is on, if the request's model may run there.
+
+        Otherwise returns "".
+        """
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 

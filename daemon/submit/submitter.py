@@ -340,7 +340,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Passes one datagram of answers to their requests. Returns False if the socket has no other one now."""
+        """Hands the answers in one datagram from a worker to their requests. Returns whether another datagram may have come."""
         try:
             answers = worker.lane.receive()
         except ChannelClosed:

@@ -148,7 +148,6 @@ class SpanExporter:
     def _parts(
         self, trace_id: bytes, own: bytes, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
-        """Queues the spans inside the span ``own``. ``moments``: names, CLOCK_MONOTONIC ns. ``offset``: to the wall clock."""
         at = dict(moments)
         run = own
         for name, begins, ends in _PARTS:

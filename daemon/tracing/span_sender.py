@@ -79,7 +79,6 @@ class SpanSender:
                 _log.warning("the collector did not take %d spans: %s", spans, refused)
 
     def _post(self, message: bytes) -> str:
-        """Sends a message. Returns "" if the collector accepted it, else the HTTP status and reason that came back."""
         request = self._request.copy()
         request.prepare_body(message if self._compress is None else self._compress(message), None)
         answer = self._session.send(request, timeout=self._timeout, **self._settings)

@@ -130,9 +130,9 @@ class _Scope:
 
 
 class TraceSettings:
-    """Holds the trace settings of all models, under the name "", and of single models.
+    """Stores the trace settings that apply to all models, and those of single models, by the model's name. "" means all models.
 
-    ``known``: returns whether a model is served. ``publish``: sends all fronts a record and the descriptors of shared counters.
+    ``known``: returns whether a model is served. ``publish``: sends a record, and descriptors of shared counters, to all fronts.
     """
 
     def __init__(self, options: TraceOptions, known: Callable[[str], bool], publish: Callable[..., None]) -> None:

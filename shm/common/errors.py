@@ -111,6 +111,6 @@ def from_code(code: str, message: str) -> ServingError:
 
 
 def in_plain_words(message: str) -> str:
-    """Returns an error's message without Triton's prefix for requests without id, and without the text from " NOTE: " on."""
+    """Returns an error's message without Triton's prefix for requests that have no id, and without any text after " NOTE: "."""
     start = len(_NO_ID) if message.startswith(_NO_ID) else 0
     return message[start:].partition(" NOTE: ")[0].rstrip()

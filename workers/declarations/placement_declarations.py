@@ -47,9 +47,10 @@ def device_count(config: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """Returns the numbers of the GPUs that a model runs on if its configuration lists none; empty: it runs on the processor.
+    """Returns the numbers of the GPUs that a model runs on if its configuration lists none.
 
-    ``count``: how many devices the worker has. ``gpu``: the number of its first GPU; None: the worker runs on the processor.
+    ``module``: the model's code, which may say how many devices the model needs. ``count``: how many devices the worker has.
+    ``gpu``: the number of the worker's first GPU, or None if the worker runs on the CPU. Then an empty sequence is returned.
     """
     said = device_count(config, module) if config.backend == "jax" else 0
     return () if gpu is None else range(gpu, gpu + min(max(1, said), count))

@@ -135,10 +135,10 @@ class CudaDevice:
     def send(
         self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
     ) -> dict[str, jax.Array]:
-        """Sends the first ``byte_size`` bytes of ``self.host`` to the device in one transfer.
+        """Copies the first ``byte_size`` bytes of ``self.host`` to the device in one transfer. Returns the inputs there by name.
 
-        Returns a program's arguments by name. ``parts``: the name, dtype and shape of each input, and its offset in bytes in the
-        host memory, a multiple of ``ALIGNMENT``.
+        ``parts``: the name, dtype and shape of each input, and its offset in the host memory in bytes, a multiple of
+        ``ALIGNMENT``.
         """
         self._reserve(byte_size)
         self.context.to_device(self._staging, self.host.address, byte_size)

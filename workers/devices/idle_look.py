@@ -23,7 +23,7 @@ class Marker:
     """A CUDA event in the calling thread's stream."""
 
     def __init__(self, context: Context) -> None:
-        """Creates the event in ``context``. Raises CudaError: the driver refused. Raises DeviceLost: the GPU failed."""
+        """Creates a CUDA event in ``context``. Raises CudaError if the driver refuses, and DeviceLost if the GPU failed."""
         self._context, self._driver = context, context.driver
         context.enter()
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)

@@ -176,8 +176,8 @@ class Dispatcher:
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Submits a request that came on a client's lane. Clears the fields that only a front may set.
 
-        The request is answered with Unavailable if the lane has too many in flight, or if the user's answers take too many
-        bytes.
+        Answers the request with Unavailable if too many requests are in flight on the lane, or if the answers to the client's
+        user take too much memory.
         """
         assert submitter.segments is not None
         self.lane_requests += 1

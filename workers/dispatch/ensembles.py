@@ -406,11 +406,10 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Adds the report of one step to an ensemble's report ``before`` on parameter sets. Returns the sum.
+    """Returns ``before``, an ensemble's report on parameter sets, with the report ``added`` of one of its steps.
 
-    ``added``: the step's report. ``name``: the step's model. ``ensemble``: whether that model is an ensemble. Keys end with the
-    name of a model; those in ``added`` do so only if ``ensemble``. If a model ran with several versions of its parameters, the
-    lowest is reported.
+    ``name``: the model that the step ran. The model's name is appended to each key of ``added``, unless the model is itself an
+    ensemble (``ensemble``), whose keys have names already. Of two numbers with the same key, the lower one is reported.
     """
     said = dict(before)
     for key, value in added.items():

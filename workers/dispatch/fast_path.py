@@ -345,7 +345,6 @@ class FastPath(Poller):
     def _learn_alone(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
     ) -> SlowReason | None:
-        """Prepares C to answer repeats of ``request``, each in its own run. Returns None, or the reason why C cannot."""
         version, executable = request.version, execution.executable
         model = version.jitted
         if model is None or version.sequences is not None or not isinstance(executable, Executable):

@@ -111,7 +111,10 @@ class Outbox:
         self.lane_answers.rejected(submitter, record, error)
 
     def end(self, request: Request, error: ServingError | None = None) -> None:
-        """Ends a request: releases its regions and frees its id. ``error``: the error that the answer reports; None: no error."""
+        """Ends a request that was answered: releases its regions, frees its id, and counts the answer if its client has a lane.
+
+        ``error``: the error that was sent as the answer, if any.
+        """
         if request.regions:
             request.release()
         submitter = request.submitter
@@ -242,7 +245,6 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Sends a result to the client. Returns True, False if the response arena is full now, or the error to send instead."""
         if request.submitter.closed:
             self.end(request)
             return True

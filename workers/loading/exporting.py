@@ -274,7 +274,6 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str,
 
 
 def _carries(derivatives: int, sample: str) -> bool:
-    """Returns whether an export with ``derivatives`` orders can run a warm-up sample, such as "pull_back.small", of this name."""
     kinds = [*itertools.takewhile(KINDS.__contains__, sample.split("."))]
     return len(kinds) <= derivatives and PUSH_FORWARD not in kinds
 

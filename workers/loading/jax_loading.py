@@ -123,7 +123,11 @@ def jitted_model(
     plan: InstancePlan,
     target: LoadTarget,
 ) -> JaxModel:
-    """Makes a jitted model of what ``create`` returned. Compiles nothing. Raises Internal: there is no memory."""
+    """Makes a model from ``created``, the function and parameters that the code of the model's author returned. Compiles nothing.
+
+    ``plan``: the model's instances and devices. ``target``: the worker's device and options. Raises Internal if no memory is
+    left.
+    """
     apply, parameters, first = created
     described, several, limits = declared.taken, plan.several, target.options.executables
     apply = load.flags.applied(apply)

@@ -261,7 +261,10 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """The batch sizes that need no padding. Empty: any may need it. None: the model has no batch dimension."""
+        """The batch sizes that fill a program without padding, or None if the model has no batch dimension.
+
+        Empty if each row may be padded, because the shapes of rows vary.
+        """
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None

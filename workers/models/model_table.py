@@ -131,7 +131,7 @@ class ModelTable:
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
-        """Records that one load of a version has ended, whether it failed or not."""
+        """Records that a load of version ``number`` of a model has ended, with success or not. Other loads of it may go on."""
         self.coming[name, number] -= 1
         self.coming = +self.coming
         self.on_change()

@@ -147,9 +147,9 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program by ``call`` and watches where XLA allocates its outputs. Returns the outputs and what was learned.
+    """Calls ``call`` to run a program. Returns the program's outputs, and where XLA allocated the outputs ``names``.
 
-    By that, later runs write the outputs ``names`` directly into a client's memory.
+    With the returned OutputMemory, later runs of the program can write these outputs directly into a client's memory.
     """
     _native.watch_allocations()
     try:

@@ -161,7 +161,6 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """Opens the directory and yields its file descriptor. Raises PermissionError if other users can change it."""
         with self._opened() as (directory_fd, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")

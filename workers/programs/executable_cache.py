@@ -133,11 +133,13 @@ class ExecutableCache:
         make: Callable[[], CompiledProgram],
         cancellation: Cancellation,
     ) -> tuple[CompiledProgram, bool]:
-        """Returns an executable from the cache, or made by ``make``, and whether it was made.
+        """Returns a program from the cache, or calls ``make`` and stores its result. Also returns whether ``make`` was called.
 
-        Of several workers that share the directory only one makes a program. The others wait for it. ``usual``: the device on
-        which it runs normally. ``small``: opens the CPU device with one thread, for programs stored for it; None: there is none.
-        ``what``: names the program in the log.
+        If several workers share the cache's directory, one of them makes a program and the others wait for it.
+        Args:
+          usual: the device on which the program normally runs.
+          small: opens programs that were stored for the CPU device with one thread. If it is None, such programs are not used.
+          what: names the program in the log.
         Raises Cancelled: the load was cancelled. Errors of ``make`` are raised unchanged.
         """
         cancellation.check()

@@ -22,7 +22,11 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a model's function so that it also returns several small outputs in one byte array, named ``PACKED``."""
+    """Wraps a model's function.
+
+    The new function adds ``PACKED`` to its outputs: one byte array that holds a copy of every output. Nothing is added if there
+    is a single output, or if the outputs are large.
+    """
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:

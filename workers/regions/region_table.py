@@ -53,10 +53,10 @@ class RegionTable:
         """Opens a client's system region and adds it to the table. Returns the region and its use.
 
         The use is "snapshot" if the memory is only copied. If it is mapped, it is "sealed" or, if it may shrink, "guarded".
-        ``fd``: the object's descriptor, sealed or checked by another worker; None: this worker opens the object by its key.
-        Raises AlreadyExists: the name is taken.
-        Raises InvalidArgument or Internal: the object is refused, or cannot be mapped. Raises Unavailable: the process has too
-        many open files.
+        ``fd``: the object's descriptor, if another worker has opened and checked the object. If it is None, this worker opens and
+        checks the object.
+        Raises AlreadyExists if the name is taken. Raises InvalidArgument or Internal if the object is refused, or cannot be
+        mapped. Raises Unavailable if the process has too many open files.
         """
         access = record.access
         try:

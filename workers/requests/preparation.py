@@ -150,7 +150,7 @@ class Preparation:
         self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
-        """Stores the plan of answers for outputs of this layout. If too many plans are stored, clears them first."""
+        """Stores how to build an answer from outputs of this layout. If too many plans are stored, first removes them all."""
         if len(self.plans) >= _MAX_PLANS:
             self.plans.clear()
         self.plans[layout] = plan

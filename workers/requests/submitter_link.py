@@ -197,7 +197,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def answers_byte_size(self) -> int:
-        """The bytes of the response arena that answers to this client take, plus the bytes of those that wait for room."""
+        """The size of this client's answers in bytes: those in the response arena, and those that wait for room there."""
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:

@@ -38,10 +38,10 @@ class DirectRules:
 
 
 class DirectBatcher(Generic[S]):
-    """Makes one instance's batches for Triton's strategy "direct": a sequence's requests are always in the row of its slot.
+    """Makes the batches of one model instance for Triton's strategy "direct": each sequence has its own row of the batch.
 
-    All requests of a batch have the batching key of the sequence that has been ready longest. An instance runs one batch at a
-    time.
+    Starts with the sequence that has been ready to run longest, and adds the ready sequences whose batching key is the same.
+    An instance runs one batch at a time.
     """
 
     def __init__(self, rules: DirectRules) -> None:

@@ -85,7 +85,7 @@ class TensorSpec:
         return _fits(shape, self.dims)
 
     def fits_model(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether ``shape``, without a batch dimension, fits the tensor as the model's code has it."""
+        """Returns whether the model's function may take or return the tensor in this shape, without the batch dimension."""
         return _fits(shape, self.model_dims)
 
     def to_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -26,9 +26,9 @@ _IS_NONE = functools.partial(operator.is_, None)
 
 
 def name_of(keys: Any, kind: str) -> str:
-    """Returns the name of an array in a tree: the keys on its path, joined by dots. A single number becomes ``input_0``.
+    """Names an array in a tree of arrays: joins the keys on the array's path by dots.
 
-    ``kind``: "input" or "output", with which such a name begins.
+    If that would give only a number, or nothing, the name begins with ``kind``, "input" or "output", as in ``input_0``.
     """
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
