@@ -219,10 +219,6 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds a model's tensors in ``fields``, pairs of ensemble tensor and configuration, to ``known``.
-
-    Raises InvalidArgument if ``known`` has the tensor of another model with another type or shape.
-    """
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
         before = known.setdefault(tensor, said)

@@ -101,7 +101,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def described_type(key: str) -> msgspec.inspect.Type:
-    """Returns msgspec's description of the type of the configuration's key, or of its items if the value is a list."""
+    """Returns msgspec's description of the type that a key of the daemon's configuration has. For a list, describes its items."""
     found = msgspec.inspect.type_info(known_keys()[key])
     while isinstance(found, msgspec.inspect.Metadata | _LIST):
         found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type

@@ -207,7 +207,7 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """A process that tries, on one device, whether models can be loaded."""
+    """A process that tries to load ``models``, one after the other, on one device, for the command ``check``."""
 
     def __init__(
         self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float, deep: bool
@@ -252,7 +252,6 @@ class _Attempt:
         return steps[-1] if steps else f"loading {self.left[0].name}"
 
     def _lines(self) -> list[LoadLine]:
-        """Returns the complete lines that the process has written so far."""
         content = os.pread(self._answers.fileno(), os.fstat(self._answers.fileno()).st_size, 0)
         return [_LINES.decode(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 

@@ -97,7 +97,7 @@ class _Daemon:
         self.as_json = as_json
 
     def ask(self, command: str, **words: Any) -> Any:
-        """Sends a command with its arguments, and returns the answer or exits."""
+        """Sends a command with its arguments to the daemon and returns the answer. On an error, prints it and exits."""
         try:
             return _ask(self._path, {"command": command, **words})
         except _Refused as error:
@@ -120,7 +120,7 @@ class _Daemon:
             _print_json({} if result is None else result)
 
     def show(self, repeat_seconds: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
-        """Sends a command, once or repeatedly, and prints the answer."""
+        """Sends a command to the daemon and prints the answer, again and again if ``repeat_seconds`` is not None."""
         while True:
             result = self.ask(command, **words)
             if repeat_seconds is not None:

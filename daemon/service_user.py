@@ -35,7 +35,7 @@ _OF_SYSTEMD, _NO_EXEC = 200, 203
 
 
 class Unusable(Exception):
-    """Raised if a user does not exist, or if this program cannot be run as that user."""
+    """Raised if the user whom ``check`` is to run as does not exist, or cannot run this program."""
 
 
 @dataclass(frozen=True, slots=True)

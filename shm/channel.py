@@ -223,7 +223,7 @@ class Channel:
                 descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
-        """Queues a datagram that other code has packed but could not send. Call it only while no record is queued."""
+        """Queues a datagram, already packed, that the C extension could not send. Call it only while no record is queued."""
         assert not self.waiting
         self._unsent = (datagram, ())
 

@@ -68,7 +68,7 @@ class Guarded:
             _guard.hold(self._slot, held)
 
     def release(self) -> None:
-        """Ends the guard; the mapping stays. Call it once nobody reads or writes the mapping any more. Idempotent."""
+        """Ends the protection against missing pages. Call it once nobody uses the mapping any more. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             _guard.remove(slot)

@@ -279,7 +279,7 @@ class SnapshotRegion(_ObjectRegion):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills ``buffer`` with the region's bytes from ``offset`` on.
 
-        Raises InvalidArgument if the range is outside the region or the object was truncated.
+        Raises InvalidArgument if these bytes are outside the region, or if the client has truncated the shared-memory object.
         """
         size = buffer.nbytes
         check_range(offset, size, self.byte_size, self.name)

@@ -22,7 +22,7 @@ class TraceBudget:
 
     @classmethod
     def create(cls, count: int) -> TraceBudget:
-        """Makes a counter that allows ``count`` traces, below 2^32."""
+        """Creates a shared counter from which ``count`` traces may be taken. ``count`` is less than 2^32."""
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:

@@ -116,9 +116,10 @@ class Control:
         self._running: dict[tuple[str, int], deque[tuple[Cancellation, Callable[[], None]]]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Carries out a record from the supervisor, and closes descriptors in ``fds`` that are not needed any more.
+        """Does what a record from the supervisor asks.
 
-        Raises InvalidArgument: the supervisor does not send such a record to a worker.
+        The worker owns the descriptors ``fds``; those that it has no use for are closed. Raises InvalidArgument if the supervisor
+        does not send such a record to a worker.
         """
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:

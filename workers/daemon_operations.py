@@ -26,7 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Asks the daemon to load or unload models, or whether they are ready, because code of a model wants that.
+    """Sends requests of models' code to the daemon: to load or unload a model, or to ask whether it is ready.
 
     Any thread may call ``ask``. Only the loop's thread may call the other methods.
     """

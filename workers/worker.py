@@ -565,10 +565,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes and returns the ``ModelVersion`` of a loaded model.
+        """Makes and returns the ``ModelVersion`` of a loaded model. Makes those of its derivatives (``M.pull_back``) as well.
 
-        Makes one of each derivative, such as ``M.pull_back``, as well. The returned version lists them as ``derivatives``. Each
-        instance gets an entry on the status page until the instance ends.
+        Each instance gets an entry on the status page until the instance ends.
         """
         for instance in loaded.instances:
             # Those of the version before it have one.

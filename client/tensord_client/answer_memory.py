@@ -112,7 +112,7 @@ class AnswerLease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
-        """Counts this lease's answer, of ``byte_size`` bytes, among the answers in use until ``release``."""
+        """Counts the answer's ``byte_size`` bytes as memory that this process uses, until ``release``."""
         for key in self._key:
             self._memory.held.sizes[self._memory, key] = byte_size
 

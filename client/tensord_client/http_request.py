@@ -405,9 +405,9 @@ class HttpRequest(Pending[Any]):
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Cancels this request. If it has a connection, closes that to tell the server; else it waits no longer for one.
+        """Cancels this request. Closes its connection, which tells the server, or gives up its wait for a connection.
 
-        That may happen after this method has returned, in the thread or event loop that waits for the answer.
+        The thread or event loop that waits for the answer may do so later, after this method has returned.
         """
         watching, driver = self._watching, self._driver
         if driver is not None and not driver.is_current:

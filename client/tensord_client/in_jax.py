@@ -175,12 +175,12 @@ def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
 
 @functools.cache
 def _primitive() -> Any:
-    """Makes JAX's primitive ``served``, once. It calls a model. Its parameters:
+    """Makes the JAX primitive ``served``, which calls a model on a server. The primitive's parameters:
 
     asked      the model
     names      the names of the first arguments, which are inputs of the model
-    linear     the names of the next arguments, in which the outputs are linear
-    gradients  the names in ``linear`` whose gradients are known. These are the last arguments, and used only for transposing.
+    linear     the names of the next arguments; the outputs depend linearly on them
+    gradients  the names in ``linear`` whose gradients are known; the last arguments are these gradients, for transposing alone
     wanted     the outputs
     outer      the sizes of the axes that ``vmap`` added. They are the first axes of every array, with size 1 if it is not mapped.
     """

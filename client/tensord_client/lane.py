@@ -607,7 +607,6 @@ if wire is not None:
             self._lock = wire.Lock()
 
         def _found(self, call: Call) -> Answer | Pending[Answer]:
-            """Sends the request from Python, and prepares C to send the next one. The caller has the lock."""
             connection, opened = self._connection, self._connection.opened
             now = opened[0]
             came = connection.exchange(call)

@@ -314,7 +314,7 @@ class Sender:
     held: HeldResults
 
     def begin(self) -> None:
-        """Resets this object to have no requests and no opened models. It is also called in a child process after a fork."""
+        """Forgets all requests, and all models that were looked up. Also called in a child process after a fork."""
         #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
         self._astray: dict[tuple[str, int], deque[LaneRequest]] = {}
         self._astray_lock = threading.Lock()

@@ -33,10 +33,7 @@ Buffer = Union[bytes, memoryview]
 
 
 class ModelParameters:
-    """Lists, changes and drops the parameter sets of one model. Thread-safe.
-
-    A request names the parameter set that it is answered with.
-    """
+    """Lists, changes and drops the parameter sets of one model. Requests name the set to use. Thread-safe."""
 
     def __init__(self, manage: Callable[..., dict[str, Any]], model: str, version: int) -> None:
         """Sends nothing yet. ``manage`` lists or changes parameter sets on the server, as ``HttpConnection.manage`` does.

@@ -167,7 +167,6 @@ class TesseractModel:
         return self._kinds[kind]  # type: ignore[no-any-return]
 
     async def _rows(self, kind: str, part: _Part, rows: int, hold: _Hold) -> dict[str, Array]:
-        """Asks the model, or its derivative ``kind`` if that is not "", for the outputs of ``rows`` rows."""
         model, prefix, _, given = await self._asked(kind)
         tensors, parts, most = named(prefix, given), list[dict[str, Array]](), self._bounds.max_body_bytes
         # A row of a Jacobian may be all that a request may have.

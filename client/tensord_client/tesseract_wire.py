@@ -104,14 +104,15 @@ def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def paths(name: str) -> Iterator[str]:
-    """Yields the ways in which clients may write the name of a tensor: "a/0" is also "a.0" and "a.[0]"."""
+    """Yields all texts by which clients may name a tensor: for the ``name`` "a/0" these are "a/0", "a.0" and "a.[0]"."""
     parts = name.replace("/", ".").split(".")
     yield from (name, ".".join(parts), ".".join(f"[{part}]" if part.isdigit() else part for part in parts))
 
 
 def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str, Any]:
-    """Replaces clients' paths of tensors, such as "a.[0]", by their names. A dict keeps its values; a list becomes name -> path.
+    """Looks up the tensors that a client named by paths, such as "a.[0]". Returns a dict with the tensors' names as keys.
 
+    If ``values`` is a dict, the result has its values. If it is a list of paths, the result's values are these paths.
     ``field``: the request's field that has ``values``, for errors. Raises InvalidArgument if no tensor has such a path.
     """
     names = {path: name for name in tensors for path in paths(name)}

@@ -72,7 +72,7 @@ class ControlChannel:
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Receives the records that a process sent before it died, and closes the channel."""
+        """Handles the records that a process sent before it died, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()

@@ -179,7 +179,7 @@ class FrontCounters:
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the smallest number of connections among the other fronts that accept connections; None: there is none."""
+        """Returns the fewest connections that any other front of the protocol has, or None if no other front accepts any."""
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None

@@ -31,9 +31,9 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes each connection that the server has ended, once its client closes it or is too slow.
+    """Waits, after the server has ended a connection, until the client closes it too, and then frees the connection.
 
-    A client is too slow if it takes at most ``min_rate`` bytes a second.
+    A client that receives at most ``min_rate`` bytes a second is not waited for.
     """
 
     def __init__(self, min_rate: int) -> None:

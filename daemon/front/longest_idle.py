@@ -34,7 +34,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Closes the connection that was idle longest. ``limit``: the most connections of all fronts, for the log."""
+    """Makes room for a new connection of a front: closes the connection that was idle longest. ``limit`` is only logged."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections

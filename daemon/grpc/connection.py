@@ -336,7 +336,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Returns whether the client still answers, and sends a PING after a long silence."""
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:

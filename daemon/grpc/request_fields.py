@@ -150,7 +150,7 @@ def client_id_of(message: Buffer) -> str:
 
 
 def cut_short() -> RefusedRequest:
-    """Returns the error that refuses a message which ends within a field, or is malformed."""
+    """Returns the error for a request message that cannot be parsed, such as one that ends within a field."""
     return _refused("failed to parse the request message: it is cut short")
 
 

@@ -577,13 +577,12 @@ class Stream:
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, direct: int) -> None:
-        """Ends the call once its accepted requests are answered, because the server stops.
+        """Ends the call once its accepted requests are answered, or if the client pauses too long in the middle of a message.
 
-        Call this method repeatedly until the call has ended. A client that stops sending in the middle of a message is not
-        waited for.
+        Called repeatedly while the server stops, until the call has ended.
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes of the arriving message have come since the last call of ``advance``.
+          direct: how many bytes of the arriving message this object has not been told of by ``advance`` yet.
         """
         call = self.call
         if self._finished or call is None:

@@ -37,7 +37,7 @@ class ChunkSizes:
 
     Args:
       max_body: the most bytes of the body, without its framing.
-      max_lines: the most bytes of all chunk extensions together. All trailers together, and each line, have the same limit.
+      max_lines: the most bytes of any line, of all chunk extensions together, and of all trailers together.
     """
 
     __slots__ = ("_left", "_line", "_max_body", "_max_lines", "_phase", "_spent", "_total")

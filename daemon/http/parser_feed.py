@@ -259,7 +259,6 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, limit: int = 0) -> None:
-        """Begins to check a chunked body of at most ``limit`` or ``max_body_byte_size`` bytes, whichever is more."""
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(limit, http.max_body_byte_size), http.max_head_byte_size)
 

@@ -128,7 +128,6 @@ class Reception(Receiver):
         self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
-        """Counts more bytes in ordinary memory. Raises Unavailable if all requests' bodies together exceed the limit."""
         serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
         if serving.collected_byte_size + byte_size > limit:
             serving.submitter.refusals.note(self._head.model, Refusal.BODIES)

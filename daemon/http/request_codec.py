@@ -323,7 +323,6 @@ def count_in_value(value: Any, datatype: str, what: str) -> int:
 
 
 def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
-    """Decodes one entry of ``outputs``, and notes in ``decoded`` whether it is binary."""
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     classification = parameters.get("classification", 0)
     if type(classification) is not int or not 0 <= classification <= UINT64_MAX:

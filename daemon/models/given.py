@@ -165,10 +165,7 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration (JSON) that a client sent for this model.
-
-        Returns "" if no client did, or if the model's files have changed since then.
-        """
+        """Returns the configuration (JSON) that a client sent for this model, or "" if none came for its present files."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 

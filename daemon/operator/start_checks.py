@@ -56,7 +56,7 @@ def foreseen(options: Options, as_service: bool) -> list[str]:
 
 
 def without_cache(options: Options) -> str:
-    """Returns a sentence if compiled programs cannot be stored, so that each start compiles anew, or ""."""
+    """Returns a warning if compiled programs cannot be stored in the cache directory, or "" if they can."""
     path = Path(options.executables.cache_directory).absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     if not options.executables.cache_directory or not (reason := _unwritable_folder(there, ())):
@@ -108,7 +108,6 @@ def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot create a file in a folder, or "". A missing folder below ``made_at_start`` is no reason."""
     if not folder.exists() and f"{folder}/".startswith(made_at_start):
         return ""
     if not folder.is_dir():

@@ -315,7 +315,6 @@ class Parameters:
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
-        """Returns sealed memory with all values of the push ``wanted``, which may be in ``memory``. The caller closes it."""
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
                 return os.dup(memory)

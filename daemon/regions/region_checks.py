@@ -28,7 +28,7 @@ def check_enabled(options: RegionsOptions) -> None:
 def check_form(options: RegionsOptions, request: Registration) -> None:
     """Checks the name and the CUDA handle of a region that a client registers.
 
-    Raises Unsupported if no regions are allowed. Raises InvalidArgument if the name or the handle is malformed.
+    Raises Unsupported if ``options`` allow no regions. Raises InvalidArgument if the name or the handle is malformed.
     """
     check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:

@@ -36,7 +36,7 @@ class _Waiter:
 
 
 class ArenaSpace:
-    """Lends memory of a front's request arena to requests, and queues the requests for which there is no room.
+    """Gives requests leases of memory in a front's request arena. Requests for which there is no memory wait in a queue.
 
     Args:
       wait_seconds: how long a request waits for memory at most.

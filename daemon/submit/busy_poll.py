@@ -33,7 +33,7 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Keeps the event loop awake for a moment after requests were sent, unless many are in flight."""
+        """Starts to poll for answers after requests were sent, unless many requests are in flight."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:

@@ -140,10 +140,7 @@ class Routing:
         return False
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU that most memory of the request's regions is on, if the request's model may run there.
-
-        Otherwise returns "".
-        """
+        """Returns the GPU that has most of the request's regions. Returns "" if none has, or if the model may not run there."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 

@@ -121,7 +121,7 @@ def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def checked_text(text: str, kind: Kind) -> str:
-    """Returns the value ``text`` of a scheduling parameter of this kind.
+    """Checks the value ``text`` of a scheduling parameter of this kind, and returns it unchanged.
 
     Raises: InvalidArgument: the name of a parameter set is empty.  Unsupported: a sequence id has more than 128 bytes.
     """

@@ -68,7 +68,7 @@ class Held(Protocol):
 
 
 class EndsLater(Held, Protocol):
-    """A resource of a model's code that ends some time after ``close``."""
+    """A resource that a model's code has made, such as a process, which may end some time after ``close``."""
 
     @property
     def ended(self) -> bool:

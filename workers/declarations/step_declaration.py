@@ -115,7 +115,7 @@ def check_stepped(config: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument if a varying axis has no buckets, or has the name of an input."""
+    """Raises InvalidArgument if an axis of varying size has no buckets, or if an axis and an input have the same name."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):

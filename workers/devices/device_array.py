@@ -73,7 +73,10 @@ class GpuArray:
             self._context.synchronize()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory; ``dtype`` None: the array's own. Raises DeviceLost: the GPU failed."""
+        """Returns a copy of the array in host memory, with the datatype ``dtype`` if it is not None.
+
+        Raises ValueError if ``copy`` is False, and DeviceLost if the GPU failed.
+        """
         if copy is False:
             raise ValueError("GPU memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)

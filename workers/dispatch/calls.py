@@ -71,10 +71,9 @@ class CallCircles:
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Returns a deadlocked call or None, and the time (CLOCK_MONOTONIC, ns) at which to search again.
+        """Searches for deadlocked calls. Returns the one that began last, or None, and the time of the next search.
 
-        Of several deadlocked calls the one that began last is returned. The time is ``NEVER`` if no search is needed before the
-        calls change.
+        The time is in ns of CLOCK_MONOTONIC. It is ``NEVER`` if no search is needed until a call begins or ends.
         """
         again_ns = NEVER
         for call in reversed(self._calls):

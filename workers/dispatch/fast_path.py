@@ -61,7 +61,7 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Requests with one row of equal shapes, which the C extension may run together."""
+    """A kind of requests that the C extension may run in one batch: each request has one row, and all have the same shapes."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
@@ -380,7 +380,6 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions in which tensors lie, by name; None: the C extension cannot use one. A place None: in no region."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -442,7 +441,6 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 
 
 def _differ_in_tensors(request: Request, execution: Execution) -> bool:
-    """Returns whether the answers to later requests with the same prepared part differ from this one only in their tensors."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:

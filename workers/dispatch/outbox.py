@@ -111,10 +111,7 @@ class Outbox:
         self.lane_answers.rejected(submitter, record, error)
 
     def end(self, request: Request, error: ServingError | None = None) -> None:
-        """Ends a request that was answered: releases its regions, frees its id, and counts the answer if its client has a lane.
-
-        ``error``: the error that was sent as the answer, if any.
-        """
+        """Releases an answered request's regions and frees its id. ``error``: the error that was the answer, if any."""
         if request.regions:
             request.release()
         submitter = request.submitter

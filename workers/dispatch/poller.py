@@ -56,7 +56,7 @@ class Poller:
         """Stops ``wait`` from answering the submitter's requests itself, until ``learn`` is called for such requests again."""
 
     def forget_gone(self) -> None:
-        """Forgets how requests were answered, so that ``wait`` answers none to models that were unloaded."""
+        """Stops ``wait`` from answering requests to models that were unloaded."""
 
     @property
     def lane_requests(self) -> int:

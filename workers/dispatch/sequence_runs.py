@@ -105,7 +105,6 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """Marks the requests that ``choose`` chose as run, also if the run has failed."""
         # This comes before any of their answers is sent.
         self._sequences.table.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []

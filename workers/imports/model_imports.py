@@ -289,7 +289,7 @@ class ModelImports:
 
 
 class OwnModules:
-    """Finds modules of models' packages. It must be the first on ``sys.meta_path``."""
+    """Finds the modules of models' own packages. It must be first on ``sys.meta_path``, before all other finders."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -81,7 +81,7 @@ class OwnFlags:
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function so that it runs with the model's settings. If the model has none, returns the function itself.
 
-        64-bit types do not count as a setting here.
+        The setting that enables 64-bit types does not count.
         """
         # Whether types have 64 bits is decided by the function's signature.
         if not self._values.keys() - {_WIDE}:

@@ -117,7 +117,6 @@ class ProcessState:
         self._known_path = list(sys.path)
 
     def _put_back(self, who: str) -> None:
-        """Restores the recorded state. Logs the changes as made by ``who``."""
         changed = [*self._put_back_flags(), *self._put_back_settings(), *self._put_back_warnings()]
         changed += self._put_back_path()
         self._accept()

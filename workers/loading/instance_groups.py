@@ -30,11 +30,10 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits until this model may be compiled and first run, in the ``with`` block. Only one model may at a time.
+    """Waits until no other model is being compiled or first run, and keeps others from that while the ``with`` block runs.
 
-    ``aside``: makes a context manager in which other models go on loading. ``turns``: whose turn it is. The block calls
-    ``progress.renew``, which is set here, at each step of its work.
-    Raises Cancelled: the load was cancelled.
+    ``aside``: makes a context manager in which other models go on loading. ``turns``: gives one model after the other its turn.
+    Sets ``progress.renew``, a function that the block calls at each step of its work. Raises Cancelled if the load was cancelled.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:

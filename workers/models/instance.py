@@ -47,7 +47,8 @@ _Job = tuple[Execution, Callable[[Execution], None]] | _Closing | Callable[[], N
 class Instance:
     """A thread that runs one instance of a model.
 
-    Only the worker's loop may use ``given`` (batches that wait or run), ``depth`` (their maximum) and ``status_slot``.
+    Only the worker's loop may use ``given`` (batches that wait or run), ``depth`` (the most batches in ``given``), and
+    ``status_slot`` (the instance's entry on the status page).
     """
 
     def __init__(

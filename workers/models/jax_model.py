@@ -135,9 +135,9 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model with the same programs and no state, for ``count`` threads.
+        """Returns a model that ``count`` threads may run at the same time, with this model's programs and no state.
 
-        ``alone``: if false, one call of a program may run several requests to a model without batch dimension.
+        ``alone``: if it is true, each call of a program runs a single request, provided that the model has no batch dimension.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
@@ -261,10 +261,7 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """The batch sizes that fill a program without padding, or None if the model has no batch dimension.
-
-        Empty if each row may be padded, because the shapes of rows vary.
-        """
+        """The batch sizes that never need padding, or None if the model has no batch dimension."""
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None

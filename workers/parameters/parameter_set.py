@@ -56,7 +56,7 @@ class Placer:
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the bytes of those leaves that programs read in ``host`` itself, without a copy."""
+        """Returns the total size of the arrays in ``host`` that programs use directly, without a copy. Here: 0."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:

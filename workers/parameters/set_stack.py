@@ -160,10 +160,11 @@ class SetStack:
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
-        """Returns the parameters of a program, a tree of the stack's arrays, and each row's index in these, INT32[rows].
+        """Returns two arguments of a program: the stacked parameters of several sets as a tree, and which set each row uses.
 
-        Sets that are not in the stack are written to it. So use the result for no more than the next call of a program. Errors of
-        the device are raised unchanged, and the stack is empty afterwards.
+        The second is INT32[rows], with indices into the stack. Sets that are not in the stack are first written to it, in the
+        place of others if need be. So use the result only for the next call of a program. Errors of the device are raised
+        unchanged, and the stack is empty afterwards.
         Args:
           sets: all parameter sets of the model version.
           chosen: one set for all rows, or the set of each request or row; None: ``main``.

@@ -326,7 +326,6 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Returns a function that copies the region's bytes from ``offset`` on. ``making`` holds a lease of the region."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

@@ -209,10 +209,10 @@ class Executable(ABC):
         return chosen.on(self._at)
 
     def run(self, chosen: Chosen = None) -> list[Content]:
-        """Runs the program on the gathered inputs, which may be overwritten afterwards. Returns the outputs in host memory.
+        """Runs the program on the inputs that were gathered for it, and returns the outputs in host memory.
 
-        ``chosen``: the parameter set, or the set of each request; None: ``main``.
-        Raises Unavailable: the device has no room for the parameters. Errors of the program are raised unchanged.
+        After that the memory of the inputs may be used again. ``chosen``: the parameter set, or the set of each request; None:
+        ``main``. Raises Unavailable if the device has no room for the parameters. Errors of the program are raised unchanged.
         """
         parameters = self.parameters(chosen)
         with self._precision():

@@ -225,7 +225,7 @@ class ExecutableCache:
         return program._replace(byte_size=len(content))
 
     def good_rows(self, key: str, *, found: bool = False) -> bool:
-        """Returns whether the cache notes under ``key`` that a model's rows are independent. ``found``: writes this first."""
+        """Returns whether the cache has a note that a model's rows are independent. If ``found``, first writes this note."""
         if self._directory is not None and found:
             with contextlib.suppress(OSError):
                 self._directory.write(f"{key}.rows", b"good")

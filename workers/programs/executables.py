@@ -141,9 +141,10 @@ class Executables:
         self._lowering.traced.clear()
 
     def postpone(self, tried: Buckets) -> None:
-        """Leaves the compilation of each executable to the first batch that needs it. Such executables are never evicted.
+        """Leaves each program uncompiled until the first batch that needs it. Programs compiled that way are never evicted.
 
-        The first program of ``tried`` is lowered now, to find errors. Errors of tracing and lowering are raised unchanged.
+        To find errors now, lowers the first program of the buckets ``tried``. Errors of tracing and lowering are raised
+        unchanged.
         """
         self._postponed = {Wanted(rows, shapes) for rows, shapes in self._buckets.planned()}
         for first in itertools.islice(tried.planned(), 1):

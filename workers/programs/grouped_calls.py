@@ -183,10 +183,10 @@ class GroupedProgram:
         read: Callable[[Sequence[Any]], list[Content]],
         room: int,
     ) -> None:
-        """Prepares calls of ``program`` with the inputs of ``rows`` requests, which are put into ``memory``.
+        """Prepares calls of ``program``, each of which runs ``rows`` requests together. Their inputs lie in ``memory``.
 
-        ``outputs``: the layout of one request's outputs in the results. ``read``: copies results to host memory. ``room``: how
-        many requests the results have room for, at least ``rows``.
+        ``outputs``: where the results have one request's outputs. ``read``: copies results to host memory. ``room``: for how many
+        requests the results have room; at least ``rows``.
         """
         self.rows = rows
         self._signature = signature

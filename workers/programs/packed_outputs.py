@@ -22,11 +22,7 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a model's function.
-
-    The new function adds ``PACKED`` to its outputs: one byte array that holds a copy of every output. Nothing is added if there
-    is a single output, or if the outputs are large.
-    """
+    """Wraps a model's function. The new function adds the output ``PACKED``: copies of all small outputs in one byte array."""
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:

@@ -131,7 +131,7 @@ def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), oute
 
 
 def leaks(trace: Callable[[], object]) -> bool:
-    """Traces a program. Returns whether values of the trace are left in variables outside of the function."""
+    """Calls ``trace``, which traces a function with JAX. Returns whether the function stored a traced value outside of itself."""
     try:
         with jax.checking_leaks():  # which has inner functions traced again, too
             trace()

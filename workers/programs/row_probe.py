@@ -88,7 +88,7 @@ def rows_apart(
 
 
 def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
-    """Returns random inputs with these names, dtypes and shapes."""
+    """Returns random arrays with the names, dtypes and shapes of ``inputs``."""
     random = np.random.default_rng(seed)
     return {name: drawn(dtype, shape, random) for name, dtype, shape in inputs}
 
@@ -176,7 +176,6 @@ def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float
 
 
 def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, draw: int) -> dict[tuple[str, str], str]:
-    """Returns (output, what its rows depend on) -> a sentence that says so. ``draw``: which inputs are generated."""
     base, others = generated(inputs, 2 * draw), generated(inputs, 2 * draw + 1)
     run, made = runs[rows], runs[rows](base)
     #: Output, what it may depend on, and an array of it as it is and otherwise.

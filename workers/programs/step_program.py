@@ -199,7 +199,6 @@ class StepPrograms:
         return made
 
     def _flags(self, function: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns ``flags`` as an array. Raises Internal, for ``function`` and ``name``, if it is not BOOL[``lead``]."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan, whose answers have the number of ``numbered`` instead of their prepared part."""
+        """Returns a copy of the plan for answers that give their prepared part by its number, which is in ``numbered``."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 

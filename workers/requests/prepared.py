@@ -445,7 +445,6 @@ def _contents(
 
 
 def _with_known_shape(prepared: PreparedRequest, record: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns ``prepared`` with a number for each -1 in a shape, which follows from the sizes of ``contents``."""
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
     tensors: list[PreparedTensor] = []

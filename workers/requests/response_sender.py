@@ -106,7 +106,7 @@ class ResponseKind:
 
 
 class EncodedResponses:
-    """Encoded responses to one request, which pass from a model's thread to the loop. The last response is never among them."""
+    """Encoded responses to one request on their way from a model's thread to the worker's loop, without the last response."""
 
     __slots__ = ("_records", "kind", "taken")
 
@@ -328,7 +328,7 @@ class ResponseSender:
             self.fail(Internal(NOT_COMPLETED))
 
     def released(self, again: bool) -> bool:
-        """Records that the model's function has returned. Returns whether the model's code may still answer the request.
+        """Records that the model's function has returned. Returns whether the model's code may still send responses.
 
         ``again``: whether the model will run on the request once more.
         """

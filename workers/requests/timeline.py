@@ -128,10 +128,10 @@ class RequestTimeline:
         return msgspec.structs.replace(answer, trace=self.told()) if self.attaches else answer
 
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
-        """Adds the timeline of a request that was made on this request's behalf and has ended.
+        """Adds ``child``, the timeline of a request that the model's code made for this request. The child's request has ended.
 
-        ``model``, ``version``: what the other request asked. ``within``: the span of the model's code in which the other request
-        was made; None: no span.
+        ``model``, ``version``: the model that the child's request asked for. ``within``: the span of the model's code in which it
+        was made, or None if there was none.
         """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:

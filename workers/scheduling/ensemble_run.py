@@ -134,7 +134,6 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Returns a tensor's value in ``iteration``; None: it was left out. Counts a use, unless it is needed ``again``."""
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
         # If the step runs for each response (``again``), a value that depends on no streaming step is kept.

@@ -554,7 +554,7 @@ def _sequence(request: Waiting) -> int:
 
 
 class ParkedRequests(Generic[W]):
-    """Requests of equal shapes that wait for a compiled program, in order. A new one replaces any with its replace key."""
+    """Requests of equal shapes that wait for a compiled program. A new request replaces any that has the same ``replace_key``."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules

@@ -38,7 +38,7 @@ class OutputLayout:
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs of a run as bytes, with their layout."""
+    """The outputs of a batch's run as bytes. ``layout`` says where the bytes of each request are."""
 
     layout: OutputLayout
     contents: list[bytes]
