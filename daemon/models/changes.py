@@ -20,7 +20,7 @@ from tensord.config.options import Options, Repository
 from tensord.daemon.models import ensembles, placement, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
 from tensord.daemon.models.given import GivenModels, Overrides
-from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Publish, Retry, Send, Settled
+from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Outdate, Publish, Retry, Send, Settled
 from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
 from tensord.shm.common.derivatives import check_not_derivative
@@ -485,8 +485,10 @@ class Models:
                     self._supervisor.workers.by_incarnation[worker].send(record)
                 case Publish(state):
                     self._supervisor.model_changed(state)
-                case Forget(name, version):
-                    self._supervisor.parameters.forget(name, version)
+                case Forget(name, version, outdated):
+                    self._supervisor.parameters.forget(name, version, outdated)
+                case Outdate(name, version):
+                    self._supervisor.parameters.outdate(name, version)
                 case Retry():
                     self._retry_later(instruction)
                 case Settled(token, error):

@@ -49,7 +49,19 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Instruction to forget the parameters that clients sent to a version."""
+    """Instruction to forget the parameters that clients sent to a version.
+
+    ``outdated``: whether to forget only those that clients sent before the newest ``Outdate``.
+    """
+
+    name: str
+    version: int
+    outdated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outdate:
+    """Instruction to give what is loaded anew none of the parameters that clients sent so far to what serves."""
 
     name: str
     version: int
@@ -74,7 +86,7 @@ class Settled:
     error: str = ""
 
 
-Instruction = Send | Publish | Forget | Retry | Settled
+Instruction = Send | Publish | Forget | Outdate | Retry | Settled
 
 
 class Lifecycle:
@@ -202,7 +214,8 @@ class Lifecycle:
             version = model.versions.setdefault(number, VersionEntry(load))
             if version.state is IndexState.READY and unchanged and not again:
                 continue
-            out.append(Forget(found.name, number))
+            version.outdated = version.state is IndexState.READY
+            out.append(Outdate(found.name, number) if version.outdated else Forget(found.name, number))
             version.load, version.deaths, version.suspect, version.wanted = load, 0, False, True
             version.given_up, version.due = "", False
             if version.state is not IndexState.READY:
@@ -227,7 +240,7 @@ class Lifecycle:
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False
-        forget = Forget(name, number)
+        forget, version.outdated = Forget(name, number), False
         if version.state is not IndexState.READY:
             return [self._publish(number, version), forget] if was_awaited else [forget]
         version.state, version.unloading = IndexState.UNLOADING, set(version.ready)
@@ -411,6 +424,7 @@ class Lifecycle:
             # An earlier load of it served on workers where this one does not belong.
             strays = sorted(version.ready.keys() - self._homes(version))
             version.ready = {home: version.ready[home] for home in version.ready.keys() - set(strays)}
+            out += self._forget_outdated(answer.name, answer.version, version)
             out.append(self._publish(answer.version, version))
             out += [Send(stray, Unload(answer.name, answer.version)) for stray in strays]
             for other in sorted(others):
@@ -446,7 +460,11 @@ class Lifecycle:
             return []
         version.wanted, version.described = bool(version.given_up), None
         version.state, version.reason = IndexState.UNAVAILABLE, reason
-        return [self._publish(number, version)]
+        return [*self._forget_outdated(name, number, version), self._publish(number, version)]
+
+    def _forget_outdated(self, name: str, number: int, version: VersionEntry) -> list[Instruction]:
+        was, version.outdated = version.outdated, False
+        return [Forget(name, number, outdated=True)] if was else []
 
     def _send_load(self, worker: int, version: VersionEntry) -> list[Instruction]:
         if (version.suspect and self.loading_at(worker)) or not has_members(self.models, version, worker):

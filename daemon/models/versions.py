@@ -60,6 +60,8 @@ class VersionEntry:
     given_up: str = ""
     #: True if a try is due, and no worker was free for it.
     due: bool = False
+    #: True if what serves may have parameters of clients that what is loaded, or was to be loaded, does not get.
+    outdated: bool = False
     #: The last answer about it, kept while no worker serves it.
     described: Loaded | None = None
 

@@ -78,6 +78,8 @@ class PushedSet:
     former: Content | None = None
     #: The highest number that it ever had.
     highest: int = 0
+    #: True if a load of the version has begun since the last push: what serves has this set, and what is loaded begins without.
+    outdated: bool = False
 
 
 @dataclass(slots=True)
@@ -91,6 +93,15 @@ class PushedSets:
     def of(self, key: VersionKey) -> Mapping[str, PushedSet]:
         """Returns the parameter sets of a model version into which clients have pushed, by the name of the set."""
         return self._sets.get(key, {})
+
+    def to_restore(self, key: VersionKey) -> dict[str, PushedSet]:
+        """Returns the parameter sets that a worker must be given when it loads the version, by the name of the set."""
+        return {name: found for name, found in self.of(key).items() if not found.outdated}
+
+    def outdate(self, key: VersionKey) -> None:
+        """Keeps the sets of a version for what serves now, but not for what is loaded from now on."""
+        for found in self.of(key).values():
+            found.outdated = True
 
     def find(self, key: VersionKey, name: str) -> PushedSet | None:
         """Returns the parameter set ``name`` of a model version, or None if no client has pushed into it."""
@@ -120,7 +131,7 @@ class PushedSets:
             if there.former is not None and there.former is not content:
                 self._drop(there.former)
             there.former, there.newest = there.newest, content
-        there.highest = max(there.highest, content.number)
+        there.highest, there.outdated = max(there.highest, content.number), False
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
@@ -163,9 +174,9 @@ class PushedSets:
             self._drop(found.former)
         return True
 
-    def forget(self, key: VersionKey) -> list[str]:
-        """Removes all parameter sets of a model version, and returns their names."""
-        names = list(self.of(key))
+    def forget(self, key: VersionKey, outdated: bool = False) -> list[str]:
+        """Removes all parameter sets of a model version, or only those that are ``outdated``, and returns their names."""
+        names = [name for name, found in self.of(key).items() if found.outdated or not outdated]
         for name in names:
             self.drop(key, name)
         return names

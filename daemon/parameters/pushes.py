@@ -459,16 +459,29 @@ class Parameters:
         before it has these values.
         """
         key = load.name, load.version
-        if not (self.sets.of(key) or key in self._changing):
+        if not (self.sets.to_restore(key) or key in self._changing):
             return load
         self._held.add((worker, key))
         return msgspec.structs.replace(load, held=True)
 
-    def forget(self, name: str, version: int) -> None:
-        """Drops all values that clients have pushed into a version, because it is loaded from its files or unloaded."""
+    def outdate(self, name: str, version: int) -> None:
+        """Call it when a version that serves begins to be loaded from its files. What was pushed so far is not given to the load.
+
+        What serves goes on with it, also if the load fails.
+        """
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)
-        if names := self.sets.forget((name, version)):
+        self.sets.outdate((name, version))
+
+    def forget(self, name: str, version: int, outdated: bool = False) -> None:
+        """Drops all values that clients have pushed into a version, because it was loaded from its files or is unloaded.
+
+        If ``outdated`` is true, drops only those that came before the newest ``outdate``.
+        """
+        if not outdated:
+            self._changing.discard((name, version))
+            self._lacking.pop((name, version), None)
+        if names := self.sets.forget((name, version), outdated):
             said = (
                 f"{len(names)} parameter sets that were pushed into it are gone"
                 if len(names) > 1
@@ -487,7 +500,7 @@ class Parameters:
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
         elif not answer.reason and (
-            (worker.incarnation, key) in self._held or self.sets.of(key) or key in self._changing
+            (worker.incarnation, key) in self._held or self.sets.to_restore(key) or key in self._changing
         ):
             self._restoring[worker.incarnation, key] = deque([answer])
             self._supervisor.spawn(self._restore(worker, key))
@@ -537,9 +550,9 @@ class Parameters:
                         os.close(memory)
             return ""
 
-        wanted = [(name, found.newest) for name, found in self.sets.of(key).items() if found.newest.number]
+        wanted = [(name, found.newest) for name, found in self.sets.to_restore(key).items() if found.newest.number]
         failed = next(filter(None, await asyncio.gather(*(restore(*each) for each in wanted))), "")
-        if wanted and not self.sets.of(key):
+        if wanted and not self.sets.to_restore(key):
             # The version is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
             self._supervisor.spawn(self._carry_out(worker, AbortParameters(push)))
         elif failed:

@@ -238,6 +238,39 @@ def test_parameters_that_were_pushed_are_gone(counted: Callable[..., Counted]) -
         assert asked.parameters.update({"factor": np.float32(7)}) == 1
 
 
+def test_parameters_that_were_pushed_stay_after_a_failed_load(counted: Callable[..., Counted]) -> None:
+    """What is served goes on with them, and takes further ones, until a load succeeds."""
+    model = counted(JAX, GROUP.format(1), control_mode="explicit", load=["m"])
+    file = model.folder / "models/m/1/model.py"
+    source = file.read_text()
+    with tensord_client.connect(model.daemon.url) as client:
+        asked, other = client.model("m", timeout=60), client.model("m", timeout=60, parameter_set="a")
+
+        def load(content: str) -> int:
+            file.write_text(content)
+            return model.daemon.request("POST", "/v2/repository/models/m/load", b"{}")[0]
+
+        def answers() -> list[float]:
+            return [float(each({"x": np.ones((1, 4), np.float32)})["y"][0, 0]) for each in (asked, other)]
+
+        def numbers() -> dict[str, int]:
+            return {each["set"]: each["number"] for each in asked.parameters.list()}
+
+        asked.parameters.update({"factor": np.float32(5)})
+        asked.parameters.update({"factor": np.float32(6)}, set="a")
+        assert load("raise RuntimeError") != 200
+        assert (answers(), numbers()) == ([5, 6], {"main": 1, "a": 1})
+        assert asked.parameters.update({"factor": np.float32(7)}) == 2
+        assert load("raise ValueError") != 200
+        assert (answers(), numbers()) == ([7, 6], {"main": 2, "a": 1})
+        asked.parameters.roll_back()
+        assert (answers(), numbers()) == ([5, 6], {"main": 1, "a": 1})
+        assert load(source) == 200
+        assert numbers() == {"main": 0}
+        assert float(asked({"x": np.ones((1, 4), np.float32)})["y"][0, 0]) == 2
+        assert "2 parameter sets that were pushed into it are gone" in model.daemon.log
+
+
 def test_one_load_right_behind_another(counted: Callable[..., Counted]) -> None:
     """Each request is answered, whichever version it waits in, and each instance ends once nobody needs it any more."""
     model = counted(TRITON, CONFIG.format(1), control_mode="explicit", load=["m"])

@@ -14,6 +14,7 @@ from tensord.daemon.models.lifecycle import (
     Forget,
     Instruction,
     Lifecycle,
+    Outdate,
     Publish,
     Retry,
     Send,
@@ -50,6 +51,10 @@ def settled(out: list[Instruction]) -> list[tuple[int, str]]:
 
 def forgotten(out: list[Instruction]) -> list[int]:
     return [i.version for i in out if isinstance(i, Forget)]
+
+
+def outdated(out: list[Instruction]) -> list[int]:
+    return [i.version for i in out if isinstance(i, Outdate)]
 
 
 def retries(out: list[Instruction]) -> list[tuple[str, float]]:
@@ -131,9 +136,19 @@ def test_what_was_pushed_is_forgotten_with_each_load_of_the_files_and_stays_wher
     assert forgotten(lifecycle.worker_left(1)) == []
     assert forgotten(lifecycle.worker_joined(2, "cpu:1")) == []
     assert forgotten(lifecycle.loaded(2, Loaded("m", 1))) == []
-    out = lifecycle.load(found("m", 1), 3, again=True)
-    assert forgotten(out) == [1]
-    assert isinstance(out[0], Forget), "before any worker is sent the Load"
+    # What serves goes on with it until the load has succeeded, and if it fails.
+    for reason in ("no such file", ""):
+        out = lifecycle.load(found("m", 1), 3, again=True)
+        assert (forgotten(out), outdated(out)) == ([], [1])
+        assert isinstance(out[0], Outdate), "before any worker is sent the Load"
+        out = lifecycle.loaded(2, Loaded("m", 1, reason=reason))
+        assert forgotten(out) == ([] if reason else [1])
+    # Not served any more: nothing is left that they belong to.
+    lifecycle.load(found("m", 1), 3, again=True)
+    lifecycle.worker_left(2)
+    lifecycle.worker_joined(2, "cpu:1")
+    assert forgotten(lifecycle.loaded(2, Loaded("m", 1, reason="no such file"))) == [1]
+    lifecycle.load(found("m", 1), 3, again=True)
     lifecycle.loaded(2, Loaded("m", 1))
     # Another version takes its place.
     assert forgotten(lifecycle.load(found("m", 2, fingerprint="g"), 4)) == [2]
