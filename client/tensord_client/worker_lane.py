@@ -490,6 +490,7 @@ class ClientLane:
             if ended:
                 return
             if not self.watched:
+                self.promote()  # whoever has let it read meant somebody who waits
                 waiter.get()
                 continue
             self.flush()

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import tensord_client
 from tensord_client import lane_request
+from tensord_client.answer_memory import HeldResults
 from tensord_client.asynchronous import AsyncModel
 from tensord_client.common.model import Model
 from tensord_client.common.results import Description
@@ -33,6 +34,7 @@ from tensord_client.errors import Cancelled, ServingError
 from tensord_client.http import HttpConnection
 from tensord_client.http_channel import Address
 from tensord_client.lane_socket import LaneSocket
+from tensord_client.memory import Memory
 from tensord_client.worker_lane import ClientLane
 
 from tests.client.fake_service import FakeService
@@ -336,6 +338,29 @@ def test_a_lane_that_is_closed_before_its_thread_reads(service: FakeService, mon
         assert lane.reading.closed.wait(PATIENCE)
         lane._thread.join(PATIENCE)
     assert wrong == []
+
+
+def test_a_lanes_thread_that_is_to_read_and_has_nothing_to_wait_for() -> None:
+    """
+    1. It waits behind a thread that reads, and another thread behind it. 2. Its request ends, and it is told to read.
+    Result: the other thread reads.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lane = ClientLane(ours, 1, Memory(), itertools.count(2**32), HeldResults(1), 1 << 20, 256, 0)
+    assert lane.reading.acquire(False)
+    lane.watch(1)
+    wait_until(lambda: len(lane.followers) == 1, "the lane's thread waits")
+    other = threading.Thread(target=lambda: lane._follow(types.SimpleNamespace(waiting=True, waiter=None), None))
+    other.start()
+    wait_until(lambda: len(lane.followers) == 2, "another thread waits")
+    lane.watched.clear()
+    lane.reading.release()
+    lane.promote()
+    wait_until(lambda: lane.reading.held, "the other thread reads")
+    other.join()
+    lane.reading.release()
+    lane.close(Cancelled("the client was closed"))
+    theirs.close()
 
 
 def test_an_event_loop_leaves_a_socket_before_it_is_closed() -> None:
