@@ -8,6 +8,7 @@ import os
 import random
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tensord.shm.errors import ServingError, Unavailable
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RequestRecord, Slice
 from tensord.shm.operations import MAIN_SET, LoadModel, MemorySource, PushParameters, UnloadModel
-from tests.simulation import sequences
+from tests.simulation import ensembles, sequences
 from tests.simulation.history import Change, History
 from tests.simulation.lane_clients import LaneClients, Program
 from tests.simulation.processes import Daemon, FrontProcess, WorkerProcess
@@ -57,10 +58,16 @@ class Ask:
     kills: int = 0
     #: Of a sequence.
     step: Step | None = None
+    #: What it asks for, where that is not its number: others ask the same.
+    x: int = 0
     #: Over a lane: how its program waits, and for how many seconds.
     way: str = ""
     timeout: float | None = None
     request: Any = None
+
+    @property
+    def input(self) -> int:
+        return self.x or self.number
 
     def __str__(self) -> str:
         return f"ask {self.number} of '{self.model}'"
@@ -121,6 +128,7 @@ class Clients:
 
     def _begin(self, ask: Ask, what: str) -> None:
         ask.deaths = len(self.history.deaths)
+        ask.x = 1 + ask.number % 3 if ask.model == ensembles.MODEL else 0
         self.asks[ask.number] = self.open[ask.number] = ask
         self.scheduler.tell(f"{ask} ({what}) at {ask.front}")
         ask.front.call_soon(lambda: self.lanes.send(ask) if ask.way else self._send(ask))
@@ -141,7 +149,7 @@ class Clients:
         lease: Lease | None = None
         try:
             state = ask.front.front.table.expect(ask.model)
-            array = np.full((1, 1) if ask.step else ask.size, ask.number, np.int64)
+            array = np.full((1, 1) if ask.step else ask.size, ask.input, np.int64)
             prepared = PreparedRequest(ask.model, 0, (PreparedTensor("x", "INT64", array.shape),))
             if array.nbytes > submitter.inline_byte_size:
                 lease = submitter.loan(array.nbytes)
@@ -246,45 +254,54 @@ class Clients:
             return
         value: bytes | memoryview = b""
         if not record.code:
-            (content,) = record.contents
-            value = lane.view(content) if isinstance(content, Slice) and lane is not None else content  # type: ignore[assignment]
-            values = np.frombuffer(bytes(value), np.int64)
+            found = []
+            for content in record.contents:
+                value = lane.view(content) if isinstance(content, Slice) and lane is not None else content  # type: ignore[assignment]
+                found.append(np.frombuffer(bytes(value), np.int64))
             if ask.step is None:
-                self.judge_value(ask, values)
+                self.judge_values(ask, found)
             else:
-                self._judge_step(ask, ask.step, values.tolist())
+                self._judge_step(ask, ask.step, found[0].tolist())
         else:
             self.judge_error(ask, record.code, record.message)
         if record.lease is not None:
             assert lane is not None
             self.held.append((ask.front, lane, record.lease))
 
-    def judge_value(self, ask: Ask, values: Any) -> None:
-        first, history, defect = int(values[0]), self.history, self.scheduler.defect
-        if len(values) != ask.size or (values != first).any():
-            defect(f"{ask} got other values than it asked for: {values}")
-        x, rest = divmod(first, OF_X)
-        files, push = divmod(rest, OF_FILES)
-        self._judge_files(ask, x, files)
-        if why := history.why_not_push(ask.model, push, ask.begun_ns):
-            defect(f"{ask} got an answer of push {push}: {why}")
-        self.scheduler.tell(f"{ask} is answered by load {files}, push {push}")
+    def judge_values(self, ask: Ask, outputs: Sequence[Any]) -> None:
+        """Judges an answer that is no error: its outputs, of an ensemble those of both steps."""
+        for values in outputs:
+            if len(values) != ask.size or (values != values[0]).any():
+                self.scheduler.defect(f"{ask} got other values than it asked for: {values}")
+        if ask.model == ensembles.MODEL:
+            each = zip(ensembles.STEPS, ensembles.steps_of(*outputs, OF_X), strict=True)
+        else:
+            each = zip((ask.model,), (int(outputs[0][0]),), strict=True)
+        for model, value in each:
+            x, rest = divmod(value, OF_X)
+            files, push = divmod(rest, OF_FILES)
+            self._judge_files(ask, model, x, files)
+            if why := self.history.why_not_push(model, push, ask.begun_ns):
+                self.scheduler.defect(f"{ask} got an answer of push {push} of '{model}': {why}")
+            self.scheduler.tell(f"{ask} is answered by load {files}, push {push}")
         self._close(ask, "answered")
 
-    def _judge_files(self, ask: Ask, x: int, files: int) -> None:
+    def _judge_files(self, ask: Ask, model: str, x: int, files: int) -> None:
         history, defect = self.history, self.scheduler.defect
-        if x != ask.number:
+        if x != ask.input:
             defect(f"{ask} got the answer of {x}")
         # A sequence ends on the load where it began.
-        least = 0 if ask.step and not ask.step.start else history.least_files(ask.model, ask.begun_ns)
-        if not least <= files <= history.files[ask.model]:
-            defect(f"{ask} got an answer of load {files}; load {least} had been answered before it was asked")
-        if history.is_down(ask.model, ask.begun_ns):
-            defect(f"{ask} got an answer although the model had been unloaded before it was asked")
+        least = 0 if ask.step and not ask.step.start else history.least_files(model, ask.begun_ns)
+        if not least <= files <= history.files[model]:
+            defect(
+                f"{ask} got an answer of load {files} of '{model}'; load {least} had been answered before it was asked"
+            )
+        if history.is_down(model, ask.begun_ns):
+            defect(f"{ask} got an answer although '{model}' had been unloaded before it was asked")
 
     def _judge_step(self, ask: Ask, step: Step, values: list[int]) -> None:
         x, _, steps, files, push = values
-        self._judge_files(ask, x, files)
+        self._judge_files(ask, ask.model, x, files)
         if why := self._sequences.why_not(step, ask.begun_ns, self.scheduler.clock.now_ns, values):
             self.scheduler.defect(f"{ask} of sequence {step.run.number} got a wrong answer: {why}")
         self.scheduler.tell(f"{ask} is answered as step {steps} by load {files}, push {push}")
@@ -297,15 +314,22 @@ class Clients:
             process.stopped for process in self.scheduler.processes
         )
 
+    def _is_up(self, ask: Ask) -> bool:
+        """Returns whether the model, or each of an ensemble's, must have been loaded when it was asked."""
+        models = ensembles.STEPS if ask.model == ensembles.MODEL else (ask.model,)
+        return all(self.history.is_up(model, ask.begun_ns) for model in models)
+
     def judge_error(self, ask: Ask, code: str, message: str) -> None:
         message = message.replace(f"{self.lanes.path.parent}/", "")
         self.scheduler.tell(f"{ask} is answered: {code}: {message}")
         deaths = len(self.history.deaths)
         waited = self.scheduler.clock.now_ns - ask.begun_ns
         excused = (
-            (code in ("NOT_FOUND", "UNAVAILABLE") and not self.history.is_up(ask.model, ask.begun_ns))
+            (code in ("NOT_FOUND", "UNAVAILABLE") and not self._is_up(ask))
             or (code == "UNAVAILABLE" and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask))
             or (code == "UNAVAILABLE" and "cannot be served now" in message and deaths >= 2)
+            # So says an ensemble, a model of which is given up for now.
+            or (code == "NOT_FOUND" and ask.model == ensembles.MODEL and deaths >= 2)
             or (code == "INTERNAL" and "was given up" in message and deaths - ask.deaths >= 2)
             or (code == "UNAVAILABLE" and "is draining" in message and self.history.drained)
             or self.refused
@@ -380,6 +404,8 @@ class Clients:
             return
         for front in fronts:
             self.ask(front, change.model, 1)
+            if change.model in ensembles.STEPS:
+                self.ask(front, ensembles.MODEL, 1)
         for program in self.lanes.living:
             self.ask_over_lane(program, change.model, 1, self.scheduler.chance)
 

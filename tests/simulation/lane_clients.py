@@ -159,7 +159,7 @@ class LaneClients:
         try:
             if ask.way == "prepared":
                 prepared, x = program.prepared(ask.way, ask.model, ask.size)
-                x[:] = ask.number
+                x[:] = ask.input
                 answer = self._call(prepared)
                 program.repeated.setdefault((ask.way, ask.model, ask.size), (prepared, x))
                 self._answered(ask, answer)
@@ -170,7 +170,7 @@ class LaneClients:
                 return
             model = program.model(ask.model)
             model = Model(model._connection, model._description, 0, ask.timeout)
-            inputs = {"x": np.full(ask.size, ask.number, np.int64)}
+            inputs = {"x": np.full(ask.size, ask.input, np.int64)}
             if ask.way == "call":
                 self._answered(ask, model(inputs))
                 return
@@ -197,13 +197,13 @@ class LaneClients:
         try:
             if ask.way == "await prepared":
                 prepared, x = program.prepared(ask.way, ask.model, ask.size)
-                x[:] = ask.number
+                x[:] = ask.input
                 answer = await prepared()
                 program.repeated.setdefault((ask.way, ask.model, ask.size), (prepared, x))
             else:
                 model = program.asynchronous(ask.model)
                 model.timeout = ask.timeout
-                answer = await model({"x": np.full(ask.size, ask.number, np.int64)})
+                answer = await model({"x": np.full(ask.size, ask.input, np.int64)})
         except ServingError as error:
             self._failed(ask, error)
         else:
@@ -220,10 +220,10 @@ class LaneClients:
             self._failed(ask, error)
 
     def _answered(self, ask: Ask, answer: Any) -> None:
-        values = np.array(answer["y"])
+        outputs = [np.array(answer[name]) for name in ("first", "y") if name in answer]
         ask.front.held.append(answer)
         if self._awaits(ask):
-            self._clients.judge_value(ask, values)
+            self._clients.judge_values(ask, outputs)
 
     def _failed(self, ask: Ask, error: BaseException) -> None:
         if not self._awaits(ask):

@@ -22,12 +22,13 @@ from tensord.config.options import (
     Options,
     Repository,
     Requests,
+    ResponseCacheOptions,
     Workers,
 )
 from tensord.daemon.operator.drain import DrainPhase
 from tensord.daemon.processes.shutdown import DaemonPhase
 from tensord.shm.errors import ServingError, Unavailable
-from tests.simulation import sequences, threads
+from tests.simulation import ensembles, sequences, threads
 from tests.simulation.clients import PATIENCE_NS, WORKER_WAIT, Clients
 from tests.simulation.events import Event
 from tests.simulation.history import Change, History
@@ -37,6 +38,8 @@ from tests.simulation.scheduler import SECOND, Scheduler
 #: Models that are asked without further ado, and all.
 PLAIN = ("a", "b")
 MODELS = (*PLAIN, sequences.MODEL)
+#: What clients ask without further ado, an ensemble of the plain ones as well.
+ASKED = (*PLAIN, ensembles.MODEL)
 #: Programs ask nothing more while so many requests have no end.
 _MOST_OPEN = 60
 #: What a front counts that is 0 when it is idle.
@@ -79,18 +82,19 @@ class World:
         self._folder = folder / "models"
         self._handler = Defects(self.scheduler)
         options = Options(
-            repository=Repository(paths=(str(self._folder),), control_mode="explicit", load=MODELS),
+            repository=Repository(paths=(str(self._folder),), control_mode="explicit", load=(*MODELS, ensembles.MODEL)),
             http=Http(port=0, processes=1 + seed % 3),
             grpc=Grpc(enabled=False),
             metrics=Metrics(port=0),
             requests=Requests(worker_wait=WORKER_WAIT),
+            response_cache=ResponseCacheOptions(byte_size=1 << 20),
             arenas=Arenas(byte_size=1 << 20, max_byte_size=4 << 20, inline_byte_size=64),
             workers=Workers(device="cpu", cpu=1, idle_timeout=10.0, execute_timeout=10.0, single_thread_flops=0),
             clients=ClientsOptions(
                 socket=str(folder / "clients.sock"),
                 max_in_flight=4,
                 segment_byte_size=1 << 20,
-                response_byte_size=1 << 20,
+                response_byte_size=4 << 20,
             ),
             executables=ExecutablesOptions(),
             expert=Expert(spin_us=0, place_outputs=False),
@@ -119,6 +123,8 @@ class World:
         happened: list[Event] = []
         for model in MODELS:
             self._write(model)
+        (self._folder / ensembles.MODEL / "1").mkdir(parents=True)
+        (self._folder / ensembles.MODEL / "config.pbtxt").write_text(ensembles.CONFIG)
         logger, level = logging.getLogger("tensord"), logging.getLogger("tensord").level
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)
@@ -219,10 +225,10 @@ class World:
         self.history.drained = False
         clients.calm_ns = scheduler.clock.now_ns
         for front in self.daemon.children(FrontProcess):
-            for model in PLAIN if front.serves else ():
+            for model in ASKED if front.serves else ():
                 clients.ask(front, model, 1)
         for program in clients.lanes.living:
-            for model in PLAIN:
+            for model in ASKED:
                 clients.ask_over_lane(program, model, 1, scheduler.chance)
         self._until(self._is_quiet, "every request has its end after everything has come to rest")
         self._rest()
@@ -305,12 +311,12 @@ class World:
         match event.kind:
             case "ask" if fronts:
                 for _ in range(chance.choice((1, 1, 1, 4))):
-                    clients.ask(chance.choice(fronts), chance.choice(PLAIN), chance.choice((1, 1, 1, 100, 5000)))
+                    clients.ask(chance.choice(fronts), chance.choice(ASKED), chance.choice((1, 1, 1, 100, 5000)))
             case "deadly ask" if fronts:
                 clients.ask(chance.choice(fronts), chance.choice(PLAIN), 1, deadly=True)
             case "ask over a lane" if programs and len(clients.open) < _MOST_OPEN:
                 for _ in range(chance.choice((1, 1, 1, 4, 10))):
-                    model, size = chance.choice(PLAIN), chance.choice((1, 1, 1, 100, 5000))
+                    model, size = chance.choice(ASKED), chance.choice((1, 1, 1, 100, 5000))
                     clients.ask_over_lane(chance.choice(programs), model, size, chance)
             case "program" if len(programs) < 3:
                 clients.lanes.start()
@@ -416,7 +422,7 @@ class World:
     def _opened(self, front: FrontProcess) -> None:
         """Has clients ask a front as soon as it can be asked."""
         if self._began and not self.clients.refused:
-            for model in PLAIN:
+            for model in ASKED:
                 self.clients.ask(front, model, 1)
 
     def _write(self, model: str) -> int:
