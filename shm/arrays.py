@@ -144,7 +144,6 @@ def encoded(values: list[Any]) -> bytes:
 
 
 def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", whose: str = "") -> None:
-    """Raises InvalidArgument unless ``content``, a BYTES tensor, has as many strings as ``shape`` needs."""
     wanted, end = element_count(shape, what), len(content)
     found, at = strings.count(content, wanted + 1)
     if at < end and found <= wanted:

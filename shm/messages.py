@@ -89,7 +89,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """Tells the receiver which version of the record format its sender uses. Each side of a lane sends it first."""
+    """The version of the record format that the sender uses. Each side of a lane sends this record first."""
 
     number: int
 

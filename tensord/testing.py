@@ -133,7 +133,6 @@ def _load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Finds the model in the folder ``path``, and the members of an ensemble, each before the ensemble that uses it."""
     found: dict[tuple[str, int], FoundModel] = {}
     under_way: list[str] = []
 

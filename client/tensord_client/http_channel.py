@@ -309,7 +309,7 @@ class HttpChannel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Switches to ``content``, a copy of the whole request, as the memory from which the rest of the request is sent."""
+        """Sends the rest of the request from ``content``, a copy of the whole request, and no longer from the caller's memory."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

@@ -170,10 +170,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks some header fields of a call. Returns the value of content-length, or None if there is no such field.
-
-    Raises Malformed if a field is invalid.
-    """
+    """Checks header fields of a call. Returns the value of content-length, or None. Raises Malformed if a field is invalid."""
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)

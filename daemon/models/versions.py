@@ -111,7 +111,7 @@ class Operation:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """One model's versions, the load or unload of the model that runs, and those that wait."""
+    """A model's versions, the load or unload of the model that runs now, and the queue of later loads and unloads."""
 
     versions: dict[int, VersionEntry] = field(default_factory=dict)
     waiting: deque[Operation] = field(default_factory=deque)

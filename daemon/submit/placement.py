@@ -141,7 +141,7 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts input tensors that came as JSON, and writes them into arena memory, the lease ``lease``. Yields after each piece.
+    """Converts input tensors that came as JSON, and writes them into the arena memory of ``lease``. Yields after each piece.
 
     ``contents``: for each input that is in no region, its bytes, or the room for the tensor in the lease. Returns ``contents``
     with the sizes that the converted tensors have. Raises InvalidArgument if the data is wrong or does not fit the shape.

@@ -88,7 +88,7 @@ class Throttle:
         return full
 
     def leave(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, WorkerLink] | None:
-        """Stops counting an answer's memory, which has the lease ``key`` on ``lane``.
+        """Stops counting the memory of an answer, given the lane and the key of the answer's lease.
 
         Returns the client connection's account and the worker that answered, or None if the memory was not counted.
         """

@@ -114,7 +114,7 @@ class InstanceGroups:
     def take_turns(self, model: str, kind: str) -> None:
         """Checks that the instances of ``model`` can run one at a time, and logs that they do.
 
-        Raises Unsupported, with the name ``kind`` of such models, if an instance needs resources of the rate limiter.
+        Raises Unsupported if an instance needs resources of the rate limiter. ``kind``: the kind of model, for the error.
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")

@@ -50,7 +50,7 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
-    """Makes the parameter sets of a model that runs on the host. ``room``: limits the memory of the sets if it is given."""
+    """Makes the parameter sets of a model that runs on the host. ``room``: limits the memory of all sets, if it is not None."""
     try:
         leaves, structure = jax.tree.flatten(parameters)
         names, fixed = array_names(parameters), fixed_names(parameters)

@@ -137,7 +137,7 @@ class JaxModel:
     def for_instances(self, count: int, alone: bool) -> JaxModel:
         """Returns a model that ``count`` threads may run at the same time, with this model's programs and no state.
 
-        ``alone``: if it is true, each call of a program runs a single request, provided that the model has no batch dimension.
+        ``alone``: whether a call of a program runs only a single request, if the model has no batch dimension.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 

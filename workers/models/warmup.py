@@ -90,7 +90,7 @@ class Sample:
         return self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Runs the sample ``self.count`` times, each time as a new request for one step. Raises InvalidArgument if one fails."""
+        """Runs one step for a new request made of the sample, ``self.count`` times. Raises InvalidArgument if a run fails."""
         for _ in range(self.count):
             request = self.request(model_name)
             try:

@@ -22,7 +22,7 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a model's function. The new function adds the output ``PACKED``: copies of all small outputs in one byte array."""
+    """Wraps a model's function. The new function adds ``PACKED``, a byte array with all outputs, if the outputs are small."""
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:

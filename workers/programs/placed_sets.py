@@ -86,7 +86,7 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Stores those of the model's ``parameters`` that clients cannot push; all parameter sets share them.
+        """Keeps the part of the model's ``parameters`` that clients cannot replace by a push. All parameter sets share it.
 
         ``several``: the model's devices if it runs on more than one. ``remote``: whether the device has memory of its own.
         """

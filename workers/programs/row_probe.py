@@ -207,11 +207,11 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
 
 
 def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilon: float) -> tuple[Array, float]:
-    """Compares ``one`` and ``other``, two outputs that should be equal.
+    """Returns where ``one`` and ``other``, two outputs that should be equal, differ by more than noise and rounding.
 
-    Returns where they differ by more than noise and rounding. Also returns the largest absolute value in ``made``, or 0.0 if it
-    holds integers, which are not rounded. ``made``: the output of a run. ``noisy``: the same output of further runs; the
-    difference is the noise. ``epsilon``: the relative rounding error.
+    Also returns the largest absolute value in ``made``, or 0.0 if that has integers, which are not rounded.
+    ``made``: the output of a run. ``noisy``: the same output of further runs, which shows the noise.
+    ``epsilon``: the relative rounding error.
     """
     noise = max(np.max(distances(made, each), initial=0.0) for each in noisy)
     scale = 0.0 if made.dtype.kind in "biu" else np.max(distances(made, 0), initial=0.0)

@@ -25,7 +25,7 @@ def trials(
     """Runs each compiled program of a model on generated inputs, and yields a row of measurements for each program.
 
     ``ask``: runs the model on inputs for a number of rows. If it raises a ServingError, the program gets no row. A row's
-    "difference" says how the outputs differ from those of the unbatched function, or is "" if rounding explains it.
+    "difference" says how the outputs differ from those of the model's function alone, or is "" if rounding explains it.
     """
     several = executables.several
     for wanted, executable in executables.made.items():

@@ -24,9 +24,9 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Says where a run leaves one output, and where an answer takes it.
+    """Says how to move one output from the results of a run into a request's answer.
 
-    The run's results have row n of the output at byte ``start + n * step``. But if ``in_lease`` is true, the program writes the
+    The results have row n of the output at byte ``start + n * step``. But if ``in_lease`` is true, the program itself writes the
     output's rows into the answer's lease of the response arena, from byte ``start`` of the lease on.
     """
 

@@ -413,7 +413,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses to the request on its lane, which must have room. They must not have its first response."""
+        """Queues encoded responses to the request, none of which is its first. The request's lane must have room."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()

@@ -278,7 +278,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers take too much memory, and ``submitter`` has at least its ``share`` of them."""
+        """Raises Unavailable if the user's answers exceed ``max_byte_size``, and the part for ``submitter`` exceeds ``share``."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(

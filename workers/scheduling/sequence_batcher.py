@@ -40,8 +40,8 @@ class DirectRules:
 class DirectBatcher(Generic[S]):
     """Makes the batches of one model instance for Triton's strategy "direct": each sequence has its own row of the batch.
 
-    Starts with the sequence that has been ready to run longest, and adds the ready sequences whose batching key is the same.
-    An instance runs one batch at a time.
+    A batch has the sequence that has been ready to run longest, and the ready sequences whose batching key is the same. An
+    instance runs one batch at a time.
     """
 
     def __init__(self, rules: DirectRules) -> None:

@@ -21,10 +21,9 @@ class Turns:
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """Starts without a thread that has its turn.
+        """Starts with no thread at work.
 
-        ``long_seconds``: if a thread takes longer than this for a step, the next thread gets its turn as well. If it is 0, none
-        does.
+        ``long_seconds``: if a thread takes longer than this for a step, the next thread may begin. If it is 0, none may.
         """
         self._long = long_seconds
         self._changed = threading.Condition()
