@@ -98,5 +98,5 @@ class SampleCounter(Passes):
 
 
 def _block(rate: int) -> int:
-    """Returns for how many requests in a row a front need not look at the counter that all fronts share."""
+    # So many requests a front counts by itself, before it looks at the shared counter again.
     return min(_MAX_BLOCK, max(1, rate // 8))

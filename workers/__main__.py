@@ -90,7 +90,6 @@ def main() -> None:
 
 
 def _outlive_signals() -> None:
-    """Makes this process go on when its process group gets a signal such as SIGINT or SIGTERM."""
     # The supervisor decides when the process stops. Handlers that do nothing: had the process ignored the signals, processes
     # that a model starts would ignore them too, and could not be ended.
     former = {number: signal.signal(number, lambda *_: None) for number in child_process.GROUP_SIGNALS}

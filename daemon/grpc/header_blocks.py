@@ -87,7 +87,6 @@ class HeaderBlocks:
 
 
 def _violation(error: ValueError | OverflowError) -> Violation:
-    """Returns the error with which to end a connection, after the decoder of its headers has raised ``error``."""
     if isinstance(error, OverflowError):
         return Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed")
     return Violation(COMPRESSION_ERROR, "the header block cannot be decoded")

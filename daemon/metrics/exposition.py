@@ -215,7 +215,6 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
 
 @functools.lru_cache(_MAX_HISTOGRAMS)
 def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
-    """Returns the Prometheus lines of a histogram, with a ``%d`` or ``%s`` in place of each number."""
     labels = f'model="{escaped(model)}",protocol="{protocol}",version="{version}"'.replace("%", "%%")
     lines = [f'{name}_bucket{{{labels},le="{bound}"}} %d' for bound in bounds]
     return "\n".join([*lines, f"{name}_count{{{labels}}} %d", f"{name}_sum{{{labels}}} %s", ""])

@@ -168,7 +168,6 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow_counts(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns how many requests to the model ``name`` a worker had to answer in Python, by version and by reason."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
         except ServingError:

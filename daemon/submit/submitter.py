@@ -340,7 +340,6 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Hands the answers in one datagram from a worker to their requests. Returns whether another datagram may have come."""
         try:
             answers = worker.lane.receive()
         except ChannelClosed:

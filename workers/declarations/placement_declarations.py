@@ -141,17 +141,13 @@ def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | No
 
 
 def _names(config: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
-    """Returns the parameters whose values may differ between the requests of one batch.
-
-    An empty tuple means all parameters. Returns None if all requests of a batch must have the same parameter set.
-    """
     given, where, is_text = _declared(config, module, "batch_sets", False)
     if is_text:
         given = {"true": True, "false": False}.get(given.lower(), tuple(name.strip() for name in given.split(",")))
     if given is True:
-        return ()
+        return ()  # all of them
     if given is False:
-        return None
+        return None  # a batch has one set
     if isinstance(given, (tuple, list)) and given and all(isinstance(name, str) and name for name in given):
         return tuple(given)
     raise InvalidArgument(

@@ -226,7 +226,6 @@ def _check_above(directory_fd: int, path: Path) -> None:
 
 
 def _content(directory_fd: int, name: str, secret: bytes) -> bytes:
-    """Reads a file of the cache and returns its content. Raises ValueError if the file's HMAC is wrong."""
     whole = _bytes(directory_fd, name)
     content = whole[_HEAD:]
     if whole[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(
