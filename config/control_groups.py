@@ -78,7 +78,6 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Returns the numbers in the group's file ``name`` by name, or {} if it is unreadable."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():

@@ -479,7 +479,7 @@ def _zipped(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | 
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
-    """Returns whether a file is no part of the model's folder that is fetched. ``parts``: the parts of its path.
+    """Returns whether a file is skipped when a model's folder is fetched. ``parts``: the parts of the file's path.
 
     Raises InvalidArgument if the path leads out of the model's folder on some operating system.
     """

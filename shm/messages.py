@@ -235,8 +235,10 @@ class RequestRecord(Record, frozen=True, tag="q"):
         received_ns: int = 0,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes the record of a request from its scheduling and other fields.
+        """Makes a request's record. ``scheduling`` holds the request's scheduling parameters.
 
+        ``prepared``: the part of the request that repeats, or the number of this part if it was sent before.
+        ``contents``: the bytes or shared memory of each input tensor that is not in a region.
         ``deadline_ns`` 0 means no deadline. ``received_ns`` 0 means the time when the worker gets the record. ``trace`` 0
         means that the request is not traced.
         """

@@ -225,11 +225,11 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 
 
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
-    """Tells a worker to check new parameters of a set and copy them to the device, next to those in use.
+    """Asks a worker to check new parameters for a set and to copy them to the device, next to the parameters in use.
 
-    The parameters are in the memfd that comes with the call, in safetensors format. If no memfd comes, they are those of an
-    earlier push ``number`` into this set, which the worker has kept. Number 0 of the set "main" is the parameters in the
-    repository. The reply is JSON {"byte_size"}, or an error that says why the parameters are refused.
+    The new parameters come with the call in a memfd, in safetensors format. If no memfd comes, the worker uses the parameters
+    that it has kept from the push ``number`` of this set. Number 0 of the set "main" means the parameters in the repository.
+    The reply is JSON {"byte_size"}, or an error that says why the parameters are refused.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.

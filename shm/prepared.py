@@ -88,7 +88,10 @@ class Numbers(Generic[T]):
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a prepared request or answer with its number. It gets one when it comes the second time; before: None."""
+        """Returns a request or answer with its number, or None if the request or answer is passed for the first time.
+
+        The number is assigned when an equal request or answer is passed for the second time.
+        """
         key = encoder.encode(prepared)
         known = self._known.get(key)
         if known is not None:

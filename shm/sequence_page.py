@@ -179,10 +179,10 @@ class SequencePage(Page):
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the value of a key, or 0 if the key is not on the page.
+        """Returns the number that the worker stored for a sequence or a model version, or 0 if the page has no such key.
 
-        The value of a sequence is (ns at which it was admitted) << 2 | ``SequenceState``. The value of a version is edition << 42
-        | number of free slots << 22 | number of waiting sequences << 2.
+        The number of a sequence is (ns at which it was admitted) << 2 | ``SequenceState``. The number of a model version is
+        ``FreeSlots.edition`` << 42 | number of free slots << 22 | number of waiting sequences << 2.
         """
         low, high = key
         words = self._words

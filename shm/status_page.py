@@ -46,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """Whether XLA writes a worker's large outputs directly where clients or fronts read them."""
+    """How a worker's large outputs get into the memory from which clients or fronts read them."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0

@@ -294,7 +294,6 @@ class Control:
             reply(Internal(f"the call failed with {type(error).__name__}"))
 
     def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
-        """Answers a call of the supervisor."""
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:

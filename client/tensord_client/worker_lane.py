@@ -176,9 +176,10 @@ class ClientLane:
             return request_id
 
     def announce(self, segments: Sequence[int]) -> None:
-        """Tells the worker which memory segments are closed, and sends it those of ``segments`` that it does not have.
+        """Tells the worker which segments of shared memory the client has closed, and passes new segments to it.
 
-        The caller has ``lock``. ``segments`` are the numbers of the segments that the next request uses.
+        ``segments``: the numbers of the segments that the client's next request uses. The worker gets each segment only once.
+        The caller must hold ``self.lock``.
         """
         if self.memory.closures[0] is not self.known_closures[0]:
             self.known_closures[0] = self.memory.closures[0]
@@ -420,7 +421,6 @@ class ClientLane:
         return self.exchange
 
     def _follow(self, request: Any, until: float | None) -> bool:
-        """Waits while other threads read the socket. False: this thread has locked ``reading`` and must read now."""
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
         self.followers[waiter] = None
@@ -429,7 +429,7 @@ class ClientLane:
             while request.waiting and not self.ended:
                 if self.reading.acquire(False):
                     leads = True
-                    return False
+                    return False  # this thread must read now
                 try:
                     waiter.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
                 except queue.Empty:
@@ -613,7 +613,7 @@ class OpenedModel:
 
     @property
     def is_told(self) -> bool:
-        """Returns whether the daemon named the model's workers at most 0.25 s ago."""
+        """Returns whether the daemon sent this answer at most 0.25 s ago."""
         return time.monotonic() - self.opened_at <= _JUST
 
     @property

@@ -216,7 +216,6 @@ class ClientSocket:
     async def _reply(
         self, client: socket.socket, connection: ClientConnection, answer: Any, sockets: list[socket.socket]
     ) -> None:
-        """Sends a client an answer with the descriptors of ``sockets``, which it closes."""
         with contextlib.ExitStack() as closing:
             for sock in sockets:
                 closing.enter_context(sock)

@@ -319,7 +319,8 @@ class SocketTransport(asyncio.Transport):
 class SocketWatch:
     """Reads and writes the client sockets of one front when epoll reports them ready.
 
-    ``heeds_end``: when a client sends no more, whether a transport reports it before all bytes are read.
+    ``heeds_end``: whether a paused transport closes at once when the client has ended its sending. If False, the transport
+    first passes all received bytes to its protocol.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:

@@ -374,7 +374,6 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Handles a complete header block: begins a stream, or ends a request by trailers. Returns what handling it costs."""
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:
             self._trailers(number, flags, block)

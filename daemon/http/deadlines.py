@@ -43,9 +43,9 @@ class ClientDeadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether the client has paused for more than ``SILENCE_SECONDS`` while it sends a request.
+        """Returns whether the client has sent no byte of its request for more than ``SILENCE_SECONDS``.
 
-        Call this method repeatedly while the server stops. A pause begins at the first call with a new ``came``.
+        The time counts from the first call with the present value of ``came``, so call this method repeatedly.
         ``came``: how many bytes of the request were received. If it is negative, no request is arriving, and the result is False.
         """
         if came != self._came:

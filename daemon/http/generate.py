@@ -264,7 +264,6 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, record.lease)
 
     def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes a response. If the client gets one answer from all responses, stores it until the last one has come."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:

@@ -273,14 +273,13 @@ class AnswerText:
         record: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head of all answers whose repeating part is ``prepared``, from the first of them.
+        """Encodes the JSON head that all answers with the repeating part ``prepared`` share.
 
-        If the JSON must contain the values of an output, or is long, no head is cached. Then ``whole`` and ``pieces`` return
-        None.
+        No head is stored if it is longer than ``_MAX_TEXT`` or contains an output's values. Then ``whole`` and ``pieces``
+        return None.
         Args:
-          asked: the request of the first answer, which says which outputs are binary.
-          prepared: the part of the first answer that repeats.
-          record: the rest of the first answer.
+          asked: the request to which the first such answer belongs. The request says which outputs are binary.
+          record: the part of the first answer that does not repeat.
           view: returns the bytes of a tensor.
         Raises InvalidArgument if a tensor is outside the arena.
         """

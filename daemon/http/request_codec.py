@@ -135,7 +135,6 @@ def decode_head(
 
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
-    """Returns where an input's data lies, or its bytes. ``offset``: in binary data. ``apart``: data cut from the JSON."""
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     if entry.datatype not in ELEMENT_SIZES:

@@ -548,7 +548,10 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns the future of the running load of a model, or None if there is none."""
+        """Returns the future of a model's running load, or None if no load of this model runs.
+
+        The future's result is the reason why the load failed, or "" if the load succeeded.
+        """
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 

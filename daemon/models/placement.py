@@ -44,7 +44,6 @@ def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each:
 
 
 def _alone(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices of an isolated model: one for each GPU of ``chosen``, and one for all CPU workers of ``chosen``."""
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
     beside = [choose(("isolated", config.name), cpus)] if cpus else []

@@ -352,7 +352,6 @@ def _choose(config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, config: ModelConfig, version: int) -> str:
-    """Returns "python" if code in the model's folder ``path`` defines TritonPythonModel, "jax" if it defines create."""
     file = config.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:

@@ -97,8 +97,8 @@ def is_sealed(memory: int) -> bool:
 def check_owner(owners: Sequence[str], peer: Peer) -> None:
     """Raises Unsupported if the client ``peer`` may not change parameters.
 
-    A client on a Unix socket may if its user is one of ``owners``, root, or the daemon's own user. If ``owners`` is empty, or
-    on any other connection, every client may.
+    A client on a Unix socket may change parameters if its user is in ``owners``, is root, or is the daemon's own user. Clients
+    on other sockets are never refused. If ``owners`` is empty, no client is refused.
     """
     if peer.kind != "unix" or not owners or peer.uid in (0, os.geteuid()):
         return

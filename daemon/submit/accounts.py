@@ -63,8 +63,8 @@ class ClientAccount(Holdings):
     def limit_of(self, byte_size: int) -> int:
         """Returns how many bytes of the request arena the client may hold if it asks for a lease of ``byte_size`` bytes.
 
-        This is the whole arena for a small lease, ``self.limit`` for a large one, and the mean of the two for a medium one.
-        ``self.sizes`` begins with the most bytes of a small and of a medium lease.
+        The limit is the whole arena for a small lease, ``self.limit`` for a large lease, and the mean of both for a medium lease.
+        ``self.sizes`` tells how large a small and a medium lease may be.
         """
         small, medium, whole = self.sizes
         if byte_size <= small:

@@ -96,13 +96,14 @@ class ArenaSpace:
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a request for memory, after ``loan`` has returned None for the same arguments.
+        """Queues a request for memory, after ``loan`` has returned None.
 
         Args:
+          byte_size: the number of bytes that the request needs.
           on_lease: called once, later, with a lease, or with Unavailable when ``wait_seconds`` have passed.
           now: the time of the event loop in seconds.
           account: counts the memory for a connection. If it is None, the memory is not counted.
-          arriving: whether the content is still arriving from a client.
+          arriving: whether the content is still arriving from a client. Such requests may use only a part of the arena.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1

@@ -240,7 +240,6 @@ def _has_own_room(account: Account, line: _Line) -> bool:
 
 
 def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
-    """Returns whether the client may get the answer to one more request of ``kind``, within its limit."""
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 

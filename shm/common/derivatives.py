@@ -45,7 +45,7 @@ def original(name: str) -> tuple[str, int]:
 
 
 def check_not_derivative(name: str) -> None:
-    """Raises InvalidArgument if ``name`` is a derivative's, such as ``M.pull_back``. It changes only with its model."""
+    """Raises InvalidArgument if ``name`` is the name of a model's derivative, such as ``M.pull_back``."""
     model, order = original(name)
     if order:
         raise InvalidArgument(

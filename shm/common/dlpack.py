@@ -56,9 +56,8 @@ _drop.argtypes = [ctypes.c_void_p]
 def _delete(
     managed: int, at: Callable[[int], Any] = ManagedTensor.from_address, drop: Callable[[Any], Any] = _drop
 ) -> None:
-    """Drops a consumer's reference to a ``DeviceView``. DLPack calls it in any thread."""
     # The defaults are never replaced: where arrays live as long as Python, this module's names are gone before them.
-    drop(at(managed).manager_ctx)
+    drop(at(managed).manager_ctx)  # DLPack calls this in any thread
 
 
 def _capsule_gone(capsule: int) -> None:

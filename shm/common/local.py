@@ -30,7 +30,7 @@ class Served(Protocol):
     config: Mapping[str, Any]
 
     def begin(self, request: LocalRequest, call: Call) -> int:
-        """Copies a call's inputs and sends the request to the worker, whose loop gives the responses to ``request``.
+        """Copies a call's inputs and sends the request to the worker. Each response is passed to ``request.take``.
 
         Returns the number of copied bytes. Raises ServingError if an input cannot be sent or the model was closed.
         """

@@ -66,7 +66,7 @@ UNSCHEDULED = Scheduling()
 
 
 class Kind(enum.Enum):
-    """The type of a request's scheduling parameter, such as ``priority`` or ``timeout``."""
+    """The datatype of a scheduling parameter's value. ``priority`` and ``timeout`` are scheduling parameters."""
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"

@@ -202,7 +202,10 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the run of model code in which this is called; None: in none, as in a thread that a model has started."""
+    """Returns the run of a model's code from which this function is called, or None if there is no such run.
+
+    Threads that a model has started belong to no run.
+    """
     return _current.get(None)
 
 

@@ -401,7 +401,6 @@ class _Artifact:
         return tuple(sorted(sizes))
 
     def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
-        """Returns each array's declaration by tensor name, such as "FP32[3]". ``groups``: the arrays of each program."""
         found: dict[str, str] = {}
         by_name = [{leaf.name: leaf for leaf in group} for group in groups]
         for leaf in groups[0]:

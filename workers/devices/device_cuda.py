@@ -162,7 +162,6 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues copies of ``staged``, inputs with offsets, to ``byte_size`` bytes on the GPU. Returns the inputs' bytes."""
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:

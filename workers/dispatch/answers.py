@@ -196,7 +196,6 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes outputs (name -> datatype, shape, content) to ``places``. Returns what the answer says of them."""
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []
     queued = _Queued()

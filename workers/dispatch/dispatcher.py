@@ -391,7 +391,6 @@ class Dispatcher:
             self.agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> bool:
-        """Does what the version's planner decides. Returns whether the caller must run a batch."""
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):

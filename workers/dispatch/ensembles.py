@@ -284,7 +284,6 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Runs the next steps on responses that a streaming step has given, oldest first, as many as may run now."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:

@@ -64,9 +64,9 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many requests of clients ``wait`` may answer from now on, before Python sees them.
+        """Sets how many more requests of clients the method ``wait`` may answer in C instead of in Python.
 
-        ``joins``: whether those that belong to a client's trace are left to Python.
+        ``joins``: whether Python must answer all requests that belong to a client's trace.
         """
 
     def close(self) -> None:

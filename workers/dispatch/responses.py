@@ -316,7 +316,6 @@ class Responses(ResponseReceiver):
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues a response that fits into a record. Returns its bytes; 0: it does not fit."""
         request = sender.request
         if (
             not sender.plain

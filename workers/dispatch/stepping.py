@@ -126,10 +126,10 @@ class StepRows:
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses to the requests in ``slots`` together. ``joined`` must be True for each of these slots.
+        """Sends the responses of one step to the requests in ``slots``. Call ``join`` for each of these slots before.
 
-        Returns the senders whose clients may take responses too slowly. Their requests get separate responses from now on.
         ``rows``: the step's outputs, UINT8[all slots, size].
+        Returns the response senders of clients that may read too slowly. Later responses to their requests are sent separately.
         """
         if slots != self._ready:
             self._prepare(slots)

@@ -67,7 +67,10 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's JAX settings to this thread in the ``with`` block, and stores those that the block makes."""
+        """Applies the model's JAX settings to this thread while the ``with`` block runs the model's code.
+
+        If the code changes a JAX setting, the change also applies in later ``with`` blocks of this object.
+        """
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():
@@ -95,9 +98,10 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Sets a setting of JAX for this model: now, until ``stack`` is closed, and later in each block of ``code``.
+        """Changes a JAX setting for this model's code only.
 
-        Does nothing if the setting has this value already.
+        The new value applies until ``stack`` is closed, and in every later ``with`` block of ``code``. If JAX has the value
+        already, nothing changes.
         """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))

@@ -117,7 +117,12 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns a sequence's first state, with axes as long as in the inputs. Raises InvalidArgument: these disagree."""
+        """Returns the tensors that are the state of a new sequence, by name.
+
+        ``arrays``: the inputs of the sequence's first request. They give the sizes of the state's free axes.
+        ``rows``: the number of rows in this request.
+        Raises InvalidArgument if two inputs have different sizes for one axis.
+        """
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

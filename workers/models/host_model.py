@@ -189,10 +189,6 @@ class _GeneratorRun:
         self._resume = execution.resume
 
     def go_on(self, alone: bool) -> None:
-        """Runs the generator to its end, or until its client has too many unacknowledged responses.
-
-        ``alone``: whether the end of the generator must wake the worker's loop. Errors of the model are raised unchanged.
-        """
         sender, generator, request = self._sender, self._generator, self._request
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.
         while not (sender.is_cancelled or request.is_cancelled) and (made := next(generator, _END)) is not _END:

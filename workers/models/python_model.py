@@ -171,7 +171,6 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns for each slot the index of its request, None for an empty slot. Returns None if requests have no slots."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
@@ -212,7 +211,6 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a decoupled run. STREAMED: a sender answers the request; None: it is run again; else an error."""
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:

@@ -164,8 +164,7 @@ class ParameterSet:
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Makes a device's tree from the other device's. ``placement``: 1: the single-thread device; 0: the worker's."""
-        if placement:
+        if placement:  # for the single-thread device, else for the worker's
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
         return self.sets.placer.place([np.asarray(leaf) for leaf in jax.tree.leaves(self._trees[1])], self.sets.main)

@@ -125,10 +125,10 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Returns a function that calls ``apply`` with the states of a batch's rows and puts new states into the carry.
+    """Returns a function that calls ``apply`` for one batch and stores the new states of the batch's sequences.
 
-    The carry is the states of all sequences. JAX traces the function: (parameters, inputs, rows, carry) -> (outputs, carry).
-    ``rows`` is made by ``rows_argument``.
+    JAX traces the returned function: (parameters, inputs, rows, carry) -> (outputs, carry). ``carry`` holds the states of all
+    sequences, one slot for each sequence. ``rows``, made by ``rows_argument``, gives the slot for each row of the batch.
     """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

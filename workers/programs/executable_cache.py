@@ -177,10 +177,10 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
-        """Loads the executable for a key from the cache; None: the cache has none that can be used.
+        """Returns the executable that is cached under ``key``, or None if the cache has no usable executable.
 
-        ``usual``: where programs run, except on the single-thread device. ``small``: opens the single-thread device; None: no
-        program runs there.
+        ``usual``: the placement of executables for the worker's own device. ``small``: gives the placement of executables for the
+        CPU device with a single thread. If ``small`` is None, those executables are not loaded.
         """
         name = _name(key)
         if self._directory is None or (content := self._directory.read(name)) is None:

@@ -84,7 +84,7 @@ class PackedTensor(NamedTuple):
 
 
 class Packing:
-    """Packs a request's tensors into arrays. Each is called a row and has all tensors of one dtype."""
+    """Packs all tensors of a request that have the same dtype into one flat array, which is called a row."""
 
     # Each argument and result makes a call slower.
     __slots__ = ("parts", "rows")
@@ -136,7 +136,7 @@ class GroupedMemory:
 
     @functools.cached_property
     def stacks(self) -> list[Array]:
-        """One array for each dtype of inputs, with one row for each request."""
+        """Returns one array for each dtype. Row i of an array holds all inputs of request i that have this dtype."""
         arrays = self._inputs.arrays
         return [arrays[str(number)] for number in range(len(self.packing.rows))]
 
@@ -276,7 +276,10 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns number of requests -> argument of ``compile``: the same number, or None if one program takes any number."""
+        """Returns the argument of ``compile`` for each number of requests in ``lengths``.
+
+        The argument is the number of requests, or None if one program takes any number of requests.
+        """
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -468,7 +471,6 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests a program runs if ``waiting`` wait: as many, or, with padding, MOST."""
     # One call is enough for a tiny program of which more than half is used.
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

@@ -30,9 +30,9 @@ class LoadProgress:
     def __init__(
         self, name: str, version: int, tell: Tell = lambda *_: None, cancellation: Cancellation | None = None
     ) -> None:
-        """Begins with no program. ``tell``: called before each program is made.
+        """Stores what to load. No program is made yet.
 
-        ``cancellation``: by which others cancel the load.
+        ``tell``: called with the progress before each program is made. ``cancellation``: lets other threads cancel the load.
         """
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.

@@ -153,7 +153,10 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises Internal unless an output has the declared datatype and ``elements``, as many as input ``spec.cut_like``."""
+    """Raises Internal unless a computed output has the datatype of its declaration ``spec`` and ``elements`` elements.
+
+    ``shape`` and ``dtype`` belong to the computed output. ``elements``: how many elements the input ``spec.cut_like`` has.
+    """
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"

@@ -101,12 +101,15 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
-    """Yields (chain, operands) for each operation of a program and of programs in it, and (``outer``, results) last.
+    """Yields a pair (chain, operands) for each operation of a JAX program, and of the programs nested in it.
 
-    A chain is a tuple of nested operations, outermost first; the operands are those of the last one. An operand or result is a
-    pair: the arguments of the outermost program (a set of numbers) on which it depends, and its value if it is a constant.
-    ``arguments``: such a set for each argument of ``program``. ``outer``: the chain around ``program``.
-    Returns such a set for each result.
+    ``chain`` is a tuple of the operations around the yielded operation, outermost first, and of this operation. ``operands``
+    has a pair for each operand: the numbers of those arguments of the outermost program on which the operand depends, and
+    the operand's value if it is a constant. At the end the function yields (``outer``, the program's results as such pairs).
+    Args:
+      arguments: a set of such numbers for each argument of ``program``.
+      outer: the operations around ``program``, outermost first.
+    Returns a set of such numbers for each result.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)

@@ -34,9 +34,7 @@ DeviceCall = jax.stages.Compiled
 
 
 class _Wanted(NamedTuple):
-    """Names a program of a stepped model: "init", "insert" or "step", and for which sizes."""
-
-    name: str
+    name: str  # "init", "insert" or "step"
     #: Number of slots that a step is for.
     slots: int = 0
     #: Shapes of one request's inputs, of an insertion.

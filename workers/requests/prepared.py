@@ -164,7 +164,6 @@ def _chosen(record: RequestRecord, version: ModelVersion) -> str | None:
 
 
 def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersion) -> bool:
-    """Returns whether the client asks by which parameter set it is answered. Raises InvalidArgument: it asks wrongly."""
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
         return False
@@ -188,7 +187,6 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(record: RequestRecord) -> None:
-    """Raises InvalidArgument if a request has ``tensord_replace`` and is in a sequence, or if that text is too long."""
     _check_size(record, "tensord_replace", record.replace_key)
     if record.sequence_id:
         raise InvalidArgument(

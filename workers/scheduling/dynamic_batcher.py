@@ -78,7 +78,10 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns when requests with one ``key`` run as a batch; None: without delay, or there are several preferred sizes."""
+        """Returns how long requests with this batching key wait for each other, and for how many rows.
+
+        Returns None if requests never wait for each other, or if the model has several preferred batch sizes.
+        """
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:
             return None
