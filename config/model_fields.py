@@ -107,7 +107,6 @@ def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
 
 
 def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
-    """Returns the messages in a field's value, which may be one message, a list or a map."""
     if is_map(field) and field.message_type is not None:
         return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
     if field.is_repeated:

@@ -117,7 +117,6 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Returns the error for an ensemble that is in a circle of ensembles, or leads to it. ``waiting``: all of these."""
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
         way.append(member)

@@ -226,7 +226,7 @@ class SubmitterLane(LaneEnd):
         return self.channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
-        """Queues a message to the worker that nobody waits for a request's answer. A final answer still comes."""
+        """Tells the worker that nobody waits for a request's answer any more. The worker still sends a final answer."""
         self.channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:

@@ -124,7 +124,6 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, offset: int) -> None:
-    """Writes ``content`` to a file at ``offset``, or undoes the write and raises OSError."""
     written = 0
     try:
         written = os.pwrite(fd, content, offset)

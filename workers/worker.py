@@ -249,7 +249,6 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events and handles datagrams. Returns the other events."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:

@@ -250,7 +250,6 @@ def _who_may(path: str, status: os.stat_result, access: int) -> str:
 
 
 def _on_socket(path: str, patience: float) -> Connection:
-    """Connects to a unix socket, over lanes or HTTP by the socket's type."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(path)

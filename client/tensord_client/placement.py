@@ -116,9 +116,9 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 
 
 class Layout:
-    """How each input of a call gets to the worker: by its place in shared memory, inside the request, or copied.
+    """Says how each input of a call reaches the worker: in place in shared memory, copied there, or inside the request.
 
-    A layout may be used again for a request with the same arrays, unless one of them has strings.
+    A layout may be used again for a request with the same arrays, unless one of the arrays has strings.
     """
 
     def __init__(self, call: Call, model: OpenedModel) -> None:

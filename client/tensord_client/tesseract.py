@@ -290,9 +290,7 @@ class TesseractGateway(gateway.Gateway):
         return TesseractModel(model, kinds, self.options)
 
 
-class _Server(uvicorn.Server):
-    """A server that closes connections without a request. uvicorn's own limit begins anew with each byte."""
-
+class _Server(uvicorn.Server):  # uvicorn's own limit on idle connections begins anew with each byte
     #: The connections without a request: each with its last request, and the time since when it has none.
     _idle: Mapping[Any, tuple[Any, float]] = {}
 

@@ -45,8 +45,7 @@ _PING = b"tensord\0"
 class Http2Connection(asyncio.BufferedProtocol):
     """Moves bytes between the socket of one client and the connection's ``Http2``, which parses them.
 
-    ``owner``: the client (a host, or a user on a unix socket) whose share of the arenas the memory of this connection counts
-    against.
+    ``owner``: the client, as a host or as a user on a Unix socket. All memory of one owner counts against one limit.
     """
 
     def __init__(self, serving: GrpcServing, owner: str) -> None:

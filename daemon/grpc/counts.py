@@ -62,10 +62,9 @@ class _Kind:
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Checks that no field of an encoded message occurs too often. A malformed message passes this check.
+    """Raises InvalidArgument if a protobuf message has more entries or text than this module's limits allow.
 
-    ``descriptor``: the protobuf descriptor of the message's type.
-    Raises InvalidArgument if a field occurs too often, or if the message has too many bytes besides its tensors.
+    ``descriptor``: the protobuf descriptor of the message's type. Malformed messages are not refused.
     """
     size = len(message)
     if size <= UNCOUNTED:

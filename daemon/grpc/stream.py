@@ -637,7 +637,6 @@ class Stream:
             call.abandoned()
 
     def _end(self, *last: Buffer) -> None:
-        """Ends the stream after ``last``, the end of its response, if there is one."""
         http2 = self.http2
         if last:
             http2.write_pieces(*last)

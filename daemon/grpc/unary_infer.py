@@ -241,9 +241,9 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes the call ``step`` from those whose requests are not sent yet.
+        """Removes a call whose request was sent or will never be sent.
 
-        ``sent``: whether its request was sent now. If so, later requests of its sequence are sent. Otherwise they are refused.
+        ``sent``: whether the request was sent. If it was not, later requests of the same sequence are refused.
         """
         if self.unsent.pop(step, None) is None or not self.unsent:
             return

@@ -128,7 +128,6 @@ class _Pushed:
 
 
 def _sizes(request: Request) -> tuple[int | None, int | None]:
-    """Returns the size of the JSON, or None if there is only JSON, and the size of the body, or None if it is unknown."""
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Unsupported("Unsupported compression type")
     length = request.headers.get("content-length")

@@ -148,7 +148,6 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Sends the request to a worker, or refuses it, if it is its turn and what that needs has arrived."""
         if not self._my_turn or self._gone or self._decided or self._loading is not None:
             return
         head, submitter = self._head, self._serving.submitter
@@ -228,7 +227,6 @@ class Generation(InFlight):
         self._take(prepared, record, lane)
 
     def _take(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Writes one response and acknowledges it, or queues it if the client does not read."""
         if self._blocked:
             self._held.append((prepared, record, lane))
             return

@@ -96,7 +96,6 @@ def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
 
 
 def _nesting(values: Any, max_rank: int) -> list[int]:
-    """Returns the lengths of ``values``, of its first element, of that one's first and so on, at most ``max_rank`` + 1."""
     lengths: list[int] = []
     while isinstance(values, list) and len(lengths) <= max_rank:
         lengths.append(len(values))

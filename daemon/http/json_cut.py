@@ -57,7 +57,7 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns which of the cut-out texts, by its index in ``spans``, belongs in the place of ``data``; None: none does.
+        """Returns the index in ``spans`` of the text for which a placeholder stands, or None if ``data`` is no placeholder.
 
         ``data``: the value of a ``data`` key in ``text``, decoded or as ``msgspec.Raw``.
         """

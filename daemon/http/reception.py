@@ -210,7 +210,10 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception, after the tensors were placed, and returns the leases, which the caller then owns."""
+        """Ends the reception and gives the caller the lease of the memory in which the received tensors lie.
+
+        Returns an empty tuple if no tensor needed memory.
+        """
         if self._collected_byte_size:
             self.drop_body()
         lease = self.take_lease()

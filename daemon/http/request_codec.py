@@ -201,7 +201,6 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts the ``number``-th cut-out text of ``apart``, the data of input ``entry``, at once or, if it is long, in steps."""
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:
@@ -260,7 +259,6 @@ def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
 
 
 def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> None:
-    """Replaces a dimension of -1 in ``shape`` by the size that fits ``byte_size``."""
     known = element_count([dim for dim in shape if dim != -1]) * element_size
     count = 1
     if -1 in shape:

@@ -44,8 +44,8 @@ class Models:
         """Stores the options. No model is known yet.
 
         Args:
-          kept: a folder that the service manager keeps when the daemon crashes, but not when it stops in order, or None.
-          place: the folder for the daemon's data, where files that clients send are written. None means $TMPDIR.
+          kept: the folder for a list of the served models, which the daemon reads after a crash. If it is None, there is no list.
+          place: the folder for model files that clients send. If it is None, $TMPDIR is used.
         """
         self._supervisor = supervisor
         self._placing = options

@@ -304,9 +304,9 @@ class Leftovers:
 
 
 class Orphans:
-    """Waits for orphaned processes when the daemon is process 1 of a container, so that none stays as a zombie.
+    """Waits for orphaned processes when the daemon is process 1 of a container, so that no orphan stays as a zombie.
 
-    ``own``: returns the child processes that somebody else waits for.
+    ``own``: returns the child processes that the daemon started, which other code waits for.
     """
 
     def __init__(self, own: Callable[[], Iterable[Child]]) -> None:

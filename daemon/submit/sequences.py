@@ -199,7 +199,6 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences of the model with the key ``slots`` a worker can run. -n means that n sequences wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -231,7 +230,7 @@ def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Seque
 
 
 def is_meant_for(state: ModelState, gpu: str) -> bool:
-    """Returns whether workers on ``gpu`` are to load the model of ``state``. Returns False if ``gpu`` is ""."""
+    """Returns whether workers on the GPU ``gpu`` are to load a model. Returns False if ``gpu`` is "", which stands for no GPU."""
     return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
 
 

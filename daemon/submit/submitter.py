@@ -421,7 +421,6 @@ class Submitter:
             self._finish(request)
 
     def _route_anew(self, worker: WorkerLink, request: InFlight, answer: AnswerRecord) -> None:
-        """Sends a request to another worker that has its model, or else fails it."""
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
         state = self._routing.state_of(request.prepared)

@@ -227,12 +227,11 @@ class Model(Calls):
         return asked.result(self._open(PUSH_FORWARD)(asked.arrays(inputs, tangents), **own))
 
     def value_and_gradient(self, inputs: Mapping[str, Any], **own: Unpack[Own]) -> tuple[Answer, Answer]:
-        """Computes the outputs, and the gradient of the model's only floating output, in one request.
+        """Computes the model's outputs and the gradient of its only floating output in one request.
 
         This output must have one element in each row. The gradient of a row is the gradient of its element. ``own`` are the
-        request's other fields, such as ``priority``. Returns the outputs by name, and the gradient by each floating input by
-        name. Raises: InvalidArgument: the model has no such output, or no derivatives.  ServingError: any other error of the
-        server.
+        request's other fields, such as ``priority``. Returns the outputs by output name, and gradients by name of floating input.
+        Raises InvalidArgument if the model has no such output or no derivatives. Raises ServingError if the server fails.
         """
         asked = self._asked(VALUE_AND_GRADIENT)
         return asked.parts(self._open(VALUE_AND_GRADIENT)(asked.arrays(inputs, {}), **own))

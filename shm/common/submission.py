@@ -51,7 +51,7 @@ class Submission:
 
         @property
         def answered(self) -> bool:
-            """Returns whether a response of a stream has come, and more may follow."""
+            """Returns whether the request has had a response that was not its last one."""
 
     #: The number of workers that ended and may have begun it.
     strikes: int

@@ -108,7 +108,6 @@ def flat(inputs: Mapping[str, Any], known: Collection[str], what: str = "inputs"
 
 
 def _given(node: Any, path: tuple[str, ...], known: Collection[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the path (its keys) and the value of each input below ``node``. ``node``: pairs of key and value."""
     for key, value in node:
         inner = (*path, str(key))
         below = ("/".join(inner) + "/", ".".join(inner) + ".")

@@ -165,7 +165,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Ends this run and forgets its requests. Calls that the model's code makes later belong to no request."""
+        """Marks the run of the model's code as ended. Calls that the code makes later belong to no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

@@ -17,10 +17,10 @@ class HeldFamily:
     """Keeps a metric family and its metrics in existence until ``close``, for a model's code."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes the metric family ``name``. If it exists already, it exists at least as long as this object is open.
+        """Creates the metric family ``name``, or uses the existing one. The family exists at least until ``close`` is called.
 
-        Raises InvalidArgument: an argument is malformed, the existing family is of another kind, or no model's code is running.
-        Raises Unavailable: there are too many families.
+        Raises InvalidArgument if an argument is malformed, the existing family is of another kind, or no model's code is running.
+        Raises Unavailable if there are too many families.
         """
         found = caller()
         if found is None:

@@ -103,7 +103,7 @@ def choose_buckets(config: ModelConfig, module: ModuleType, described: Signature
 
 
 def check_size(buckets: Buckets, limit: int) -> None:
-    """Raises InvalidArgument if inputs and outputs of the largest batch can have more than ``limit`` bytes."""
+    """Raises InvalidArgument if the inputs and outputs of the largest batch together can exceed ``limit`` bytes."""
     described = buckets.signature
     fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
     most = buckets.batch[-1]

@@ -77,12 +77,13 @@ def chosen_devices(
 def given_devices(
     config: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
-    """Returns what the model's ``create`` gets, a device or several, and the devices on which the model's programs run.
+    """Returns the devices that the model's ``create`` gets, and the devices on which the model's programs run.
 
-    The second result is None if the programs run on the worker's first device alone. ``gpu``: the number of the GPU that is
-    first in ``devices``; None: the devices are no GPUs. ``keeps_state``: whether the model has state.
-    Raises InvalidArgument: the model declares a malformed or too large number of devices. Raises Unsupported: state needs the
-    worker's first device.
+    The first result is a single device if the model declares no number of devices. The second result is None if the programs
+    run on ``devices[0]`` alone. ``gpu``: the number of the GPU ``devices[0]``. If ``gpu`` is None, no device is a GPU.
+    ``keeps_state``: whether the model has state.
+    Raises InvalidArgument if the declared number of devices is malformed or too large. Raises Unsupported if the model has
+    state and its programs would not run on ``devices[0]`` alone.
     """
     count = device_count(config, module)
     chosen = chosen_devices(config, count, devices, gpu)

@@ -205,13 +205,13 @@ class Calls:
         withdraw: Callable[[Request], None],
         max_calls: int,
     ) -> None:
-        """Stores the parts of the worker that calls need.
+        """Stores the worker's objects and functions that calls between models use.
 
         Args:
           clock: returns the time of CLOCK_MONOTONIC in ns.
-          post: asks the loop to call a function; any thread may call it.
-          enter: queues a request that arrives at a time of this clock.
-          withdraw: cancels a request.
+          post: asks the worker's loop to call a function. Any thread may call ``post``.
+          enter: queues the request of a call. The last argument is the time in ns when the call was made.
+          withdraw: cancels a request that ``enter`` has queued.
           max_calls: the most calls that one execution of a model may have in flight.
         """
         self._models = models

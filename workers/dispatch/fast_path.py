@@ -472,7 +472,6 @@ def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Ends the leases that a submitter returns in ``datagram``. Returns whether anything waits to be sent to it."""
     submitter.lane.read(datagram, [], False)
     if submitter.lane.unsaid:
         submitter.flush_soon()

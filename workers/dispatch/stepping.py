@@ -142,7 +142,6 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Groups ``slots`` by their requests' lanes. A request whose slot is not among them is answered alone from now on."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -215,9 +214,10 @@ class SteppingRuns:
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Launches each version's next insertions and steps, and sends the answers of those that have finished.
+        """Starts the next programs of each model on the device, and sends the answers of programs that have finished.
 
-        ``wait``: whether to wait until each version's oldest launch has finished. Returns whether there is more to do at once.
+        ``wait``: whether to wait until the oldest running program of each model has finished. Returns whether to call this method
+        again at once.
         """
         pending = False
         for version, stepping in list(self.living.items()):

@@ -415,7 +415,7 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Changes the number of instances of a serving version as ``record`` says. Returns the changed version.
+        """Starts or ends instances of a serving version if ``record`` changes only their number, and returns the changed version.
 
         Instances that stay are not started again, and nothing is compiled. Returns None if the version must be loaded: nothing
         has changed, more than the number of instances has, or clients have pushed parameters into it. Raises ServingError: an

@@ -59,7 +59,10 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Makes what a loader needs in a process that is no worker. ``gpu``: its number, or None. JAX's cache is not set up."""
+        """Returns a target for loading models in a process that is no worker.
+
+        ``gpu``: the number of the GPU ``device``. It is None if the device is a CPU.
+        """
         execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 

@@ -36,8 +36,6 @@ class Instantiated(RunnableModel, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """The last entry of an instance's queue: the thread closes the model."""
-
     closed: Callable[[], None]
 
 

@@ -42,9 +42,9 @@ class ModelTable:
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Adds a version and its derivatives, which get requests from now on.
+        """Lets requests reach a version and the models that compute its derivatives.
 
-        An earlier load of the same version only ends the requests that it has, or ends at once if it was held back.
+        An earlier load of the same version gets no more requests, and ends after the requests that it has.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)

@@ -75,7 +75,10 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of requests' responses with this number; None: it is too high to have statistics."""
+        """Returns the statistics of responses at position ``number`` in their requests. The first response has the position 0.
+
+        Returns None if ``number`` is ``MAX_RESPONSES`` or more.
+        """
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
@@ -105,7 +108,7 @@ class ResponsesByNumber:
         self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns ``response_stats`` of Triton's statistics: counters by the position of responses in their requests, as text."""
+        """Returns Triton's ``response_stats``: counters of first responses under "0", of second responses under "1" and so on."""
         for number in np.flatnonzero(self._counts).tolist():
             counted = self.of(number)
             assert counted is not None
@@ -380,7 +383,7 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Copies the counts of the version's earlier load, which ``succeed`` named. They must be final: that load is closed."""
+        """Copies the final counts of the load that was passed to ``succeed``. Call this method when that load is closed."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None

@@ -167,7 +167,6 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 
 
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
-    """Makes an input of a warmup sample from its configuration ``given``. ``room``: the most bytes that it may have."""
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):
         raise InvalidArgument(f"{what} is {datatype}{list(dims)}, the model takes {spec.datatype}{list(spec.dims)}")

@@ -284,7 +284,6 @@ def _from_file(making: Making, path: Path, limit: int) -> Mapping[str, Array] | 
 
 
 def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
-    """Returns a new descriptor of sealed memory with the content of ``fd``."""
     found = os.fstat(fd).st_size
     if found != source.byte_size:
         raise InvalidArgument(f"{making.what}: their memory has {found} bytes, {source.byte_size} were announced")

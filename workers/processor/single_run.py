@@ -164,7 +164,6 @@ class SingleRun:
     def _run_into(
         self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
     ) -> list[Array] | None:
-        """Has XLA write outputs to ``memories``, by name, and returns the others; None: XLA wrote one of them elsewhere."""
         executable = self._executable
         addresses = {name: address_of(memory) for name, memory in memories.items()}
         outputs = _waited_for(executable.computed(executable.parameters(chosen), arguments, addresses))

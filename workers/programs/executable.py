@@ -161,7 +161,10 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """The cost of a run as a part of the most that one iteration of the worker's loop may run; infinite: more, or unknown."""
+        """Returns the work of one run, as a fraction of the most work that the worker's loop may do in one iteration.
+
+        Returns infinity if the work is unknown or more than the loop may do.
+        """
         return share_of(self.program)
 
     @functools.cached_property

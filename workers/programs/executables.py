@@ -63,12 +63,17 @@ class Executables:
         several: SeveralDevices | None = None,
         rows_apart: bool = False,
     ) -> None:
-        """Compiles nothing yet.
+        """Stores what programs are compiled from and for. No program is compiled yet.
 
-        ``buckets``: what to compile at load. ``source``: the model's source code, part of the cache's keys. ``max_unexpected``:
-        how many executables for shapes without a bucket are kept. ``initial``: the initial state; None: the model has no state.
-        ``several``: the devices of a model that runs on several; None: the worker's device. ``rows_apart``: whether ``warm``
-        refuses a function that does not treat each row of a batch by itself.
+        Args:
+          buckets: the numbers of rows and shapes for which programs are compiled at load.
+          apply: the model's function.
+          source: the model's source code, which is part of the cache's keys.
+          max_unexpected: how many executables for shapes without a bucket are kept.
+          device: the device of programs if ``several`` is None.
+          initial: the state with which sequences begin. If it is None, the model has no state.
+          several: the devices of a model that runs on several devices.
+          rows_apart: whether ``warm`` refuses a function that does not compute each row of a batch by itself.
         """
         self._initial = initial
         self.device = device
@@ -201,7 +206,6 @@ class Executables:
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> tuple[CompiledProgram, bool]:
-        """Returns the model's program ``parts`` from the cache on disk, or made by ``make``, and whether it was made."""
         # ``parts`` tell the program apart from the version's others.
         what = f"model '{self.signature.model}', {what}"
         return self._cache.found_or_made(self._key(parts), self._usual, self._small, what, make, cancellation)

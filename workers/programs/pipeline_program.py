@@ -83,7 +83,10 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the requests can run here. On a GPU their inputs must be small, and all outputs go to host memory."""
+        """Returns whether this program can run the requests.
+
+        On a GPU it runs only requests with small inputs whose outputs all go to host memory.
+        """
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

@@ -125,7 +125,10 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the bytes of those leaves that programs read in ``host`` itself. If the device is no processor: 0."""
+        """Returns how many bytes of the arrays ``host`` programs read without a copy to the device.
+
+        Entries of ``host`` that are None are skipped. Returns 0 if the device is no CPU.
+        """
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)

@@ -492,12 +492,12 @@ class ResponseIterator:
     """Iterates over the responses to one call, and waits for each. A second iteration gets the same responses again."""
 
     def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
-        """Begins with the first response.
+        """Makes an iterator over the responses to a call whose first response has come.
 
         Args:
-          call: the call from which further responses come; None: no model was called.
-          first: the first response, and whether it is the last.
-          response: the first response as models get it; None: it is made of ``first``.
+          call: the call from which further responses come. It is None if no model was called.
+          first: the first response as the called model gave it, and whether this response is the last.
+          response: the first response as the calling model gets it. If it is None, it is made from ``first``.
         """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]

@@ -32,7 +32,10 @@ class RegionTable:
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """Begins without regions. ``gpu``: the daemon's number of the worker's first GPU; None: regions on any GPU are opened."""
+        """Makes a table without regions. ``pinned``: page-locks regions. If it is None, no region is page-locked.
+
+        ``gpu``: the number of the worker's first GPU, as the daemon counts GPUs. It is None if the process sees all GPUs.
+        """
         self._pinned = pinned
         self._policy = policy
         self._driver = driver

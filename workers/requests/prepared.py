@@ -282,7 +282,6 @@ def _check(
     version: ModelVersion,
     contents: Sequence[Content] = (),
 ) -> Checked:
-    """Checks names, datatypes and shapes of a request's inputs. Returns what was found, or raises an error."""
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
     checked = version.checked.get(described)
     if checked is not None:

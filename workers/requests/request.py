@@ -90,15 +90,18 @@ class Request(RequestTensors):
         """Makes a request with either ``arrays`` or ``contents``.
 
         Args:
+          submitter: the sender of the request.
+          prepared: the part of the request that repeats.
+          own: the rest of the request.
           key: requests with equal keys may share a batch.
           rows: the batch size.
-          arrays: the inputs as arrays, by name; None: they are made from ``contents`` when they are needed.
-          outputs: the requested outputs by name; empty: all.
+          arrays: the inputs as arrays, by name. If it is None, arrays are made from ``contents`` when they are needed.
+          outputs: the requested outputs by name. If it is empty, all outputs are requested.
           regions: the regions that the request has leased, once per tensor.
-          now_ns: when the request arrived, if its record does not say so.
-          copied_byte_size: how many bytes of its tensors were copied so far.
+          now_ns: the time of arrival, which is used if ``own.received_ns`` is 0.
+          copied_byte_size: how many bytes of the request's tensors were copied so far.
           contents: the bytes of each input. Give them only if no input is BYTES, BOOL or reshaped.
-          preparation: plans how requests with this ``prepared`` are answered; None: there is no plan.
+          preparation: plans how requests with this ``prepared`` are answered. If it is None, there is no plan.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None

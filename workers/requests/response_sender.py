@@ -320,7 +320,10 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one ``hold``. If it was the last, the request fails, unless it has ended or the model runs for it again."""
+        """Tells that an object, which has called ``hold``, will not answer the request any more.
+
+        The request fails if no such object is left, unless the request has ended or the model will run it again.
+        """
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)

@@ -232,9 +232,9 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of a model version's small responses with these outputs, or None. Thread-safe.
+        """Returns the encoder of small responses with the outputs ``described``, or None if no such response was sent before.
 
-        The encoder is not for the last response of a request.
+        The encoder is not for the last response to a request. ``version``: the number of the model version. Thread-safe.
         """
         return self._response_kinds.get((version, False, described))
 

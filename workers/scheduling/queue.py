@@ -150,11 +150,11 @@ class Shares(dict[Hashable, int]):
             del self[owner]
 
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
-        """Returns whether an owner (a user) may queue another request although the queue is full.
+        """Returns whether an owner (a user) may queue one more request although the queue is full.
 
-        It may if requests of other owners wait, and fewer of its own than its share. The share is
-        (2 * ``most`` - ``waiting``) / number of owners, and 1 at least. ``waiting``: how many requests wait. ``most``: for how
-        many the queue has room.
+        The owner may do so if other owners' requests wait, and fewer requests of the owner wait than its share. The share is
+        (2 * ``most`` - ``waiting``) / number of owners, and 1 at least. ``waiting``: the number of requests in the queue.
+        ``most``: the limit of this number.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))

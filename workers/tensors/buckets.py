@@ -182,7 +182,10 @@ def _most_of(spec: TensorSpec) -> str:
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns slices that cut an output, of ``shape`` without batch, to the ``lengths`` (by axis name) of a request."""
+    """Returns slices that cut the padding off an output, one slice for each axis except the batch axis.
+
+    ``shape``: the padded output's shape without the batch axis. ``lengths``: the length of each named axis in the request.
+    """
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)
