@@ -414,7 +414,7 @@ def trace(
     log_frequency: int | None,
     inherit: bool,
 ) -> None:
-    """Show which requests are traced, for MODEL or for all models, or change the settings whose options are given."""
+    """Show the trace settings of MODEL, or of all models, or change the settings whose options are given."""
     numbers = {"trace_rate": rate, "trace_count": count, "log_frequency": log_frequency}
     settings: dict[str, list[str]] = {name: [str(value)] for name, value in numbers.items() if value is not None}
     if level:

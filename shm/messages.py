@@ -183,7 +183,8 @@ class Prepare(Record, frozen=True, tag="Q+"):
 class TraceContext(Record, frozen=True, tag="tc"):
     """Names the trace of the next request on this lane. The record is ignored if that request has another ``request_id``.
 
-    A front sends the ids of the request's own span. A client sends the ids in a ``traceparent`` header that asks for a trace.
+    A front sends the ids of the span that it records for the request. A client sends the two ids from the request's
+    ``traceparent``, if the traceparent asks for a trace.
     """
 
     request_id: int

@@ -88,10 +88,7 @@ class Numbers(Generic[T]):
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a request or answer with its number, or None if the request or answer is passed for the first time.
-
-        The number is assigned when an equal request or answer is passed for the second time.
-        """
+        """Returns a request or answer with its number, or None if no equal request or answer was passed before."""
         key = encoder.encode(prepared)
         known = self._known.get(key)
         if known is not None:

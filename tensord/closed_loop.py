@@ -20,8 +20,8 @@ Ask = Callable[[], Callable[[], object]]
 def closed_loop(ask: Ask, seconds: float) -> list[float]:
     """Sends requests one after the other for a number of seconds. Returns the seconds that each request took.
 
-    At least one request is sent. ``ask()`` sends a request, waits for its answer, and returns a function. That function is
-    called outside of the measured time.
+    At least one request is sent. ``ask()`` sends a request, waits for its answer, and returns a function that checks the
+    answer. The time of the check is not measured.
     """
     took: list[float] = []
     at = began = time.perf_counter()

@@ -281,7 +281,6 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration only runs requests that wait, because many came. ``at_once``: some can run now."""
         # Many requests have come while others waited: the next iterations receive none.
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING

@@ -491,7 +491,6 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for more lanes to a model."""
         known.opened_at = time.monotonic()
 
         def look() -> None:

@@ -174,7 +174,10 @@ class Point:
         return rows if self.has_rows else rows[0, ...]
 
     def gradient(self, name: str, rows: Array) -> Array:
-        """Brings a gradient, ``rows``, into the shape and dtype in which the input came. If that had no rows, adds them up."""
+        """Returns a gradient in the shape and dtype in which the input ``name`` came.
+
+        ``rows``: the gradient for each row of the request. If the input came without rows, the sum over the rows is returned.
+        """
         shape = self.shapes[name]
         rows = rows if rows.shape == shape else rows[0] if self.rows == 1 else rows.sum(0)
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)

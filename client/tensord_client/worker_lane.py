@@ -178,8 +178,7 @@ class ClientLane:
     def announce(self, segments: Sequence[int]) -> None:
         """Tells the worker which segments of shared memory the client has closed, and passes new segments to it.
 
-        ``segments``: the numbers of the segments that the client's next request uses. The worker gets each segment only once.
-        The caller must hold ``self.lock``.
+        ``segments``: the numbers of the segments that the client's next request uses. The caller must hold ``self.lock``.
         """
         if self.memory.closures[0] is not self.known_closures[0]:
             self.known_closures[0] = self.memory.closures[0]

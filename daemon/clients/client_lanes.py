@@ -178,7 +178,8 @@ class ClientLanes:
 
         ``wanted``: the question of the client. ``state``: the state of the version. Returns the answer for the client, and the
         client's ends of the new lanes, which the caller must close. After an error no lane is open.
-        Raises Unavailable if there are too many lanes or no free descriptor. Raises Unsupported if the description is too large.
+        Raises Unavailable if there are too many lanes or no free descriptor. Raises Unsupported if the model's description is
+        too large.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
             raise Unsupported(

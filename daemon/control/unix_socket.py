@@ -12,9 +12,9 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns the path of a socket: ``configured`` or, if that is "", ``name`` in systemd's folder.
+    """Returns the path of a socket: ``configured`` or, if that is "", ``name`` in the folder that systemd made for sockets.
 
-    Returns None if there is no such folder.
+    Returns None if ``configured`` is "" and the process is no service of systemd.
     """
     if configured:
         return Path(configured)

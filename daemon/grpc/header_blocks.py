@@ -93,7 +93,6 @@ def _violation(error: ValueError | OverflowError) -> Violation:
 
 
 def _call_head(common: bytes) -> CallHead:
-    """Makes the head of a call from the packed header fields ``common``, which other calls have too."""
     raw = fields(common)
     check_common(raw)
     said = dict(metadata(raw))

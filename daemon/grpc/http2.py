@@ -235,7 +235,6 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles a frame. Returns what this costs, as so many received frames."""
         if kind == HEADERS:
             return self._headers(number, flags, payload)
         if kind == frames.CONTINUATION:
@@ -303,7 +302,7 @@ class Http2:
         return end
 
     def data_was_read(self) -> None:
-        """Tells ``data_stream`` that ``data_read`` bytes were read into the memory of its message."""
+        """Tells the stream ``self.data_stream`` that ``self.data_read`` more bytes were read into the memory of its message."""
         byte_size, self.data_read = self.data_read, 0
         self.data_left -= byte_size
         stream = self.data_stream

@@ -240,7 +240,6 @@ class JsonStrings:
         raise json_data.of_wrong_kind("BYTES")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Returns the offsets before and behind the first comma between strings, or the last bracket, from ``search`` on."""
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()
             backslashes = 0

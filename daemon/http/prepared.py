@@ -50,7 +50,7 @@ class PreparedRequests:
     """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
-        """Creates an empty cache of ``count`` kinds of requests, and of ``count`` requests whose JSON came more than once.
+        """Creates empty caches for what requests share. Each cache has room for ``count`` entries.
 
         ``inline_byte_size``: the most bytes of a tensor that is sent to a worker within the request's record.
         """

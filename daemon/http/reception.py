@@ -210,10 +210,7 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception and gives the caller the lease of the memory in which the received tensors lie.
-
-        Returns an empty tuple if no tensor needed memory.
-        """
+        """Ends the reception and returns the lease of the memory that holds the body's tensors, or () if they need no memory."""
         if self._collected_byte_size:
             self.drop_body()
         lease = self.take_lease()

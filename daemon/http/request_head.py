@@ -55,7 +55,7 @@ _NONE_GIVEN = TensorParameters()
 
 
 class InputHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds one entry of ``inputs``, read by the quick parser."""
+    """Holds one entry of a request's ``inputs`` as the fast JSON decoder reads it, with ``data`` still as JSON text."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """An entry of a request's ``outputs`` that the quick parser refused: its parameters may be any JSON values."""
+    """An entry of a request's ``outputs`` with parameters that only the exact JSON parser accepts, not the fast one."""
 
     name: str
     parameters: dict[str, Any]
@@ -122,7 +122,7 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 def quick(head: bytes | memoryview) -> RequestHead:
     """Parses ``head``, the JSON of an inference request, by the fast decoder.
 
-    Raises UnusualText if it cannot read the text. The exact parser, which is slower, may.
+    Raises UnusualText if the fast decoder cannot read the JSON, which the slower exact parser may be able to read.
     Raises InvalidArgument if a list has too many entries.
     """
     try:

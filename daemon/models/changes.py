@@ -548,10 +548,7 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns the future of a model's running load, or None if no load of this model runs.
-
-        The future's result is the reason why the load failed, or "" if the load succeeded.
-        """
+        """Returns the future of a model's running load, or None if no load runs. The future's result is the load's error text."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 

@@ -127,9 +127,10 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that use the model ``name`` and must be loaded again after it.
+        """Returns the ensembles that use the model ``name`` and must be loaded again after the load of this model.
 
-        An ensemble that also uses a model that waits for the load of ``name`` is left out: it is loaded after that model.
+        Some other model of an ensemble may wait for the same load. Such an ensemble is left out, because it is loaded again after
+        that other model.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]

@@ -32,9 +32,9 @@ class GivenModels:
     """Folders of models whose files clients sent. All lie in one temporary folder."""
 
     def __init__(self, place: Path | None = None) -> None:
-        """Removes the files that a crashed daemon left in ``place``.
+        """Removes the model files that a crashed daemon left in ``place``.
 
-        ``place``: the folder for the daemon's data, in which the temporary folder will lie. None means $TMPDIR.
+        ``place``: the folder in which this object will make a temporary folder for model files. If it is None, $TMPDIR is used.
         """
         for left in place.glob(f"{_PREFIX}*") if place is not None else ():
             if (lock := _locked(left)) >= 0:

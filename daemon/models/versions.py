@@ -134,10 +134,7 @@ def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker:
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether any worker loads ``version`` or will load it. ``models``: all models, by name.
-
-    A worker will not load an ensemble if it neither serves nor loads one of the ensemble's members.
-    """
+    """Returns whether any worker loads ``version`` or will load it. ``models``: all models, by name."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))

@@ -409,7 +409,6 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
-    """Returns region -> (tensors that use it, tensors that use earlier regions of its name). ``name`` "": of all regions."""
     try:
         answer, fds = await worker.call(RegionRecords(name))
     except ServingError:

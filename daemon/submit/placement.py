@@ -112,8 +112,8 @@ def place(
 ) -> tuple[Content, ...]:
     """Returns the contents for the record of a request: small tensors as bytes, large tensors as slices of shared memory.
 
-    Large tensors are copied into the lease, unless they already lie in the arena. Tensors in regions are left out. If a
-    tensor is still to be converted from JSON, it gets a slice, which ``fill`` fills.
+    Large tensors are copied into the lease, unless they already lie in the arena. Tensors in regions get no entry in the
+    result. If a tensor is still to be converted from JSON, it gets a slice, which ``fill`` fills.
     ``lease``: the memory for large tensors, or None if no tensor needs any. ``inline_byte_size``: the most bytes of a small
     tensor.
     """

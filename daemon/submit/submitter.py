@@ -485,7 +485,7 @@ class Submitter:
           on_lease: called once, later, with a lease, or with Unavailable when ``arenas.wait`` seconds have passed.
           model: the name of the model, under which a refusal is counted, or "" if it is not known.
           account: counts the memory for a connection. If it is None, the memory is not counted.
-          arriving: whether the content is still arriving from a client.
+          arriving: whether the content is still arriving from a client. Such requests may use only a part of the arena.
         """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()

@@ -185,7 +185,6 @@ class SpanExporter:
         kind: int = 0,
         flags: int = 0,
     ) -> None:
-        """Adds a span to the message, or drops it if too many spans wait."""
         counts = self._counts
         if counts.waiting >= self._most:
             counts.dropped += 1

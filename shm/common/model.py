@@ -340,7 +340,6 @@ class SequenceSteps(Generic[M]):
         self._begun = False
 
     def _step(self, own: Own, end: bool) -> Own:
-        """Adds id, START and END of the sequence's next request to its arguments ``own``. Returns these. ``end`` is END."""
         if self._over:
             raise InvalidArgument(
                 f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"

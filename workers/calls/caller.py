@@ -202,10 +202,7 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the run of a model's code from which this function is called, or None if there is no such run.
-
-    Threads that a model has started belong to no run.
-    """
+    """Returns the run of a model's code from which this function is called, or None if no model's code calls it."""
     return _current.get(None)
 
 

@@ -272,9 +272,10 @@ def digest(folder: Path) -> bytes:
 
 
 def module(folder: Path, config: ModelConfig, platform: str) -> ModuleType:
-    """Builds a Python module from the programs in a version's folder. It has ``inputs``, ``create`` and so on like a model.py.
+    """Returns a Python module, made from the compiled programs in a version's folder, that is used like the module model.py.
 
-    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the file's name: a file is unreadable or unsuitable.
+    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the file's name, if a file is unreadable or does not
+    fit the configuration.
     """
     return _Artifact(folder, config, platform).module()
 

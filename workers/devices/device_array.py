@@ -35,7 +35,7 @@ class GpuArray:
 
     @property
     def whole(self) -> jax.Array | None:
-        """The ``jax.Array`` of the same memory, shape and dtype; None: there is none."""
+        """The ``jax.Array`` that owns the memory. It is None if the owner is no jax.Array or has another shape or dtype."""
         owner = self._owner
         same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
         return owner if same else None

@@ -145,9 +145,10 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- arrival
 
     def submit(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
-        """Validates a received request and queues it, or answers it with an error.
+        """Checks a received request, and queues the request or answers it with an error.
 
-        Raises InvalidArgument: a request with the same id is in flight, or the number of its prepared request is unknown.
+        Raises InvalidArgument, without an answer to the client, if a request with the same id is in flight or if the number of
+        the prepared request is unknown.
         """
         if record.request_id in submitter.in_flight:
             raise InvalidArgument(f"request id {record.request_id} is in flight already")
@@ -453,7 +454,6 @@ class Dispatcher:
         return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes a version's next batch. Leaves out requests that must wait until earlier answers are sent."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch

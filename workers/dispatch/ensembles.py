@@ -372,7 +372,6 @@ class EnsembleRuns:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends a streaming ensemble's request: sends the response that was held back, then the error if there is one."""
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None

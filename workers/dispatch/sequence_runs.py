@@ -86,7 +86,10 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the requests that ``choose`` found, with inputs that C has gathered before."""
+        """Returns a function that runs the requests that the last call of ``choose`` accepted.
+
+        The C extension must have gathered the inputs of these requests before the returned function is called.
+        """
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 

@@ -55,7 +55,7 @@ class ShapeCompiler:
 
         Args:
           thread: the thread that compiles programs.
-          max_shapes: for how many shapes of one model version programs may be compiled, or wait for that, at a time.
+          max_shapes: for how many new shapes of one model version programs may be queued or in compilation.
           check: raises an error if the worker's device has failed.
           restore: puts requests back into the queue of their version.
         """

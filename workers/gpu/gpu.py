@@ -183,7 +183,6 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, arrays: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Returns all outputs of a request. Writes those whose places the GPU can reach to these places at once."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: arrays[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

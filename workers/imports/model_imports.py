@@ -314,7 +314,10 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Puts a ``PlainName``, a placeholder for each model's own module, in ``sys.modules``. Must be last on ``sys.meta_path``."""
+    """An import finder. If models have own modules of the same name, it loads a ``PlainName`` under this name.
+
+    It must be last on ``sys.meta_path``.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -67,7 +67,7 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's JAX settings to this thread while the ``with`` block runs the model's code.
+        """Applies the model's JAX settings while the ``with`` block runs the model's code.
 
         If the code changes a JAX setting, the change also applies in later ``with`` blocks of this object.
         """
@@ -98,10 +98,9 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Changes a JAX setting for this model's code only.
+        """Changes a JAX setting for this model's code only. Does nothing if JAX has the value already.
 
-        The new value applies until ``stack`` is closed, and in every later ``with`` block of ``code``. If JAX has the value
-        already, nothing changes.
+        The new value applies until ``stack`` is closed, and in every later ``with`` block of ``code``.
         """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))

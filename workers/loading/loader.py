@@ -474,7 +474,6 @@ class Loader:
 
     @staticmethod
     def _completed(config: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns the configuration in ``record``. Takes its name from ``config``, and defaults for the GPUs of ``maker``."""
         given = model_config.from_bytes(record.config)
         given.name, given.backend = config.name, given.backend or config.backend
         model_config.complete(given, maker.gpus)

@@ -67,7 +67,6 @@ class _HostPlacer(Placer):
 
     # A leaf that the model has as a JAX array becomes one; others stay numpy arrays.
     def __init__(self, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef) -> None:
-        """Stores the loaded tree of parameters. ``leaves``: all its leaves. ``described``: those that are arrays."""
         super().__init__(described)
         self._structure = structure
         arrays = iter(described)

@@ -59,10 +59,7 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Returns a target for loading models in a process that is no worker.
-
-        ``gpu``: the number of the GPU ``device``. It is None if the device is a CPU.
-        """
+        """Returns a target for loading models in a process that is no worker. ``gpu``: the GPU's number, or None for a CPU."""
         execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 

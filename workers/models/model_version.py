@@ -290,7 +290,7 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """For each shape that no bucket has, lets as many rows share a batch as the largest program for this shape takes."""
+        """Lets batches of an input shape without a bucket have as many rows as the largest program for that shape."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:

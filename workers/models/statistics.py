@@ -75,10 +75,7 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of responses at position ``number`` in their requests. The first response has the position 0.
-
-        Returns None if ``number`` is ``MAX_RESPONSES`` or more.
-        """
+        """Returns the statistics of responses at position ``number`` in their requests, or None from ``MAX_RESPONSES`` on."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())

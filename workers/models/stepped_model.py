@@ -93,9 +93,9 @@ class SteppedModel:
         self._unmasked: tuple[int, frozenset[int], Any] | None = None
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the batching key of inputs. One call of a program can put requests with equal keys into slots.
+        """Returns the batching key of a request's inputs. Requests with equal keys can begin in one call of a program.
 
-        Raises InvalidArgument: they do not fit.
+        Raises InvalidArgument if no program takes inputs of these shapes.
         """
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:

@@ -157,7 +157,6 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
 
 
 def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> dict[str, _Entry]:
-    """Returns the entries of a safetensors header by leaf name. ``what`` begins errors. ``leaves``: those expected, if known."""
     entries: dict[str, _Entry] = {}
     try:
         texts = _decoder.decode(header)

@@ -161,9 +161,9 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """Returns the work of one run, as a fraction of the most work that the worker's loop may do in one iteration.
+        """The work of one run, as a fraction of what the worker's loop may do in one iteration.
 
-        Returns infinity if the work is unknown or more than the loop may do.
+        It is infinite if the work is unknown or more than the loop may do.
         """
         return share_of(self.program)
 
@@ -303,10 +303,11 @@ class Executable(ABC):
         rows: int,
         regions: Mapping[str, Region],
     ) -> SingleRun | None:
-        """Returns an object that runs repeats of a prepared request, one at a time; None: this executable cannot.
+        """Returns an object that runs repeats of a prepared request one at a time, or None if this executable cannot do so.
 
-        ``lane``: the lane of the request. ``inputs``: each input and its number of bytes. ``plan``: the parts of its answer.
-        ``names``: output number in ``plan`` -> name. ``rows``: its rows. ``regions``: the regions that the request names.
+        ``lane``: the lane of the request. ``inputs``: each input and its number of bytes. ``plan``: says how outputs become the
+        answer. ``names``: the name of each output number in ``plan``. ``rows``: the request's number of rows. ``regions``: the
+        regions that the request names.
         """
         return None
 

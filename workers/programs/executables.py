@@ -63,17 +63,13 @@ class Executables:
         several: SeveralDevices | None = None,
         rows_apart: bool = False,
     ) -> None:
-        """Stores what programs are compiled from and for. No program is compiled yet.
+        """Stores the arguments. No program is compiled yet.
 
-        Args:
-          buckets: the numbers of rows and shapes for which programs are compiled at load.
-          apply: the model's function.
-          source: the model's source code, which is part of the cache's keys.
-          max_unexpected: how many executables for shapes without a bucket are kept.
-          device: the device of programs if ``several`` is None.
-          initial: the state with which sequences begin. If it is None, the model has no state.
-          several: the devices of a model that runs on several devices.
-          rows_apart: whether ``warm`` refuses a function that does not compute each row of a batch by itself.
+        ``buckets``: the sizes for which programs are compiled at load. ``apply``: the model's function. ``source``: the model's
+        source code, which is part of the cache's keys. ``max_unexpected``: how many executables for shapes without a bucket are
+        kept. ``initial``: the state with which sequences begin, or None if the model has no state. ``several``: the devices of a
+        model that runs on several, instead of ``device``. ``rows_apart``: whether ``warm`` refuses a function that does not
+        compute each row of a batch by itself.
         """
         self._initial = initial
         self.device = device

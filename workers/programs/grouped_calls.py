@@ -276,10 +276,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns the argument of ``compile`` for each number of requests in ``lengths``.
-
-        The argument is the number of requests, or None if one program takes any number of requests.
-        """
+        """Maps each number of requests to the argument of ``compile``: itself, or None if one program takes any number of requests."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -374,7 +371,10 @@ def _packing(signature: Signature, outputs: Any) -> Packing:
 
 
 def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
-    """Returns the layout of packed outputs. Each buffer has all outputs of one dtype, one row for each request."""
+    """Returns where each output lies in the buffers of a program that packs its outputs by ``packing``.
+
+    Each buffer has all outputs of one dtype, one row for each request.
+    """
     outputs: list[Output] = []
     for name, row, start, stop, shape in packing.parts:
         dtype, elements = packing.rows[row]
@@ -426,7 +426,10 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs for several requests at once: ``single`` is small, and its input shapes are new."""
+        """Returns whether to compile programs that run several requests like those of ``single`` in one call.
+
+        The program ``single`` must be small. Returns False if this method was called before for the same input shapes.
+        """
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False

@@ -153,10 +153,7 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises Internal unless a computed output has the datatype of its declaration ``spec`` and ``elements`` elements.
-
-    ``shape`` and ``dtype`` belong to the computed output. ``elements``: how many elements the input ``spec.cut_like`` has.
-    """
+    """Raises Internal unless the output computed with ``shape`` and ``dtype`` has ``elements`` elements of ``spec.datatype``."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"

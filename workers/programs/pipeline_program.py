@@ -83,10 +83,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether this program can run the requests.
-
-        On a GPU it runs only requests with small inputs whose outputs all go to host memory.
-        """
+        """Returns whether this program can run the requests. A GPU needs small inputs, and outputs that all go to host memory."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property
@@ -115,7 +112,10 @@ class PipelineProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Runs on the gathered inputs, which may be overwritten afterwards. Returns the outputs. Errors are raised unchanged."""
+        """Runs the ensemble's programs on the inputs that were written to this object's memory. Returns the outputs.
+
+        The memory may be overwritten afterwards. Errors of programs are raised unchanged.
+        """
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:

@@ -125,10 +125,7 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns how many bytes of the arrays ``host`` programs read without a copy to the device.
-
-        Entries of ``host`` that are None are skipped. Returns 0 if the device is no CPU.
-        """
+        """Returns how many bytes of the arrays ``host`` programs read without a copy. Returns 0 if the device is no CPU."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)
@@ -194,7 +191,6 @@ def _stacked(
     room: DeviceRoom | None,
     fixed: Collection[str],
 ) -> ParameterSets:
-    """Places parameters on a device where one batch may mix parameter sets. ``names``: the parameters' names."""
     # Leaves that all sets share go to the device. Others stay in host memory until the stack has their set.
     mixed.check(signature.model, names)
     leaves, structure = jax.tree.flatten(parameters)

@@ -162,8 +162,9 @@ def probe(
 def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float) -> str | None:
     """Runs programs on generated inputs. Returns a sentence if a row of an output depends on other rows, else None.
 
-    ``runs``: number of rows -> program. ``inputs``: the inputs of the program for ``rows`` rows, at least 2. ``epsilon``: the
-    relative rounding error of the coarsest numbers that it computes with. Errors of programs are raised unchanged.
+    ``runs``: the program for each number of rows. ``inputs``: the inputs of the program for ``rows`` rows, at least 2.
+    ``epsilon``: the relative rounding error of the least exact datatype in the programs. Errors of programs are raised
+    unchanged.
     """
     found: dict[tuple[str, str], str] = {}
     for draw in range(_DRAWS):

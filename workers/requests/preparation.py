@@ -117,7 +117,10 @@ class CheckedInputs(dict[Inputs, Checked]):
 
 
 class Preparation:
-    """A submitter's prepared request, with its checks and answer plans, which are valid for one load of a model version."""
+    """A submitter's prepared request, with the results of its validation and the plans for answers.
+
+    These results and plans are valid for one load of a model version.
+    """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 

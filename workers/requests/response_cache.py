@@ -73,7 +73,7 @@ class Question(NamedTuple):
         return cls(digest.digest(), load, parameters, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
-        """Returns whether both cache keys are equal, so that they have the same answer."""
+        """Returns whether this cache key equals ``other``. Requests with equal keys have the same answer."""
         if self.load is not other.load or self.parameters != other.parameters:
             return False
         if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):

@@ -119,7 +119,7 @@ class EncodedResponses:
     def add(self, record: bytes) -> bool:
         """Adds an encoded response in the model's thread.
 
-        Returns False if ``take`` was called before. Then the caller must pass this object to the worker's loop once more.
+        Returns False if the worker's loop has already called ``take``. The caller must then pass this object to the loop again.
         """
         self._records.append(record)
         return not self.taken
@@ -157,14 +157,13 @@ class ResponseReceiver:
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Receives a response of a sender, in the order in which they are sent. Any thread may call it.
+        """Receives the next response of a sender. This base class drops responses and raises errors. Any thread may call it.
 
-        This base class drops it, or raises it if it is an error.
         Args:
-          result: the response or error; None: only the end follows.
+          result: the response or error. If it is None, only the end follows.
           final: whether no response follows.
           byte_size: how many bytes count as not taken by the client until ``sender.settle`` is called.
-          wake: whether to wake the loop; False: something else is about to wake it.
+          wake: whether to wake the loop. It is False if something else is about to wake it.
         """
         sender.settle(byte_size)
         if isinstance(result, ServingError):
@@ -320,10 +319,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Tells that an object, which has called ``hold``, will not answer the request any more.
-
-        The request fails if no such object is left, unless the request has ended or the model will run it again.
-        """
+        """Undoes one call of ``hold``. Undoing the last one fails the request, unless it has ended or the model runs it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)

@@ -271,9 +271,9 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """How many bytes of answers one lane may have while all lanes of its user together hold ``max_byte_size`` or more.
+        """How many bytes of answers one lane may hold when all lanes of the user together hold more than ``max_byte_size``.
 
-        The number is (2 * ``max_byte_size`` - bytes of all lanes' answers) / number of lanes.
+        The number is (2 * ``max_byte_size`` - bytes of answers that all lanes hold) / number of lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 

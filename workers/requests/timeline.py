@@ -146,7 +146,7 @@ class RequestTimeline:
         self._within.append(within)
 
     def told(self) -> Timeline:
-        """Returns the timeline as a record. If the request's computation has begun, the record has it end now."""
+        """Returns the timeline as a record. If the model has begun to compute, the time of this call is recorded as the end."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()

@@ -111,7 +111,7 @@ class EnsembleRun(Generic[T]):
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether later steps work on as many responses of ``step`` as the ensemble allows at a time."""
+        """Returns whether the streaming step ``step`` must pause, because later steps still need too many of its responses."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property

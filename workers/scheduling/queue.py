@@ -284,10 +284,10 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(sequence)
 
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
-        """Puts back requests that were taken but could not run, ahead of later ones, even if the queue is full.
+        """Puts requests that were taken but could not run back at the front of the queue, even if the queue is full.
 
-        ``requests`` must be in the order of their arrival, before that of waiting requests with the same batching key. Of two
-        requests with one replace key only the newer one stays. Returns each such pair.
+        ``requests`` must be in the order of their arrival, and older than all queued requests with the same batching key.
+        Of two requests with one replace key the newer request stays. Returns a pair for each request that was discarded.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -453,7 +453,6 @@ class RequestQueue(Generic[W]):
         return [request for each in owners for waiting in each.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Forgets the replace key of ``request``, which has left the queue: a newer one with this key cannot replace it."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 

@@ -57,7 +57,7 @@ class DirectBatcher(Generic[S]):
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Makes a sequence unavailable to ``take``. Its first waiting request may no longer run."""
+        """Removes a sequence from those that ``take`` may choose, because its first waiting request may not run now."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:

@@ -40,7 +40,10 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Adds a request's deadline and, before its sequence has a slot, queue timeout. ``waiting``: how many requests wait."""
+        """Stores when a request expires: at its deadline, and at its queue timeout if its sequence has no slot yet.
+
+        ``waiting``: the number of waiting requests in the table. If far more times are stored, outdated times are removed.
+        """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
             moments.append(request.arrived_ns + request.timeout_ns)
@@ -275,7 +278,7 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Records that the requests of ``run_now`` have ended, successfully or not. ``chosen``: their sequences."""
+        """Marks the requests that ``run_now`` took as ended. ``chosen``: the sequences that ``run_now`` returned."""
         idle = self._idle
         for live in chosen:
             live.running = False
@@ -313,9 +316,10 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """Marks a request as run. Returns a sequence that can run because of that; None: there is none.
+        """Marks a request as run. Returns a sequence that can run now, or None if there is no such sequence.
 
-        The result is the request's own sequence if more of its requests wait. If it has ended, another sequence gets its slot.
+        If the request's own sequence has more waiting requests, that sequence is returned. If it has ended, its slot goes to the
+        sequence that is returned.
         """
         live = request.live
         live.running = False
@@ -441,7 +445,10 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns the time in ns at which the first idle sequence is to end; if none is idle: the earliest time possible."""
+        """Returns the time in ns at which the sequence that has been idle the longest must be ended.
+
+        If no sequence is idle, returns the time at which a sequence that becomes idle now must be ended.
+        """
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking

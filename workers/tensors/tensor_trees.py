@@ -104,7 +104,6 @@ def _is_flat(declared: object) -> bool:
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
-    """Returns names, leaves and structure of the tree ``declared``. Errors call it ``what``, and a leaf ``kind``."""
     found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_IS_NONE)
     names = [name_of(keys, kind) for keys, _ in found]
     for name, (_, leaf) in zip(names, found, strict=True):
