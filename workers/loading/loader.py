@@ -417,9 +417,9 @@ class Loader:
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
         """Starts or ends instances of a serving version if ``record`` changes only their number, and returns the changed version.
 
-        Instances that stay are not started again, and nothing is compiled. Returns None if the version must be loaded: nothing
-        has changed, more than the number of instances has, or clients have pushed parameters into it. Raises ServingError: an
-        instance could not be started.
+        The other instances keep running, and nothing is compiled. Returns None if ``record`` changes nothing or more than the
+        number of instances, or if clients have pushed parameters into the version. The caller must then load the version anew.
+        Raises ServingError if an instance cannot be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:
