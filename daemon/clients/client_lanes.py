@@ -174,10 +174,9 @@ class ClientLanes:
     ) -> tuple[OpenAnswer, list[socket.socket]]:
         """Opens a lane to each worker that serves a version, unless the client already has a lane to it.
 
-        The answer names the lanes from another worker on for each client, so that clients are spread over the workers.
-
-        ``wanted``: the question of the client. ``state``: the state of the version. Returns the answer for the client, and the
-        client's ends of the new lanes, which the caller must close. After an error no lane is open.
+        The answer begins with another worker for each client, so that clients are spread over the workers. ``wanted``: the
+        client's question. ``state``: the version's state. Returns the answer for the client, and the client's ends of the new
+        lanes, which the caller must close. After an error no lane is open.
         Raises Unavailable if there are too many lanes or no free descriptor. Raises Unsupported if the model's description is
         too large.
         """

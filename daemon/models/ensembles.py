@@ -129,8 +129,8 @@ class Ensembles:
     def followers(self, name: str) -> list[str]:
         """Returns the ensembles that use the model ``name`` and must be loaded again after the load of this model.
 
-        Some other model of an ensemble may wait for the same load. Such an ensemble is left out, because it is loaded again after
-        that other model.
+        Leaves out an ensemble if another of its models also waits for this load, because that model's load makes the ensemble
+        load again.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]

@@ -89,7 +89,7 @@ class ProcessSlots:
         return self._restarts[name]
 
     def was_filled(self, name: str) -> bool:
-        """Returns whether any process with this name has died after it was ready."""
+        """Returns whether a process with this name has died after it was ready."""
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:

@@ -314,7 +314,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """An import finder. If models have own modules of the same name, it loads a ``PlainName`` under this name.
+    """An import finder for models' own modules, which may have equal names. It loads a placeholder under each such name.
 
     It must be last on ``sys.meta_path``.
     """

@@ -380,7 +380,7 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Copies the final counts of the load that was passed to ``succeed``. Call this method when that load is closed."""
+        """Copies the counts of the earlier load, which was passed to ``succeed``. Call this method when that load is closed."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None

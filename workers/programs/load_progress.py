@@ -30,7 +30,7 @@ class LoadProgress:
     def __init__(
         self, name: str, version: int, tell: Tell = lambda *_: None, cancellation: Cancellation | None = None
     ) -> None:
-        """Stores what to load. No program is made yet.
+        """Stores the name and version of the model. No program is made yet.
 
         ``tell``: called with the progress before each program is made. ``cancellation``: lets other threads cancel the load.
         """

@@ -319,7 +319,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one call of ``hold``. Undoing the last one fails the request, unless it has ended or the model runs it again."""
+        """Undoes one call of ``hold``. If no call is left, the request fails, unless it has ended or the model runs it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)

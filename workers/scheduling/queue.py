@@ -152,9 +152,9 @@ class Shares(dict[Hashable, int]):
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
         """Returns whether an owner (a user) may queue one more request although the queue is full.
 
-        The owner may do so if other owners' requests wait, and fewer requests of the owner wait than its share. The share is
-        (2 * ``most`` - ``waiting``) / number of owners, and 1 at least. ``waiting``: the number of requests in the queue.
-        ``most``: the limit of this number.
+        The owner may do so if other owners' requests wait, and fewer of the owner's requests wait than the owner's share. The
+        share is (2 * ``most`` - ``waiting``) / number of owners, and 1 at least. ``waiting``: the number of requests in the
+        queue. ``most``: the limit of this number.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))

@@ -57,7 +57,7 @@ class DirectBatcher(Generic[S]):
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Removes a sequence from those that ``take`` may choose, because its first waiting request may not run now."""
+        """Hides a sequence from ``take``, because the sequence's first waiting request may not run now."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:

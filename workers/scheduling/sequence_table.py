@@ -318,8 +318,8 @@ class SequenceTable(Generic[S]):
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
         """Marks a request as run. Returns a sequence that can run now, or None if there is no such sequence.
 
-        If the request's own sequence has more waiting requests, that sequence is returned. If it has ended, its slot goes to the
-        sequence that is returned.
+        If the request's own sequence has more waiting requests, it is returned. If the request's own sequence has ended, its slot
+        goes to the returned sequence.
         """
         live = request.live
         live.running = False
