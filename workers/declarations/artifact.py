@@ -274,8 +274,7 @@ def digest(folder: Path) -> bytes:
 def module(folder: Path, config: ModelConfig, platform: str) -> ModuleType:
     """Returns a Python module, made from the compiled programs in a version's folder, that is used like the module model.py.
 
-    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the file's name, if a file is unreadable or does not
-    fit the configuration.
+    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the file's name, if a file cannot be used.
     """
     return _Artifact(folder, config, platform).module()
 
