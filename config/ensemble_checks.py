@@ -120,7 +120,6 @@ def in_order(config: ModelConfig) -> list[int]:
 
 
 def _unconnected(config: ModelConfig, tensor: str, written: dict[str, int], writable: set[str]) -> str:
-    """Returns why no step makes ``tensor``: the name of an input that its step lacks; "": it is no step's output."""
     if tensor not in written:
         return ""
     step = config.ensemble_scheduling.step[written[tensor]]

@@ -210,7 +210,7 @@ def written(configured: Configured) -> str:
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
     """Reads the settings in environment variables that begin with ``TENSORD_``.
 
-    Variables that a container platform has set are ignored. Raises ConfigurationError if another one is for no known key.
+    Variables that a container platform has set are ignored. Raises ConfigurationError if a variable names no known key.
     """
     variables = _variables()
     foreign = service_variables(environment)

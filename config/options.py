@@ -179,7 +179,7 @@ class Arenas(Section, frozen=True):
 
 
 class Requests(Section, frozen=True):
-    """The limits of requests that are being served, and whether requests get ids."""
+    """Sets how many requests the daemon holds, how long requests may take, and whether the daemon gives them ids."""
 
     timeout: Seconds = 0.0
     worker_wait: Seconds = 60.0

@@ -76,11 +76,11 @@ _HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 def fetch(
     url: str, folder: Path, options: Options, devices: Sequence[Device], sha256: str, max_byte_size: int, timeout: float
 ) -> str:
-    """Fetches the model at ``url`` into ``folder``, after checking it. Returns a sentence that says what was done.
+    """Downloads the model at ``url``, checks it, and moves it to ``folder``. Returns a sentence that says what was done.
 
     Args:
-      devices: the devices of the workers, one of which loads the model to check it. If it is empty, none of the model's code
-      is run.
+      options: the daemon's configuration.
+      devices: the devices of the daemon's workers. The check loads the model on them. If there are none, no model code runs.
       sha256: the expected checksum of the archive, or of the file SHA256SUMS in the folder, or "".
       max_byte_size: the most bytes that the model, and an archive of it, may have.
       timeout: how many seconds the load of each version may take in the check.
@@ -245,7 +245,6 @@ def _check_sum(path: Path, name: str, wanted: str) -> None:
 
 
 def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Device], timeout: float) -> FoundModel:
-    """Reads and checks the fetched ``model``, as ``tensord check`` does. ``beside``: the repository that it is for."""
     found = repository.poll(model)
     repositories = list(dict.fromkeys([beside, *(Path(path).absolute() for path in options.repository.paths)]))
     models, waiting = {found.name: found}, list(found.members)

@@ -30,7 +30,7 @@ def any_faults() -> bool:
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether ``address`` is in a ``Guarded`` mapping and its page may vanish. Page-locked memory cannot vanish."""
+    """Returns True if ``address`` is in a ``Guarded`` mapping and a client may take the page away. Page-locked pages stay."""
     return available and _guard.may_be_missing(address)
 
 

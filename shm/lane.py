@@ -74,8 +74,8 @@ Instruction = ForDispatcher | SegmentClosed
 class LaneEnd:
     """One end of a lane, with its own arena and the mapped arena of the other end. Base class of both ends.
 
-    A segment is announced by SegmentOpened, with its descriptor, and then mapped by the other end. SegmentClosed ends that.
-    If the other end has no descriptor left, it answers SegmentRefused. The segment is announced again before its next use.
+    The record SegmentOpened gives a segment's descriptor to the other end, which maps the segment until it gets SegmentClosed.
+    If the other end has no descriptor left, it answers SegmentRefused. SegmentOpened is sent again before the next use.
     """
 
     def __init__(
@@ -416,7 +416,7 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter knows this lease's segment, and knows of all closed segments."""
+        """Returns True if the submitter need not be told of opened or closed segments before an answer that uses ``lease``."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
@@ -453,7 +453,6 @@ class WorkerLane(LaneEnd):
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Removes the WireVersion, the first record, from ``records``. Raises InvalidArgument: it is another, or missing."""
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
         if fds and not records:

@@ -48,9 +48,9 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether a process belongs to ``mark``, by the variable ``MARK`` in the process's environment.
+    """Returns True if a process was started by the worker, or by the load of a model in a worker, that ``mark`` identifies.
 
-    The result is False if the environment cannot be read.
+    Reads this from the variable ``MARK`` in the process's environment. If the environment cannot be read, returns False.
     """
     entry = f"{MARK}={mark}".encode()
     try:

@@ -133,10 +133,10 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Unregisters the region ``name`` of a kind, "system", "cuda" or "" (any).
+    """Unregisters the region ``name``. ``kind`` is "system" or "cuda", or "" if the region may be of either kind.
 
-    Only the supervisor accepts ``name`` "", which means every region of the kind that this client may unregister. A worker
-    replies with JSON, the number of tensors of requests in the region.
+    Only the supervisor accepts an empty ``name``. It then unregisters all regions of the kind that this client may
+    unregister. A worker replies with a number as JSON: how many tensors of unfinished requests are in the region.
     """
 
     kind: str
@@ -334,10 +334,10 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks for an empty reply once earlier changes have taken effect.
+    """Asks for an empty reply as soon as all state changes that were sent before have taken effect.
 
-    To a front the supervisor replies once every front has applied all state changes that the asking front has applied. To the
-    supervisor a worker replies at once, because the worker acts on records in the order in which they were sent.
+    A front sends it to the daemon's supervisor, which replies when every front has applied the changes that this front has
+    applied. The supervisor sends it to a worker, which replies at once, because a worker handles its records in order.
     """
 
 

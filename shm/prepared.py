@@ -120,7 +120,7 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers that the other end knows by number."""
+    """The prepared requests or answers of which the other end of a lane knows the numbers."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
         """Starts empty. ``record`` makes the record that tells the other end of ``channel`` what a number stands for."""

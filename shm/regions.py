@@ -142,7 +142,7 @@ class Leased:
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one use of the region less."""
+        """Ends one use of the region, which ``lease`` began. The region may be closed when no use is left."""
         self.leases -= 1
 
 

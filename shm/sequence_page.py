@@ -80,7 +80,7 @@ def _halves(digest: bytes) -> Key:
 
 
 class SequenceState(enum.IntEnum):
-    """The state of a sequence on a worker, as the worker's sequence page shows it."""
+    """The state of a sequence, as its worker writes it to the sequence page, a shared memory that fronts read."""
 
     #: The sequence is admitted, and no request of it has run.
     WAITING = 1

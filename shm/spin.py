@@ -41,7 +41,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Ends the wait at ``now_ns``, whether or not a record came."""
+        """Stores how long the wait was that ends at ``now_ns``. Call it after each wait, even if no record came."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

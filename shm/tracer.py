@@ -173,9 +173,9 @@ class Tracer:
         """Makes a tracer that samples nothing until ``changed`` is called.
 
         Args:
-          incarnation: the number of the process's start. It is the upper bits of trace ids.
+          incarnation: a number that the process has from its start and no other front has. It is the upper bits of trace ids.
           files: writes traces to files. ``close`` closes it.
-          buckets: the upper bounds of the exemplars' buckets, in seconds.
+          buckets: the upper bounds of the duration histograms' buckets in seconds. The last traced request in each is kept.
           hand_over: sends traces to the supervisor, and returns False if it drops them. None means that there is no collector.
           protocol: "http", "grpc" or "lane".
           later: calls a function after a number of seconds. If it is None, the running event loop does so.
@@ -373,7 +373,7 @@ class Trace:
         self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
-        """Stores which model version sent a response that is not the last. ``version`` 0 changes nothing."""
+        """Stores the model version that sent a response, unless ``version`` is 0. Call it for each response before the last."""
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:

@@ -79,7 +79,7 @@ def export(
 def keys(seeds: Array | jax.Array, raw: bool = False) -> jax.Array:
     """Makes a random key for each row from the row's seed. A row's random values then do not depend on the rest of the batch.
 
-        own = tensord.models.keys(request["seed"])  # of request = {"seed": ("INT64", 0)}
+        own = tensord.models.keys(request["seed"])  # model.py declares: request = {"seed": ("INT64", 0)}
         noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(own)
 
     The keys are those of ``jax.random.key`` with threefry2x32, whatever ``jax_default_prng_impl`` is. A seed that is not
@@ -187,7 +187,7 @@ def unload_model(name: str, dependents: bool = False) -> None:
 def is_ready(name: str, version: int = 0) -> bool:
     """Returns whether the server answers requests for a model version. ``version`` 0 means any version.
 
-    Raises ServingError if the server cannot say, or if no model on a server runs this code.
+    Raises ServingError if the server cannot say, or if the calling code does not run as a model in a server.
     """
     from tensord.workers.calls.asking import is_ready
 

@@ -49,9 +49,9 @@ class Apart:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Answers ``operation`` as if it had succeeded, but does nothing, because the asking model is only being checked.
+        """Returns the reply to a successful ``operation``, but loads and unloads nothing. ``port`` is not used.
 
-        Raises Unavailable if a model is to be loaded or unloaded, but the daemon's configuration does not allow this on request.
+        Raises Unavailable for LoadModel and UnloadModel if the daemon is not configured to load models on request.
         """
         if self._explicit or isinstance(operation, ModelReady):
             return b"true" if isinstance(operation, ModelReady) else b""

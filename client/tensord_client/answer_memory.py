@@ -75,7 +75,7 @@ class HeldResults:
         self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
     def too_many(self) -> ResultsHeld | None:
-        """Returns a ``ResultsHeld`` error if this process uses as many answers as it may, else None."""
+        """Returns an error if this process holds ``self.most`` answers in workers' memory, else None."""
         held = len(self.sizes)
         return ResultsHeld(held, self.most) if held >= self.most else None
 

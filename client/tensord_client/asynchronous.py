@@ -259,7 +259,7 @@ class AsyncLatest(Newest[Answer]):
     """
 
     def forget(self) -> None:
-        """Removes all inputs and answers, also in a child process after a fork. Tasks that wait in ``get`` are not woken."""
+        """Removes all inputs and answers. Tasks that wait in ``get`` are not woken. A child process calls it after a fork."""
         super().forget()
         #: Futures of the tasks that wait in ``get``.
         self._waits: list[asyncio.Future[None]] = []

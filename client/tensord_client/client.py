@@ -261,7 +261,6 @@ def _on_socket(path: str, patience: float) -> Connection:
 
 
 def _over_http(path: str, greeting: Mapping[str, Any], patience: float) -> Connection:
-    """Connects over HTTP to the daemon that sent ``greeting``, which lists its addresses."""
     tried = []
     for each in sorted(greeting.get("http", ()), key=lambda each: not each.startswith("unix:")):
         try:

@@ -193,7 +193,10 @@ Serve = Callable[[AsyncClient, argparse.Namespace, Listening], contextlib.Abstra
 
 
 def main(module: str, options: argparse.Namespace, what: str, serve: Serve) -> None:
-    """Runs a gateway as a program, in ``serve``, until SIGTERM or SIGINT. An error that ends it is a line on standard error."""
+    """Runs the gateway ``module`` as a program until SIGTERM or SIGINT. If an error ends it, the process exits with the error.
+
+    ``what``: the name of the served protocol, for the log. ``serve``: returns a context, during which clients are served.
+    """
 
     async def run() -> None:
         stop = asyncio.Event()

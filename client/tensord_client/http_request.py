@@ -233,7 +233,6 @@ class HttpRequest(Pending[Any]):
         self._wake()
 
     def _step(self) -> int:
-        """Sends and receives without waiting. Returns poll events to wait for, or 0."""
         if self._arrived or self.done():
             return 0
         if self._pool.is_closed:

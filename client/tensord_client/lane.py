@@ -204,7 +204,6 @@ class LaneConnection(Sender):
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks the daemon once for a model, for an answer within ``wait`` seconds. The caller has the lock ``_asking``."""
         if self._socket is None or self._socket.is_closed:
             self._socket = None
             self._socket = self._connect()
@@ -433,7 +432,6 @@ class LaneConnection(Sender):
             lane.say(wire.record("E", model, sequence_id))
 
     def _send(self, pending: LaneRequest, max_waiting: int | None = None) -> bool:
-        """Sends a request, if fewer than ``max_waiting`` wait for the worker. Returns False if no lane is usable."""
         call, loop, sequence_id = pending.call, _running_loop(), pending.call.scheduling.sequence_id
         while True:
             known = self.models.get((call.model, call.version))

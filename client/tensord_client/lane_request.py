@@ -179,10 +179,9 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Makes a thread or the event loop read answers on the lane to which this request was sent again.
+        """Starts to read answers from this request's new lane, after the request was sent a second time.
 
-        If the request has callbacks, a thread reads the lane. If a task awaits the answer, the event loop reads the lane. If the
-        request was cancelled meanwhile, this method also tells the lane's worker.
+        If the request was cancelled meanwhile, this method tells the worker of the new lane.
         """
         lane = self.lane
         if lane is None:

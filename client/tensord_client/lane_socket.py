@@ -152,7 +152,7 @@ class LaneSocket:
     def attach(self, loop: Any, readable: Callable[[Any], None]) -> None:
         """Lets an event loop call ``readable(loop)`` when a datagram has come, and send queued datagrams when there is room.
 
-        Call it in the loop's thread, with ``lock``.
+        Call it in the loop's thread, while you hold this socket's ``lock``.
         """
         self.loops[loop] = None
         loop.add_reader(self.sock.fileno(), readable, loop)

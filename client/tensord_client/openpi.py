@@ -107,7 +107,10 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Updates the number of received bytes that nobody has read. ``read``: the size of a message that was just read."""
+        """Updates how many bytes of messages from the robot have arrived and are unread.
+
+        ``read``: the size of a message that the caller has just read.
+        """
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
         self.gateway.unread += unread - self.unread
@@ -303,11 +306,11 @@ class Policy:
     """Calls a model for robots: converts their observations, and the answers to actions. None of these has a batch axis."""
 
     def __init__(self, model: AsyncModel, version: int, config: Mapping[str, Any], ignored: Sequence[str]) -> None:
-        """Describes to robots how ``model`` is used. ``version`` is the version that was asked for, or 0 for the newest.
+        """Makes the metadata about ``model`` that a robot gets when it connects. ``version``: 0 if the newest one was asked for.
 
-        ``config`` is the model's configuration, or {} if the server gives none. ``ignored`` are shell patterns: values whose
-        names match one are not sent to the model. Raises InvalidArgument if the parameter ``openpi_metadata`` in ``config`` is no
-        JSON object.
+        ``config``: the model's configuration, or {} if the server gives none. ``ignored``: shell patterns. An observation's value
+        is not sent to the model if the value's name matches one. Raises InvalidArgument if the parameter ``openpi_metadata`` in
+        ``config`` is no JSON object.
         """
         self.model, self.asked, self._ignored = model, (model.name, version), ignored
         self._inputs, self._outputs = gateway.rows(model)

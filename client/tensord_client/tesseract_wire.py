@@ -203,7 +203,7 @@ def slices(arrays: Mapping[str, Array]) -> Callable[[int, int], dict[str, Array]
 
 
 def written(array: Any) -> Any:
-    """Converts an array to a JSON object with shape, dtype and base64 data. An array of strings becomes a flat list."""
+    """Returns an array of numbers as a JSON object with shape, dtype and base64 data, or an array of strings as a flat list."""
     if array.dtype.kind == "O":
         return [each.decode(errors="replace") for each in array.ravel()]
     data = {"buffer": base64.b64encode(array.tobytes()).decode(), "encoding": "base64"}

@@ -64,11 +64,11 @@ class ClientLane:
         If the worker has ended, the lane is not usable.
 
         Args:
-          number: the daemon's number of the lane.
+          number: the number by which the daemon knows the lane.
           memory: the memory that the connection shares with its workers.
           ids: yields the ids of requests, from 2**32 on. All lanes of the connection share it.
-          held: counts the answers that this process uses.
-          response_byte_size: the most bytes of the worker's memory that answers on this lane may have.
+          held: counts the answers that this process still holds in workers' memory.
+          response_byte_size: the most bytes of the worker's memory that such answers on this lane may have.
           most: the most requests that the worker takes at a time. Further requests are queued in this object.
           spin_ns: how long a thread that waits for an answer polls at most before it sleeps, in ns.
         """
@@ -617,7 +617,10 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns True if the daemon may have more lanes, because workers are starting or one of several lanes has ended."""
+        """Returns True if the client should ask the daemon for another lane to a worker of this model.
+
+        This is so if workers are starting, or if one of several lanes has ended.
+        """
         if self.coming:
             return True
         lanes = self.lanes

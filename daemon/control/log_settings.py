@@ -22,7 +22,7 @@ FILE_REFUSED = "log file location can not be updated through network protocol"
 
 
 class LogSettings:
-    """Holds the log settings that apply now. ``publish`` is called with the new settings whenever they change."""
+    """Holds the log settings that apply now. Calls the function ``publish`` with the new settings whenever they change."""
 
     def __init__(self, options: Log, publish: Callable[[Log], None]) -> None:
         self._current = options

@@ -67,7 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the socket ``name`` in ``folder``, even if it is missing, then those of the user's other daemons."""
+    """Returns the path ``folder / name``, even if there is no such socket, and the sockets of this user's further daemons."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

@@ -146,8 +146,8 @@ class FrontCounters:
     def note_number(self, numbered: int, evicted: int) -> None:
         """Counts a prepared request that got a number.
 
-        ``numbered``: how many prepared requests of this front have a number now. ``evicted``: how many lost their number
-        meanwhile.
+        ``numbered``: how many prepared requests of this front have a number now. ``evicted``: how many of them lost their number
+        to make room for this one.
         """
         at = self._at + _PREPARED
         self._words[at] = numbered

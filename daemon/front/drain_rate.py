@@ -19,13 +19,12 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client received at most ``rate`` bytes a second in a whole period of ``seconds``.
+        """Returns True if the client received at most ``rate`` bytes a second in the last whole period of ``seconds``.
 
-        Call this method again and again. It returns False until the period is over. If the client was fast enough, a new period
-        begins.
+        The caller asks regularly. Before the period is over, the result is False.
         Args:
           since: when bytes began to wait for the client, in seconds on the clock of ``now``. It is 0 if no bytes wait.
-          left: how many bytes wait for the client. A constant may be added to all values.
+          left: how many bytes wait for the client. Only the differences between calls count.
         """
         if not since:
             return False

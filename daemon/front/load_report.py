@@ -28,13 +28,13 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the format that a header names for the report of this host's load: "text", "json", "bin", or "" for none."""
+    """Returns the load report's format, "text", "json" or "bin", that a client's header ``value`` asks for, or "" if none."""
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 
 
 def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
-    """Returns name and value of the header that reports the present load in the format ``wanted``."""
+    """Returns name and value of the HTTP header with the load of ``submitter`` in the format "text", "json" or "bin"."""
     in_flight, utilization = submitter.load
     if wanted == "text":
         value = f"TEXT application_utilization={utilization:.3f}, named_metrics.in_flight={in_flight}".encode()

@@ -46,7 +46,7 @@ class LongestIdle:
     def make_room(self, now: float) -> bool:
         """Closes the connection that has been idle longest. Returns False if no connection is idle.
 
-        ``now``: seconds of the clock of the connections.
+        ``now``: the present time in seconds, on the clock of ``IdleConnection.used_at``.
         """
         for _ in range(2):
             while self._found:

@@ -158,8 +158,8 @@ class Front(ABC):
         Args:
           certificates: the TLS certificates. Their files are read again when they change.
           counters: counts the open connections of all fronts.
-          opening: makes an accepted socket a connection, after a TLS handshake if TLS is configured.
-          open_: is called with each accepted socket and the name of its client (``Peer.owner``).
+          opening: says how many accepted sockets are still in their TLS handshake.
+          open_: is called with each accepted socket and the name of its client (``Peer.owner``), and makes the connection.
         """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)

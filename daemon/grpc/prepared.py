@@ -128,7 +128,8 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the message ``content[start:end]`` in full.
 
-        ``walked``: the result of ``walk`` for the message. ``known``: the cached part of the message, or None.
+        ``walked``: the result of ``walk`` for the message. It is None if ``walk`` could not read the message. ``known``: the
+        prepared part of former messages like this one, or None.
         Raises RefusedRequest if the message is no valid request for a served model.
         """
         if walked is None or walked[2]:

@@ -213,7 +213,6 @@ class StreamInfer(InferCall):
         return self._order.holds_up(asked)
 
     def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
-        """Calls ``send`` once all requests before ``asked`` are answered; if it fails, ``sent``. ``size``: the bytes to send."""
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:
             self.stream.held = True

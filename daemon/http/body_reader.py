@@ -28,7 +28,10 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Reads the next bytes into ``room``. Once ``room`` is full, the connection's ``direct_body_complete`` is called."""
+        """Lets the next bytes of a request's body be read from the socket into ``room``, and does not wait for them.
+
+        Once ``room`` is full, the connection's ``direct_body_complete`` is called.
+        """
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()

@@ -440,7 +440,6 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes a whole answer, an error too. For most answers the start of the JSON is cached; not for this one."""
         if record.lease is not None and lane is not None:
             self._unwritten = (lane, record.lease)
         if record.code:

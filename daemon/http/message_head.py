@@ -121,7 +121,7 @@ class InferHead:
         self.is_plain = self.is_plain and not lines
 
     def forward(self, parameters: dict[str, str]) -> None:
-        """Sets the headers that are forwarded to the model as parameters of the request."""
+        """Stores HTTP headers that the model gets as request ``parameters``."""
         self.forwarded, self.key = parameters, None
 
 

@@ -295,9 +295,9 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses bytes from the client. Caches the head if they are a request's head with no more than its body.
+        """Parses bytes from the client. If ``data`` is one request's head, alone or with its body, the parsed head is cached.
 
-        ``between``: whether the bytes came while no request was arriving or unanswered, so that they begin a request.
+        ``between``: whether no request was arriving or unanswered when the bytes came, so that they begin a request.
         """
         order, messages = self._order, self.messages
         if order.receiving is None:

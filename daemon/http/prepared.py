@@ -141,7 +141,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request that shares no encoded part with other requests. Nothing is cached."""
+        """Makes a parsed request whose ``prepared`` part is new. Neither reads nor fills the caches."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling
@@ -224,9 +224,9 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns this kind's prepared request with its number on the lane. At the first call, returns None.
+        """Returns the prepared request of this kind with its number on the lane, or None at the first call.
 
-        A kind gets its number only at its second request. ``numbers``: gives numbers to the prepared requests of the lane.
+        A kind gets a number only at its second request. ``numbers``: gives numbers to the prepared requests of the lane.
         """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
@@ -305,10 +305,10 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, record: AnswerRecord) -> bytes | None:
-        """Returns a whole HTTP answer as bytes, made of a cached head with JSON and of the tensors in ``record``.
+        """Returns a whole HTTP answer as bytes, which consists of the cached head with JSON and of the tensors in ``record``.
 
-        Returns None if no head is cached, or if the tensors have other sizes than when the head was made. No tensor may lie in
-        shared memory. ``client_id``: the id that the client gave to the request.
+        Returns None if no head is cached, or if the tensors have other sizes than when the head was made. All tensors must be
+        in the record itself. ``client_id``: the id that the client gave to the request.
         """
         contents: Any = record.contents
         if [*map(len, contents)] != self._sizes:

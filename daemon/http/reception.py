@@ -60,7 +60,7 @@ class Reception(Receiver):
 
     @property
     def ready(self) -> bool:
-        """Returns whether the body is complete and decompressed, and does not wait for arena memory."""
+        """Returns True if the whole body has arrived, is decompressed, and has got its arena memory."""
         return self._whole and not self._inflating and not self.waits_for_room
 
     @property

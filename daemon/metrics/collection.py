@@ -209,7 +209,6 @@ class Collection:
         return True
 
     async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
-        """Returns the exemplar of each histogram bucket of a front, or []."""
         try:
             answer = await front.result_of(TraceExemplars(), _PATIENCE)
             told = msgspec.json.decode(answer, type=list[tuple[str, int, list[tuple[int, int, str, float, float]]]])

@@ -285,7 +285,6 @@ def _of_each(
     labels: Sequence[str],
     things: Collection[tuple[Sequence[str], Any]],
 ) -> Iterator[Family]:
-    """Yields a family for each (name, text, function), with function(thing) for each (label values, thing)."""
     for name, text, of in metrics:
         family = (Counters if name.endswith("_total") else kind)(name, text, labels=labels)
         yield family.fill([(values, value) for values, thing in things if (value := of(thing)) is not None])

@@ -147,7 +147,6 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Begins to unload ``users``, ensembles that lack a member now, and the models named in ``more``."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
@@ -315,7 +314,6 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Loads an ensemble's members; none if one of them has changed (``again``). Returns the ensemble with all fields."""
         if again:  # because a member changed: then members are only checked
             return self.ensembles.check(found, self._supervisor.workers.devices)
         name, within = found.name, (*within, found.name)

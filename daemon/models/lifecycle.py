@@ -115,7 +115,8 @@ class Lifecycle:
     def unload(self, name: str, token: int) -> list[Instruction]:
         """Queues an unload of a model, and begins it if no other load or unload of the model runs.
 
-        Returns a Settled with ``token`` if the model is unknown. Else a later event returns it, when all workers have answered.
+        Returns the instructions that the caller must carry out now. The instruction Settled with ``token`` says that the unload
+        has ended. If the model is unknown, Settled is among them. Otherwise a method that is called later returns it.
         """
         if name not in self.models:
             return [Settled(token)]
@@ -183,7 +184,6 @@ class Lifecycle:
         return [each for number in gone for each in (Publish(ModelGone(name, number)), Forget(name, number))]
 
     def _advance(self, name: str) -> list[Instruction]:
-        """Begins the queued loads and unloads of model ``name``, up to the first that must wait. Returns instructions."""
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
@@ -516,9 +516,9 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the devices of workers that isolated models need, with the fraction (0 to 1) of GPU memory for each worker.
+        """Returns the fraction (0 to 1) of GPU memory for each worker that serves only one model, by the worker's device.
 
-        An isolated model has workers of its own. It needs these workers until they have unloaded the model.
+        A worker is listed until it has unloaded the model. ``options``: the configuration of workers.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():

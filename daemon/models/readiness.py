@@ -87,12 +87,12 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether the daemon is ready: each model in ``counted`` must be served.
+    """Decides whether the daemon is ready. It is ready if each model in ``counted`` is served.
 
-    A model whose devices are broken does not count, unless the devices of all models are broken.
+    A model whose devices are broken need not be served, unless the devices of all models are broken.
     Args:
-      standing: the readiness of each model.
-      strict: False: a model in ``counted`` whose load has failed does not count.
+      standing: the models, each with the reason if it is not served.
+      strict: if False, a model whose load has failed need not be served.
       counted: names of models.
     """
     every = list(standing)

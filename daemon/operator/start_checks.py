@@ -99,7 +99,6 @@ def _sockets(options: Options) -> Iterator[tuple[str, str]]:
 
 
 def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot write or create a file, or "". A missing folder below ``made_at_start`` is no reason."""
     if path.is_dir():
         return "Is a directory"
     if not path.exists():

@@ -456,12 +456,12 @@ class MissingParts:
     """Logs which optional parts child processes lack. A C extension is such a part."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Stores ``what``, with which each warning begins about parts, such as C extensions, that a child process lacks."""
+        """Stores ``what``, the first words of each warning."""
         self._what = what
         self._said: tuple[str, ...] = ()
 
     def say(self, missing: tuple[str, ...]) -> None:
-        """Logs the parts that a child process lacks, unless the last warning named the same parts."""
+        """Logs which optional parts, such as a C extension, a child process lacks, unless the last warning was the same."""
         if missing and missing != self._said:
             self._said = missing
             _log.warning("%s: %s", self._what, "; ".join(missing))

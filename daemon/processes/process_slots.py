@@ -93,7 +93,7 @@ class ProcessSlots:
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns, by name and cause, how many processes with these names died while they were needed."""
+        """Returns, by name and cause, how many processes with these names have died. The daemon's own stops are not counted."""
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:

@@ -60,7 +60,7 @@ class WorkerPool:
           program: the Python module that the workers run.
           options: returns the options that apply now.
           next_incarnation: returns a number for a new process.
-          said: called with a worker and a record that concerns others as well, such as that the worker is ready.
+          said: called with a worker and a record from it that is not only for this pool, such as that the worker is ready.
           died: called with each worker that has ended, and its device.
           dismissed: called with each worker that is stopped on purpose.
         """
@@ -111,10 +111,10 @@ class WorkerPool:
         return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts a worker on each device in ``wanted`` that has none, and stops workers of isolated models on other devices.
+        """Starts the workers in ``wanted`` that do not run yet, and stops all other workers that serve only one model.
 
-        ``wanted``: the devices, named as by ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's memory
-        that its worker may take.
+        ``wanted``: names of workers, made by ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's
+        memory that the worker may take.
         """
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:

@@ -64,7 +64,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Ends the polling for answers, because some have come. Call it before their requests leave ``in_flight``."""
+        """Stops polling, because answers have come. Call it before the answered requests are removed from those in flight."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

@@ -154,7 +154,6 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may run a new sequence of the model of ``state``."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
@@ -211,7 +210,7 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 
 
 class SequencedModel:
-    """Holds what the routing needs to know of a model with sequences."""
+    """Holds a model's state and sequence settings, by which a front chooses the worker for a sequence of the model."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 

@@ -91,7 +91,7 @@ class Connection(Protocol):
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
         If ``call.detached`` is True, the caller may change the input arrays as soon as this returns. Otherwise the caller
-        may change them only once the answer has come. Arrays of ``empty`` may never be changed before the answer has come.
+        may change them only once the answer has come. An array that the method ``empty`` has made may never be changed before.
 
         Raises: ServingError: the request cannot be sent.
         """

@@ -69,9 +69,9 @@ class ModelCall:
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Sends the request to the worker's loop. Afterwards the caller must wait by ``next`` or ``first``.
+        """Sends the request to the worker's loop without waiting. The caller then waits for responses by ``next`` or ``first``.
 
-        ``by_coroutine``: whether a coroutine waits for the answer instead of this thread.
+        ``by_coroutine``: whether a coroutine waits for the responses. Otherwise the calling thread waits for them.
         """
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1

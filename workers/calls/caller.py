@@ -147,10 +147,13 @@ class Caller:
         execution: object = None,
         phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
-        """Begins a run of a model's code, which works on ``requests``.
+        """Describes one run of a model's code.
 
-        ``port``: the model's connection with its worker. ``execution``: the run of the requests, which occupies an instance;
-        None: no instance is occupied. ``phase``: decides which calls the code may make.
+        Args:
+          port: the model's connection with its worker.
+          requests: the requests that the code works on.
+          execution: the running batch of these requests. It is None if the code does not run on an instance of the model.
+          phase: decides which calls the code may make.
         """
         self.port = port
         self.requests = tuple(requests)

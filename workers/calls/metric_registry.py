@@ -121,8 +121,8 @@ class MetricRegistry:
 
         Args:
           buckets: upper bounds of a histogram's buckets; None: the metric is no histogram.
-          held: the labels of the metrics that the caller holds. ``labels`` are added to it. A caller counts as one holder of the
-            metric, however often it asks.
+          held: the labels of the metrics that the caller uses. If ``labels`` are not among them, they are added, and the caller
+            counts as one more user of the metric.
         Raises InvalidArgument: labels or buckets are malformed, or the metric has other buckets.
         Raises Unavailable: there are too many metrics.
         """

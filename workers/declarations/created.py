@@ -88,9 +88,9 @@ def is_generator(returned: object) -> bool:
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument if ``apply`` cannot take these arguments, or takes the first two in the other order.
+    """Raises InvalidArgument if ``apply`` cannot be called with the arguments ``names`` in this order.
 
-    ``what`` names ``apply`` in the error.
+    ``what``: the name of ``apply`` in the error's text.
     """
     try:
         taken = inspect.signature(apply)

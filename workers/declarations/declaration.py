@@ -54,7 +54,10 @@ def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[
 
 
 def declare_streams(config: ModelConfig) -> None:
-    """Marks a generator's configuration as decoupled. Raises InvalidArgument: it declares sequences or ragged inputs."""
+    """Marks a model as decoupled in ``config``, because the model's ``create`` returned a generator function.
+
+    Raises InvalidArgument if ``config`` has sequences or ragged inputs.
+    """
     config.model_transaction_policy.decoupled = True
     if config.HasField("sequence_batching"):
         raise InvalidArgument(

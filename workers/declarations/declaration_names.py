@@ -57,8 +57,6 @@ def check_names(config: ModelConfig, module: ModuleType) -> None:
 
 
 def _is_used(module: ModuleType, name: str) -> bool:
-    """Returns whether model.py reads, exports or imports ``name``, or whether the text of model.py is unknown."""
-
     def reads(table: symtable.SymbolTable) -> bool:
         symbol = table.lookup(name) if name in table.get_identifiers() else None
         here = symbol is not None and symbol.is_global() and symbol.is_referenced()

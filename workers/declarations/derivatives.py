@@ -245,7 +245,6 @@ class _Declarations:
         rows: int,
         rows_lead: bool = False,
     ) -> DeclaredDerivative:
-        """Makes configuration and model.py of a derivative. ``rows``: its max_batch_size; ``rows_lead``: inputs have rows too."""
         config, module = empty(), ModuleType(f"{kind} of {self._config.name}")
         config.CopyFrom(self._config)
         config.name = f"{self._config.name}.{kind}"
@@ -317,8 +316,6 @@ class _ModelFunction:
     outputs: list[str]
 
     def applied(self, derivative: _Kind, lifted: bool, exported: bool) -> Apply:
-        """Returns ``derivative`` as a function of arrays; if ``lifted``, row by row. ``exported``: the model is a jax.export."""
-
         def of_names(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             return derivative(self, parameters, given)
 
@@ -342,8 +339,6 @@ class _ModelFunction:
         return apply, chosen("", self.into, inputs)
 
     def by_parameters(self, leaves: list[str], max_rows: int) -> Apply:
-        """Returns a function that computes the gradient by the parameters ``leaves``. ``max_rows``: 0 without a batch."""
-
         def gradient(parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
             cotangents, inputs = chosen(self.names.cotangent, self.out, given), self.own(given)
             rows = (cotangents[self.out[0]].shape[0],) if max_rows else ()

@@ -28,14 +28,13 @@ _MOST = 1 << 16
 
 
 def _declared(config: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
-    """Returns the value of the declaration ``name``, the words for it in errors, and whether config.pbtxt has it."""
     if name in config.parameters:
         return config.parameters[name].string_value, f"parameter '{name}'", True
     return getattr(module, name, default), f"{name} of model.py", False
 
 
 def device_count(config: ModelConfig, module: ModuleType) -> int:
-    """Returns the declared number of devices; 0: no number is declared. Raises InvalidArgument: it is no integer above 0."""
+    """Returns how many devices a model declares, or 0 if none. Raises InvalidArgument if the value is no integer above 0."""
     given, where, is_text = _declared(config, module, "devices")
     if is_text and given.isdecimal():
         given = int(given)

@@ -180,7 +180,6 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Returns a value in the datatype of ``spec``. ``what`` begins an error."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

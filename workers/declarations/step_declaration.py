@@ -130,10 +130,10 @@ def check_buckets(buckets: Buckets) -> None:
 
 
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
-    """Returns the functions and the parameters that ``create`` of a model that runs step by step returned.
+    """Checks the result of a model's ``create``. Returns the functions init, insert and step, and the model's parameters.
 
-    ``asked``: properties of requests that become inputs of ``insert``; None: none do.
-    Raises InvalidArgument: ``create`` returned something else.
+    ``returned``: the result of ``create``. ``asked``: properties of requests that become inputs of ``insert``, or None.
+    Raises InvalidArgument if ``returned`` is anything else than ((init, insert, step), parameters).
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
     if not isinstance(functions, tuple) or len(functions) != 3 or not all(map(callable, functions)):

@@ -52,7 +52,7 @@ class Marker:
         return True
 
     def close(self) -> None:
-        """Destroys the event. Call it only once."""
+        """Destroys the CUDA event. Call it only once."""
         with contextlib.suppress(CudaError, DeviceLost):
             self._context.call(self._driver.cuEventDestroy, self._event)
 
@@ -117,7 +117,7 @@ class IdleLook:
             )
 
     def close(self) -> None:
-        """Ends the checks and their thread. Idempotent."""
+        """Stops the checks of the GPU, and ends their thread. May be called again."""
         if not self._ends.is_set():
             self._ends.set()
             self._marker.close()

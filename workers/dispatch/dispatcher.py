@@ -238,7 +238,7 @@ class Dispatcher:
             self.agenda.wake(version)
 
     def ask_all(self) -> None:
-        """Makes the loop's next iteration ask every model version with waiting requests for requests to run."""
+        """Makes the worker's loop look for a batch to run in every model version that has waiting requests."""
         self._asked_of, self.limiter.moved = self._models.changes, False
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
@@ -412,7 +412,6 @@ class Dispatcher:
         return False
 
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
-        """Runs a version's next batch in this thread. If ``alone``, runs further short batches as well."""
         done = self._run_batch(version, now_ns)
         # Many requests to short programs: the answers of all these batches leave with one system call.
         while alone and done < 1 and len(version.planner) >= _MANY:
@@ -502,7 +501,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Adds the executions that were answered since the last call to the statistics, and returns these executions."""
+        """Adds newly answered executions to the statistics of their model versions, and returns these executions."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)

@@ -86,7 +86,7 @@ class EnsembleRuns:
 
         Args:
           clock: returns the time of CLOCK_MONOTONIC in ns.
-          enter: queues the request of a step, which arrives at a time of this clock.
+          enter: queues the request of an ensemble's step. Its integer argument is the request's arrival time on this clock.
           finish: answers the requests of an execution.
           withdraw: cancels the request of a step.
         """
@@ -437,11 +437,11 @@ def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: boo
 
 
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
-    """Returns the sequence controls that a model's answer sets for later steps of its ensemble; None: it sets none.
+    """Returns the sequence controls (id, START, END) that a step's answer sets for later steps of its ensemble.
 
-    A flag (START or END) that the answer does not set is False. ``controls``: the request's controls, whose id is used if the
-    answer has no sequence id. Raises InvalidArgument, with Triton's message: a parameter has the wrong type. Source:
-    triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
+    Returns None if the answer sets none. A flag that the answer does not set is False. ``controls``: the controls of the
+    step, whose id is used if the answer has no sequence id. Raises InvalidArgument, with Triton's message: a parameter has
+    the wrong type. Source: triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
     """
     if not _CONTROLS & parameters.keys():
         return None

@@ -57,7 +57,7 @@ class LaneAnswers:
     def begin(self, poller: Poller, access: int) -> None:
         """Stores ``poller``, and tells it how many requests its C code may answer before Python must log or trace one.
 
-        ``access``: of so many answers without an error, one is logged; 0: none is logged.
+        ``access``: one of ``access`` answers without an error is logged. If it is 0, none is logged.
         """
         self._poller = poller
         self.log_every(access)
@@ -83,7 +83,7 @@ class LaneAnswers:
         self.let_pass()
 
     def log_every(self, access: int) -> None:
-        """Logs every ``access``-th answer without an error from now on, and up to ten errors a second; 0: logs nothing."""
+        """From now on, logs one of ``access`` answers without an error, and up to ten errors a second. 0 turns the log off."""
         self.passed()
         self._log.log_every(access, self.counts["OK"] + self._passed)
         self.let_pass()

@@ -176,7 +176,6 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Gives a result, or Cancelled if that happened, to the model that made the request. ``moments``: times of the run."""
         if request.cancelled:
             result = Cancelled()
         hand_over(request, result, moments)

@@ -47,10 +47,10 @@ class Poller:
         """Unregisters a submitter's lane that has ended."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Stores how an execution's requests were answered. So ``wait`` itself may answer others that differ only in data."""
+        """Lets ``wait`` directly answer later requests that differ from the requests of ``execution`` only in their data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Stops ``wait`` from answering prepared requests with this number itself, because the number gets a new meaning."""
+        """Stops ``wait`` from answering requests with this number directly, because ``submitter`` gives it a new meaning."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         """Stops ``wait`` from answering the submitter's requests itself, until ``learn`` is called for such requests again."""

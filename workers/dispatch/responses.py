@@ -218,7 +218,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends the responses that threads have queued, unless it is too early at ``now_ns`` (CLOCK_MONOTONIC)."""
+        """Sends the responses that threads have queued, if the time ``self.look_ns`` (CLOCK_MONOTONIC) has come at ``now_ns``."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()

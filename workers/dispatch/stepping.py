@@ -73,7 +73,7 @@ class _JoinedAnswers(NamedTuple):
 
 
 class StepRows:
-    """Sends each step's responses to several requests together. ``joined[slot]``: whether the slot's request is one."""
+    """Sends the responses of one step to several requests together. ``joined[slot]``: whether the slot's request is included."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -93,7 +93,10 @@ class StepRows:
         self._joined: list[_JoinedAnswers] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Lets the responses to ``slot`` leave with those to other slots from the next step on, if possible."""
+        """Sends the responses to the request in ``slot`` together with other requests' responses, from the next step on.
+
+        Does nothing if the client cannot take them in this way. ``sender``: sends the responses to this request alone.
+        """
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
@@ -104,7 +107,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Sends a slot's responses separately from now on, not with other slots'. Adds those so far to the statistics."""
+        """Sends responses to the request in ``slot`` separately from now on. Adds its responses so far to the statistics."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -157,7 +160,6 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Finds requests whose clients take responses too slowly: they get theirs separately now. Returns their senders."""
         steps = len(self._left_ns)
         # Once ``_MOST`` times are noted these are all: never more are noted.
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
@@ -428,5 +430,4 @@ class Stepping:
 
 
 def _own_set(request: Request) -> ParameterSet | None:
-    """Returns the parameter set that a generating request named for all its steps, or None for the set ``main``."""
     return request.chosen if isinstance(request.chosen, ParameterSet) else None

@@ -101,7 +101,6 @@ class ProcessState:
             return changed
 
     def _look(self) -> None:
-        """Records the process-wide state to restore later."""
         self._known = True
         self._flags: dict[str, Any] = dict(jax.config.values)
         self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}

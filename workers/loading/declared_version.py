@@ -37,7 +37,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """What a derivative, as ``M.pull_back``, is loaded from: its function ``apply``, the parameters and programs of M."""
+    """Holds the parts of a model from which a derivative of this model, such as ``M.pull_back``, is loaded."""
 
     apply: Callable[..., Any]
     #: The model's parameters, as ``create`` returned them.

@@ -91,9 +91,10 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns a function that does what ``apply`` does with a list of the arrays in ``parameters``, and this list.
+    """Returns a function that takes only the arrays of ``parameters``, as a list, and this list.
 
-    The function keeps the leaves of ``parameters`` that are no arrays. If all leaves are arrays, returns the arguments unchanged.
+    The function calls ``apply`` with the whole tree of parameters, in which all other leaves are unchanged.
+    If all leaves are arrays, ``apply`` and ``parameters`` are returned unchanged.
     """
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]

@@ -43,13 +43,14 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Returns the device, cache and limits for which a worker loads models. Also turns on JAX's cache of compiled programs.
+        """Makes the target for which a worker loads models, and turns on JAX's cache of compiled programs.
 
         Args:
+          options: the daemon's configuration.
           gpu: the number of the worker's GPU. It is None if the device is a CPU.
-          cuda: copies to and from the same GPU by CUDA. It is None if the device is a CPU, or if CUDA cannot be used.
-          alone: whether the process runs only one model, which may then change process-wide state.
-          pinned: how much host memory may be page-locked for parameters that leave a GPU. If it is None, no memory may be.
+          cuda: copies to and from the worker's GPU by CUDA. It is None if the device is a CPU, or if CUDA cannot be used.
+          alone: whether the worker process runs only one model. This model may then change settings of the whole process.
+          pinned: limits the page-locked host memory for parameters that are moved there from a GPU. If None, none is page-locked.
         """
         directory = cache_directory(options.executables.cache_directory)
         cache = ExecutableCache(directory, use_persistent_cache(directory))

@@ -87,7 +87,7 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds its sequence's state to the inputs of ``request``. The request's batching key becomes the shapes of both.
+        """Adds the state of the request's sequence to the request's inputs. The shapes of both become the request's batching key.
 
         If the state does not fit the inputs, the inputs stay unchanged, and the key becomes an ``Unfit`` with the error.
         """

@@ -94,7 +94,7 @@ class JaxModel:
         """Makes a model of compiled programs. Raises Unsupported if a tensor has a datatype that JAX cannot compile.
 
         ``instances``: how many threads run the model. ``alone``: whether a request that cannot share a batch gets a call of the
-        program for itself. ``free_state``: the state of sequences whose size varies. If it is None, there is no such state.
+        program for itself. ``free_state``: the sequences' state, if the size of this state varies.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -194,7 +194,7 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the executable for one request of ``rows`` rows, if its outputs can be sent as they are; else None."""
+        """Returns the program for one request of ``rows`` rows if clients get the program's outputs unchanged, else None."""
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None

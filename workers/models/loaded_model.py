@@ -112,10 +112,10 @@ class LoadedModel:
     lacking: dict[str, str] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
-        """Adds to a request the inputs that the worker makes, such as START or the request's priority, and its sequence controls.
+        """Adds to a request the inputs that the worker makes itself, such as START or the request's priority.
 
-        If the model is iterative, the request gets no END. If it has no correlation id either, it gets one and starts a sequence.
-        Raises InvalidArgument if such an input's datatype cannot hold the value. The request's regions are then released.
+        If the model has sequences, also sets ``request.controls``: the sequence's id, and whether the request starts or ends it.
+        Raises InvalidArgument, and releases the request's regions, if such an input's datatype cannot hold the value.
         """
         if (plan := self.sequences) is not None:
             controls = controls_of(request.own)

@@ -88,7 +88,7 @@ class ModelTable:
         return version
 
     def hold(self, version: ModelVersion) -> None:
-        """Keeps a loaded version, without requests, until ``serve_held``. Ends the one held under its number before."""
+        """Keeps a loaded version from getting requests until ``serve_held``. Ends an earlier load of it that is still held."""
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 
@@ -148,7 +148,6 @@ class ModelTable:
         return len(self.draining) < drained
 
     def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
-        """Ends a version and its derivatives after their requests, then calls ``done``."""
         left = set(version.family)
 
         def ended(one: ModelVersion) -> None:

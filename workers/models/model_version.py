@@ -214,7 +214,6 @@ class ModelVersion:
         return self.sets.commit(parameters, stays=held)
 
     def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-        """Lets begun requests and sequences use ``new`` (if ``moves``) or ``former``. Returns whether any uses ``former``."""
         # None is always the newest of main.
         now, held = None if new.name == MAIN_SET else new, False
         if self.sequences is not None:

@@ -64,9 +64,9 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done``. Returns False if too few are free.
+        """Reserves an instance's resources until ``done`` is called. Returns False if too few resources are free.
 
-        Try again when ``self.moved`` is True.
+        The instance then waits for its resources. Once it may have got them, ``self.moved`` is True. Then call this again.
         """
         if instance not in self._running:
             self._waiting[instance] = None
@@ -74,9 +74,9 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees the resources of an instance that has run, or ends the wait of one that waits for resources.
+        """Frees the resources of an instance whose run has ended, or removes an instance that waits for resources.
 
-        ``again``: whether an instance that has run waits for its next run from now on.
+        ``again``: whether an instance whose run has ended waits for resources again.
         """
         if instance in self._running:
             del self._running[instance]

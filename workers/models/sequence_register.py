@@ -14,7 +14,7 @@ from tensord.workers.scheduling.sequence_table import SequenceTable
 
 
 class SequenceRegister:
-    """Counts and bounds the live sequences of one worker. It alone writes the worker's sequence page."""
+    """Counts and limits a worker's live sequences, and publishes them in a shared memory (``page``) that fronts read."""
 
     def __init__(self, page: SequencePage, most: int) -> None:
         self.page = page
@@ -29,7 +29,7 @@ class SequenceRegister:
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """Returns the object by which one load of a model version registers its sequences."""
+        """Returns a new object, which registers the sequences of one loaded model version."""
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
@@ -78,7 +78,7 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """Publishes the number of free slots of ``table`` from now on, so that new sequences of the version begin here."""
+        """From now on publishes how many slots of ``table`` are free, so that fronts send new sequences to this worker."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)

@@ -57,9 +57,9 @@ class DeviceRun(NamedTuple):
 
 
 class SteppedModel:
-    """A version of a model that computes many requests together, one step of all of them after the other.
+    """A version of a model that computes many requests together, step by step. Each step advances all of these requests.
 
-    Each request has a slot, its place in the arrays of a step, until its end.
+    A request has a slot, which is its place in the arrays of a step, until the request ends.
     """
 
     def __init__(
@@ -165,9 +165,10 @@ class SteppedModel:
         return DeviceRun(made, given)
 
     def find_fault(self) -> str | None:
-        """Runs generated requests alone, beside others and in other slots. Returns a sentence if outputs differ, else None.
+        """Tests whether a request's outputs depend on other requests or on its slot. Returns a sentence if they do, else None.
 
-        Also returns None if the programs may not be run or would take long. Errors of the programs are raised unchanged.
+        The test runs the model's programs on generated requests. The result is None without a test if the programs are not
+        safe to try or would take long. Errors of the programs are raised unchanged.
         """
         used, count = self.executables, min(self._slots, _ASKED)
         shapes, insert = next(iter(used.inserts.items()))

@@ -235,7 +235,10 @@ class ParameterSet:
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Stores the set's leaves, as ``hosted`` returns them, in host memory. Call it before ``prepare``."""
+        """Stores the set's arrays in host memory. Call it before ``prepare``.
+
+        ``host`` has an entry for each leaf of the parameters: an array, or None if the set has no array of its own for the leaf.
+        """
         self._host = host
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
@@ -326,10 +329,10 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Lets the single-thread device, which runs small programs, use the memory of all parameter sets.
+        """Lets the device that runs small programs on a single thread use the memory of all parameter sets.
 
-        ``share``: returns a tree for that device, in the memory of the given tree. ``share`` is called for ``main`` now. If this
-        call raises, nothing changes, and the error is raised unchanged.
+        ``share``: copies a tree of arrays to that device without copying the memory. It is called for the set ``main`` now. If
+        this call raises, nothing changes, and the error is raised unchanged.
         """
         self.share = share
         try:

@@ -320,10 +320,9 @@ class MemoryPool:
         self._forget(self._memories[:-MOST_RETURNING])
 
     def expire(self, now_ns: int) -> bool:
-        """Frees memory of the pool that was not used lately. Returns whether a later call may free more.
+        """Drops memory that was not used lately from the pool. Returns True if a later call may drop more.
 
-        A block is freed if no block of its size was filled in the last ``KEPT_NS`` nanoseconds. A block is also freed if it is
-        free now and was free at the last call of this method. ``now_ns``: the time of CLOCK_MONOTONIC.
+        Dropped memory is freed when its last user is done. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
         gone: list[_Memory] = []

@@ -184,7 +184,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Closes the made memory, unless somebody took it, and ends the leases of regions. May be called more than once."""
+        """Closes the memory that ``make`` has filled, unless somebody took it, and ends this push's leases of regions."""
         for region in self._regions:
             region.unlease()
         self._regions = []

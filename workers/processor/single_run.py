@@ -59,7 +59,7 @@ class SingleRun:
           lane: the submitter's lane, with the arenas of inputs and outputs.
           inputs: the inputs that the prepared request describes, each with its number of bytes.
           plan: how an answer is built from a run's outputs.
-          names: the name of each output of the run, by the output's number, which ``plan`` has as ``PlannedOutput.content``.
+          names: the name of the run's output for each ``PlannedOutput.content`` in ``plan``.
           rows: the number of rows of each request.
           regions: the regions that the prepared request names, by name.
         """

@@ -107,10 +107,10 @@ def share(parameters: Any, device: jax.Device) -> Any:
 
 
 class SmallPrograms:
-    """Decides which programs of one model version run on the single-thread device, and compiles them. Any thread may use it.
+    """Decides which programs of a model version run on a CPU device with only one thread, and compiles these programs.
 
-    A program runs on the device if the program is small and a test run has succeeded. A version whose parameters or programs
-    cannot be shared with the device runs all programs on the worker's device, which is logged once.
+    A program runs there if it is small and a test run has succeeded. All other programs run on the worker's usual device.
+    Any thread may use this object.
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:

@@ -122,7 +122,6 @@ class CacheDirectory:
             os.close(lock)
 
     def _locked(self, name: str, check: Callable[[], None]) -> int:
-        """Opens and locks the file ``name``, and returns its descriptor. ``check`` is called again and again meanwhile."""
         while True:
             with self._alone() as directory_fd:
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=directory_fd)

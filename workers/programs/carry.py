@@ -108,10 +108,10 @@ def carry_byte_size(signature: Signature) -> int:
 
 
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
-    """Returns the argument INT32[2, rows] of a program: where the state of each row's sequence is, and 1 if it begins.
+    """Returns a program's argument INT32[2, rows], which tells the program about the sequence of each row.
 
-    ``used``: these two values for the first rows. Other rows belong to no request. They get places outside of the array of
-    states, so that their new state is dropped.
+    The first value for a row is the place of its sequence's state in the array of states. The second is 1 if the sequence
+    begins, else 0. ``used``: these two values for each row of a request. The other rows get places outside of the array.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(

@@ -176,7 +176,7 @@ class Executable(ABC):
 
     @property
     def gathers(self) -> bool:
-        """True if the inputs may be gathered in host memory: always on a processor, and on a GPU if they are small."""
+        """True if a batch's inputs may be gathered in host memory. On a CPU they always may, on a GPU only if they are small."""
         return self._inputs.fit
 
     @functools.cached_property
@@ -259,7 +259,7 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Runs the program on one batch. ``compute`` explains the arguments and sets JAX's 64-bit mode for this call."""
+        """Does the work of ``compute``, which has turned on JAX's 64-bit mode if the model needs it."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
@@ -288,7 +288,7 @@ class Executable(ABC):
         return
 
     def settle(self, places: Places) -> None:
-        """Takes back the permission of ``offer``, so that no later run writes outputs to ``places``.
+        """Undoes ``offer``: no later run writes outputs to ``places``, the memory that was reserved for a request's outputs.
 
         Call it when the request's answer has been sent or given up, and nobody uses the outputs any more.
         """

@@ -226,7 +226,6 @@ class Executables:
         return self._kept(parts, what, functools.partial(compile_it, number), cancellation)[0]
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """Chooses the device of all programs. If even the largest one is small, it is the CPU device with one thread."""
         small, self._small = self._small, None
         if small is not None and planned:
             lower = functools.partial(self._lowering.lower, *planned[-1])

@@ -341,7 +341,10 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Returns for each key of ``compiled`` what runs so many requests in one call; empty: their inputs have no room."""
+        """Makes programs that run several requests in one call, or [] if the requests' inputs are too large for this.
+
+        ``compiled``: the compiled program for each number of requests.
+        """
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
@@ -401,7 +404,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Compiles and finds programs that run several requests in one call. Any thread may call ``compile`` and ``prepare``."""
+    """Compiles programs that run several requests in one call, in any thread, and finds them for requests that wait."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature
@@ -409,18 +412,20 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Compiles, by ``make``, programs that run several requests in one call. Errors of ``make`` are raised unchanged.
+        """Compiles programs that run several requests in one call.
 
-        ``singles``: programs that run one request in a call. They are skipped unless ``self.wants`` returns True for them.
+        Args:
+          singles: programs that run one request in a call. Those for which ``self.wants`` returns False are skipped.
+          make: compiles a program or finds it in the cache. Its errors are raised unchanged.
         """
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
-        """Returns the program for one call that runs as many of ``waiting`` requests as it can; None: each request runs alone.
+        """Returns the program that runs ``waiting`` requests in one call, or None if each request must run alone.
 
-        ``key``: the shape of the requests. The program may have room for more requests than wait.
+        ``key``: the shape of the requests. The program may have room for more requests. If too many wait, it has room for fewer.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]

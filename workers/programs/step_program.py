@@ -113,9 +113,9 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Calls the model's function ``insert`` for new requests. Returns its packed results, and the changed ``carry``.
+        """Calls the model's function ``insert`` for new requests. Returns their results, packed as rows, and the new ``carry``.
 
-        ``slots``: the requests' slots. ``carry``: the state of all requests.
+        ``inputs``: the new requests' inputs. ``slots``: the new requests' slots. ``carry``: the state of all requests.
         """
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)

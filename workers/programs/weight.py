@@ -58,13 +58,13 @@ def is_within(program: Program, most: tuple[float, float], text: Program | None 
 
 
 def share_of(program: Program) -> float:
-    """Returns a program's work as a part of what one iteration of the worker's loop may do; inf: more, or unknown."""
+    """Returns a program's work divided by the most work of one iteration of the worker's loop, or inf if above 1 or unknown."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, (_ITERATION, _ITERATION)) else math.inf
 
 
 def weight_of(program: Program) -> Weight:
-    """Returns the weight class of a program; HEAVY: more work than LIGHT, or unknown."""
+    """Returns the weight class of a program by the program's work. If the work is unknown, the class is HEAVY."""
     if not is_within(program, _LIGHT):
         return Weight.HEAVY
     return Weight.TINY if is_within(program, _TINY) else Weight.LIGHT

@@ -182,8 +182,6 @@ class Saying:
 
 
 class _Asking(Saying):
-    """A context manager that turns errors into TritonModelException. For NotAllowed it has Triton's text."""
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, asking.NotAllowed):
             error = InvalidArgument(

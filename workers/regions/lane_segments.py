@@ -111,7 +111,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Raises InvalidArgument, because a client's tensors are in its requests or in regions, never in an arena."""
+        """Always raises InvalidArgument, because a client may not name a place in an arena. It names a region instead."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

@@ -142,7 +142,7 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of checking a request, for later requests like it. Forgets how such requests were answered.
+        """Stores the results of checking a request, for later requests like it. Removes the stored plans of answers.
 
         ``load``: the loaded version's cache of checked inputs. ``outputs``: the requested outputs by name. ``checked``: the
         result of checking the inputs. It is None if shapes differ from request to request.

@@ -259,8 +259,10 @@ def not_kept(request: Request | None) -> None:
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
     """Passes a response to the ``sink`` of an ``InnerRequest``. Does nothing after the last response.
 
-    ``result``: the response; None: there is none, and none follows. ``moments``: the times of the run; None: the request did not
-    run. ``final``: whether this is the last response.
+    Args:
+      result: the response. It is None if the request ends without a further response.
+      moments: the times of the run. It is None if the request did not run.
+      final: whether this is the last response.
     """
     assert isinstance(request, InnerRequest)
     if request.is_open:

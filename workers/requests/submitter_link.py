@@ -151,7 +151,6 @@ class SubmitterLink(Generic[R]):
         self._hold(more)
 
     def _hold(self, byte_size: int) -> None:
-        """Counts more bytes that requests take. Raises InvalidArgument: they are too many."""
         assert self.owner is not None
         try:
             if byte_size > 0:
@@ -186,7 +185,7 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Stops counting the memory of a lane that has ended, except for requests that are still in flight."""
+        """Takes the memory of a lane that has ended off the submitter's count. Requests in flight stay counted."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 
@@ -265,7 +264,7 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Removes a submitter whose lane has ended. Returns True if the user now has no submitter."""
+        """Removes a submitter whose lane has ended. Returns True if it was the last submitter of this Linux user."""
         self.submitters.discard(submitter)
         return not self.submitters
 
@@ -287,7 +286,10 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if ``byte_size`` more bytes of requests exceed both the user's limit and the submitter's share."""
+        """Raises Unavailable if the submitter may not hold ``byte_size`` more bytes of requests.
+
+        It may not if these bytes exceed both this Linux user's limit and the submitter's share of it.
+        """
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
         if held + byte_size > most and submitter.request_byte_size + byte_size > share:

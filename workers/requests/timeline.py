@@ -89,10 +89,9 @@ class RequestTimeline:
         self._count = self._characters = 0
 
     def within(self, open_here: Span | None) -> Span | None:
-        """Returns the open span that becomes the parent of this request's next span, or None if no span is open.
+        """Returns the open span that becomes the parent of this request's next span, or None if this request has no open span.
 
-        ``open_here``: the innermost open span of the calling context. If the span is of another request, the newest open span of
-        this request is returned.
+        The parent is ``open_here`` if it is an open span of the request. Otherwise the parent is the request's newest open span.
         """
         if open_here is not None and not open_here.ended_ns and open_here in self._spans:
             return open_here
@@ -160,9 +159,9 @@ class RequestTimeline:
 
 
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Makes the timeline of a traced request, which was queued at ``queued_ns``.
+    """Makes the timeline of the traced request that ``record`` describes. The request was queued at ``queued_ns``.
 
-    ``context``: the trace that a client's request belongs to. If it is for another request than ``record``, it is ignored.
+    If ``context`` has the same request id as ``record``, the timeline keeps ``context`` as the client's trace.
     """
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:
@@ -171,7 +170,7 @@ def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -
 
 
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
-    """Returns what follows the timestamps in an encoded ``Timeline``, if it says nothing but the parameter set.
+    """Returns the bytes after the timestamps in an encoded ``Timeline`` that has no further field except ``parameters``.
 
     ``parameters``: name and number of the pushed parameter set that the request ran with; None: it ran with none.
     """

@@ -55,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Removes and returns the objects that the loop calls now. Woken objects come before objects whose time has come."""
+        """Removes and returns the parts that the loop must ask for work now: first the woken ones, then those that are due."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

@@ -116,7 +116,7 @@ class EnsembleRun(Generic[T]):
 
     @property
     def stuck(self) -> bool:
-        """True if an answer to the client still lacks outputs. If no step is running then, the request has failed."""
+        """True if outputs for the client are missing. If no step of the ensemble is running, nothing will make these outputs."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.

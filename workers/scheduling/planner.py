@@ -123,10 +123,10 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns the numbers of waiting rows for which ``take`` returns all waiting requests. They are ascending ranges.
+        """Returns, as ascending ranges, the numbers of waiting rows that fit into one batch together without a delay.
 
-        Only requests with the batching key ``key`` count. The last range ends with the most rows that can share a batch.
-        The result is empty if requests are delayed or never share a batch.
+        If as many rows wait under the batching key ``key``, ``take`` returns all of them. The last range ends with the most rows
+        that can share a batch. The result is empty if requests are delayed or never share a batch.
         """
         return ()
 

@@ -541,7 +541,6 @@ def _in_order(owners: _Waiters[W]) -> Iterable[W]:
 
 
 def _next_of(owners: _Waiters[W]) -> W:
-    """Returns the first of the waiting requests in ``owners``."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return _first(waiting)

@@ -408,7 +408,10 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends a sequence after its waiting requests. Returns the sequence that gets the free slot at once, or None."""
+        """Ends a sequence. If the sequence has waiting requests, they run first, and the result is None.
+
+        Otherwise returns the waiting sequence that gets the ended sequence's slot, or None if no sequence waits for a slot.
+        """
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -417,9 +420,9 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences whose idle time is over at ``now_ns``; None: all idle ones.
+        """Ends sequences whose idle time is over at ``now_ns``. If it is None, ends all sequences that have no request now.
 
-        Returns the sequences that get their slots.
+        Returns the waiting sequences that get the slots of the ended sequences.
         """
         ready: list[LiveSequence[S]] = []
         while self._idle:

@@ -69,7 +69,7 @@ class Step(NamedTuple, Generic[W]):
     goes_on: bool = False
 
     def parts(self, groups: Sequence[Sequence[SlotHolder[W]]]) -> list[Step[W]]:
-        """Divides the step into parts, which run one after the other. Each group of requests gets a part."""
+        """Returns a step for each group of this step's requests. Run these steps one after the other in place of this step."""
         numbers = [frozenset([holder.number for holder in group]) for group in groups]
         whole = frozenset().union(*numbers)
         return [

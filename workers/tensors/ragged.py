@@ -62,8 +62,8 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
     Args:
       source: the ragged input from which ``spec`` is computed. If ``spec`` is ragged, ``source`` is ``spec`` itself.
       rows: the number of rows of the batch.
-      units: the batch's room for elements of ``source``, as a number of groups of ``unit(source)`` elements.
-      most: how many elements of ``source`` one request may have. An input of the kind ``MOST`` has this shape.
+      units: how many groups of ``unit(source)`` elements of ``source`` fit into the batch.
+      most: how many elements of ``source`` one request may have.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)

@@ -102,7 +102,7 @@ class TensorSpec:
         return in_slices(array) if strings else array
 
     def for_client(self, array: Array, batches: bool) -> Array:
-        """Gives a model's tensor the shape that clients see. ``batches``: whether its first axis is a batch, and stays."""
+        """Returns a model's tensor in the shape that clients see. If ``batches`` is True, the first axis is a batch and stays."""
         if not self.reshaped:
             return array
         lead = array.shape[:1] if batches else ()

@@ -88,7 +88,7 @@ class WorkThread:
                 self._start()
 
     def finish(self) -> None:
-        """Waits until all queued functions have returned and the threads have ended. Do not call ``do`` afterwards."""
+        """Waits until all queued functions have returned, and ends the thread that calls them. Do not call ``do`` afterwards."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
