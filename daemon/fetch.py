@@ -80,7 +80,7 @@ def fetch(
 
     Args:
       options: the daemon's configuration.
-      devices: the devices of the daemon's workers. The check loads the model on them. If there are none, no model code runs.
+      devices: the devices of the daemon's workers, on which the check loads the model. If empty, no code of the model is run.
       sha256: the expected checksum of the archive, or of the file SHA256SUMS in the folder, or "".
       max_byte_size: the most bytes that the model, and an archive of it, may have.
       timeout: how many seconds the load of each version may take in the check.

@@ -203,7 +203,7 @@ def slices(arrays: Mapping[str, Array]) -> Callable[[int, int], dict[str, Array]
 
 
 def written(array: Any) -> Any:
-    """Returns an array of numbers as a JSON object with shape, dtype and base64 data, or an array of strings as a flat list."""
+    """Returns a JSON object with shape, dtype and base64 data for an array of numbers, or a flat list for an array of strings."""
     if array.dtype.kind == "O":
         return [each.decode(errors="replace") for each in array.ravel()]
     data = {"buffer": base64.b64encode(array.tobytes()).decode(), "encoding": "base64"}

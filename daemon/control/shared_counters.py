@@ -146,7 +146,7 @@ class FrontCounters:
     def note_number(self, numbered: int, evicted: int) -> None:
         """Counts a prepared request that got a number.
 
-        ``numbered``: how many prepared requests of this front have a number now. ``evicted``: how many of them lost their number
+        ``numbered``: how many prepared requests of this front have a number now. ``evicted``: how many others lost their number
         to make room for this one.
         """
         at = self._at + _PREPARED

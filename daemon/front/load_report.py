@@ -34,7 +34,7 @@ def asked(value: str) -> str:
 
 
 def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
-    """Returns name and value of the HTTP header with the load of ``submitter`` in the format "text", "json" or "bin"."""
+    """Returns name and value of the HTTP header with the load of ``submitter`` in the format ``wanted`` (text, json or bin)."""
     in_flight, utilization = submitter.load
     if wanted == "text":
         value = f"TEXT application_utilization={utilization:.3f}, named_metrics.in_flight={in_flight}".encode()

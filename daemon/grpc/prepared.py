@@ -128,7 +128,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the message ``content[start:end]`` in full.
 
-        ``walked``: the result of ``walk`` for the message. It is None if ``walk`` could not read the message. ``known``: the
+        ``walked``: the parts of the message that ``walk`` found, or None if ``walk`` could not read the message. ``known``: the
         prepared part of former messages like this one, or None.
         Raises RefusedRequest if the message is no valid request for a served model.
         """

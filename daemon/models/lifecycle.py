@@ -115,8 +115,8 @@ class Lifecycle:
     def unload(self, name: str, token: int) -> list[Instruction]:
         """Queues an unload of a model, and begins it if no other load or unload of the model runs.
 
-        Returns the instructions that the caller must carry out now. The instruction Settled with ``token`` says that the unload
-        has ended. If the model is unknown, Settled is among them. Otherwise a method that is called later returns it.
+        Returns the instructions that the caller must carry out now. The last instruction of an unload is Settled with ``token``.
+        It is returned here if the model is unknown. Otherwise it is returned once the model's workers have answered.
         """
         if name not in self.models:
             return [Settled(token)]

@@ -90,8 +90,8 @@ class Connection(Protocol):
     def ask(self, call: Call) -> Pending[Answer]:
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
-        If ``call.detached`` is True, the caller may change the input arrays as soon as this returns. Otherwise the caller
-        may change them only once the answer has come. An array that the method ``empty`` has made may never be changed before.
+        If ``call.detached`` is True, the caller may change the input arrays as soon as this returns. Otherwise, and for arrays
+        that the method ``empty`` has made, the caller may change them only once the answer has come.
 
         Raises: ServingError: the request cannot be sent.
         """

@@ -91,7 +91,7 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns a function that takes only the arrays of ``parameters``, as a list, and this list.
+    """Returns two values: a function that takes a list of the arrays in ``parameters``, and this list.
 
     The function calls ``apply`` with the whole tree of parameters, in which all other leaves are unchanged.
     If all leaves are arrays, ``apply`` and ``parameters`` are returned unchanged.

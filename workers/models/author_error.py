@@ -39,7 +39,7 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
     """Returns the text for an error that made a load fail.
 
-    ``folders``: the folders of the model version and of the model. The text has paths in them without the folder.
+    ``folders``: the folders of the model version and of the model. The text names the files in them by relative paths.
     """
     if type(error).__name__ == "UnexpectedTracerError":
         return f"UnexpectedTracerError: {LEAKED}{_line(error, folders)}"

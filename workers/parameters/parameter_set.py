@@ -331,7 +331,7 @@ class ParameterSets:
     def share_by(self, share: Callable[[Any], Any]) -> None:
         """Lets the device that runs small programs on a single thread use the memory of all parameter sets.
 
-        ``share``: copies a tree of arrays to that device without copying the memory. It is called for the set ``main`` now. If
+        ``share``: turns a tree of arrays into arrays of that device in the same memory. It is called for the set ``main`` now. If
         this call raises, nothing changes, and the error is raised unchanged.
         """
         self.share = share

@@ -259,7 +259,7 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Does the work of ``compute``, which has turned on JAX's 64-bit mode if the model needs it."""
+        """Does the work of ``compute`` with the same arguments. JAX's 64-bit mode is already set as the program needs it."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:

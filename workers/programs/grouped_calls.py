@@ -404,7 +404,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Compiles programs that run several requests in one call, in any thread, and finds them for requests that wait."""
+    """Compiles programs that run several requests in one call, and finds the program for requests that wait."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature
@@ -423,9 +423,9 @@ class GroupedCalls:
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
-        """Returns the program that runs ``waiting`` requests in one call, or None if each request must run alone.
+        """Returns the program for ``waiting`` requests in one call, or None if each request must run alone.
 
-        ``key``: the shape of the requests. The program may have room for more requests. If too many wait, it has room for fewer.
+        ``key``: the shape of the requests. The program may have room for more requests. If too many wait, it runs some of them.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]

@@ -185,7 +185,7 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Takes the memory of a lane that has ended off the submitter's count. Requests in flight stay counted."""
+        """Takes the memory of a lane that has ended off the submitter's memory count, except that of requests in flight."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 

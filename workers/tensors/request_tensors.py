@@ -37,7 +37,7 @@ class RequestTensors(Sequenced):
     def arrays(self) -> dict[str, Array]:
         """The request's input arrays by name, in the shapes that the model gets. Nobody may write to them.
 
-        An input in a region may be a ``LateTensor``. It holds a place in the region, and is read only when a value is needed.
+        An input in a region may be a ``LateTensor``, whose values are copied from the region only when they are needed.
         """
         if self._arrays is None:
             # Made only for who asks: what is gathered into a batch goes there as bytes.
