@@ -219,10 +219,10 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Makes ``check`` run as user ``name``. If that is None, root becomes the user of tensord.service, if it is installed.
+    """Makes ``check`` run as user ``name``. None means, if root calls, the user of an installed tensord.service, else the caller.
 
-    For the service's user, starts ``check`` again in the service's sandbox and exits. In that second process, returns the working
-    directory of the first one. In all other cases, returns None.
+    For the service's user, a second process runs ``check`` in the service's sandbox, and the first one exits. In the second
+    process this function returns the first one's working directory. Otherwise it returns None.
     """
     from tensord.daemon import service_user
 

@@ -404,7 +404,7 @@ class HttpRequest(Pending[Any]):
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Cancels this request. Closes its connection, which tells the server, or gives up its wait for a connection.
+        """Cancels this request: closes the request's connection, so that the server notices, or stops waiting for a connection.
 
         The thread or event loop that waits for the answer may do so later, after this method has returned.
         """

@@ -152,10 +152,7 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Returns the offset behind the JSON value at ``start``, or ``start`` if only a JSON parser can find its end.
-
-    ``opening``: the match of the value's first characters. The search yields after each piece.
-    """
+    # The result ``start`` means that only a JSON parser can find the end.
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))
         return end + 1 if view[end - 1] != _BACKSLASH else start

@@ -233,7 +233,7 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of an answer to a request of this kind, for answers that have the prepared part ``prepared``.
+        """Returns the encoder for an answer, with the prepared part ``prepared``, to a request of this kind.
 
         ``record``: the worker's answer. ``view``: returns the bytes of a tensor.
         Raises InvalidArgument if a tensor of the answer is outside the arena.

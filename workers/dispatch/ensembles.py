@@ -106,7 +106,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs a batch of an ensemble's requests. Returns True if one call ran all members of the ensemble."""
+        """Runs a batch of an ensemble's requests. Returns whether one call ran all members, not one call for each member."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [

@@ -30,7 +30,7 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits until no other model is being compiled or first run, and keeps others from that while the ``with`` block runs.
+    """Waits for this model's turn to be compiled and first run. The turn lasts until the ``with`` block ends.
 
     ``aside``: makes a context manager in which other models go on loading. ``turns``: gives one model after the other its turn.
     Sets ``progress.renew``, a function that the block calls at each step of its work. Raises Cancelled if the load was cancelled.

@@ -143,7 +143,7 @@ class FreeState:
     ) -> list[Result]:
         """Stores the new state of each request's sequence from the results of a run. Returns the results without the states.
 
-        If a new state would make all states exceed their limit, its sequence keeps the former state, and its request's result is
+        If all states together would exceed the limit, the sequence keeps its former state, and the request's result becomes
         Unavailable. ``live``: returns all live sequences, whose states count for the limit.
         """
         return [

@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan for answers that give their prepared part by its number, which is in ``numbered``."""
+        """Returns a copy of the plan that puts the number of ``numbered`` into answers, instead of their prepared part."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 

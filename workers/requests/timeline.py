@@ -129,8 +129,8 @@ class RequestTimeline:
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
         """Adds ``child``, the timeline of a request that the model's code made for this request. The child's request has ended.
 
-        ``model``, ``version``: the model that the child's request asked for. ``within``: the span of the model's code in which it
-        was made, or None if there was none.
+        ``model``, ``version``: the model that the child's request asked for. ``within``: the span of the model's code that made
+        the child's request, or None if there was none.
         """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
