@@ -478,9 +478,9 @@ def _zipped(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | 
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
-    """Returns whether a file is skipped when a model's folder is fetched. ``parts``: the parts of the file's path.
+    """Returns whether a fetch skips a file because no model needs such files, for example files in ``__pycache__``.
 
-    Raises InvalidArgument if the path leads out of the model's folder on some operating system.
+    ``parts``: the file's path, split at slashes. Raises InvalidArgument if the path could lead out of the model's folder.
     """
     if any(part in ("..", "") or "\\" in part or "\0" in part for part in parts) and parts != [""]:
         raise InvalidArgument(f"'{'/'.join(parts)}' is no path in a model's folder")

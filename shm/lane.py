@@ -226,7 +226,7 @@ class SubmitterLane(LaneEnd):
         return self.channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
-        """Tells the worker that nobody waits for a request's answer any more. The worker still sends a final answer."""
+        """Asks the worker to give up a request, because the submitter needs no answer. The worker still sends a final answer."""
         self.channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:

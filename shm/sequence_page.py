@@ -179,10 +179,10 @@ class SequencePage(Page):
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the number that the worker stored for a sequence or a model version, or 0 if the page has no such key.
+        """Returns the number that the worker has stored in the page under ``key``, or 0 if the page does not have the key.
 
-        The number of a sequence is (ns at which it was admitted) << 2 | ``SequenceState``. The number of a model version is
-        ``FreeSlots.edition`` << 42 | number of free slots << 22 | number of waiting sequences << 2.
+        For a sequence this number is (time of admission in ns) << 2 | ``SequenceState``. For a model version it is
+        ``edition`` << 42 | ``free`` << 22 | ``backlog`` << 2, made of the fields of ``FreeSlots``.
         """
         low, high = key
         words = self._words

@@ -127,7 +127,7 @@ class Robot(ServerConnection):
         self.drop(CloseCode.POLICY_VIOLATION, f"{self.unread} bytes of a message came in {seconds} s, and no end")
 
     def drop(self, code: int, reason: str) -> None:
-        """Closes the WebSocket connection with status ``code`` and text ``reason``, without waiting for the client's reply."""
+        """Closes the robot's WebSocket connection with the status ``code`` and the text ``reason``. Does not wait for a reply."""
         if self.state is State.OPEN:
             self.protocol.fail(code, reason.encode()[:123].decode(errors="ignore"))  # as many bytes as a frame may have
             self.send_data()

@@ -174,9 +174,9 @@ class Point:
         return rows if self.has_rows else rows[0, ...]
 
     def gradient(self, name: str, rows: Array) -> Array:
-        """Returns a gradient in the shape and dtype in which the input ``name`` came.
+        """Converts the gradient of the input ``name`` to the shape and dtype in which the client sent the input.
 
-        ``rows``: the gradient for each row of the request. If the input came without rows, the sum over the rows is returned.
+        ``rows``: the gradient for each row. The rows are added up if the client sent one value of the input for all rows.
         """
         shape = self.shapes[name]
         rows = rows if rows.shape == shape else rows[0] if self.rows == 1 else rows.sum(0)

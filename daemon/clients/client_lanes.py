@@ -172,13 +172,13 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens a lane to each worker that serves a version, unless the client already has a lane to it.
+        """Opens a lane between a client and each worker that serves a model version. Existing lanes of the client are kept.
 
-        The answer begins with another worker for each client, so that clients are spread over the workers. ``wanted``: the
-        client's question. ``state``: the version's state. Returns the answer for the client, and the client's ends of the new
-        lanes, which the caller must close. After an error no lane is open.
-        Raises Unavailable if there are too many lanes or no free descriptor. Raises Unsupported if the model's description is
-        too large.
+        Returns the answer to the client, and the client's sockets for the new lanes, which the caller must close. The first lane
+        in the answer leads to another worker for each client. After an error no new lane is open.
+        ``wanted``: the client's request for lanes. ``state``: the state of the model version.
+        Raises Unavailable if there are too many lanes or no free file descriptor. Raises Unsupported if the model's metadata is
+        too long for an answer.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
             raise Unsupported(

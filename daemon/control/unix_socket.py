@@ -12,9 +12,9 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns the path of a socket: ``configured`` or, if that is "", ``name`` in the folder that systemd made for sockets.
+    """Returns the path ``configured`` or, if it is "", the path of the file ``name`` in this service's runtime folder.
 
-    Returns None if ``configured`` is "" and the process is no service of systemd.
+    systemd names this folder in RUNTIME_DIRECTORY, a variable in ``environment``. Returns None if the variable is not set.
     """
     if configured:
         return Path(configured)

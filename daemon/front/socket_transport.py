@@ -317,10 +317,10 @@ class SocketTransport(asyncio.Transport):
 
 
 class SocketWatch:
-    """Reads and writes the client sockets of one front when epoll reports them ready.
+    """Watches the client sockets of a front with epoll, and reads and writes the sockets that are ready.
 
-    ``heeds_end``: whether a paused transport closes at once when the client has ended its sending. If False, the transport
-    first passes all received bytes to its protocol.
+    ``heeds_end`` is about clients that end their sending while reading is paused. If True, the protocol's ``eof_received`` is
+    called at once. If False, the protocol first gets all bytes that the client has sent.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:

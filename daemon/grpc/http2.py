@@ -302,7 +302,7 @@ class Http2:
         return end
 
     def data_was_read(self) -> None:
-        """Tells the stream ``self.data_stream`` that ``self.data_read`` more bytes were read into the memory of its message."""
+        """Records that ``self.data_read`` more bytes were read into the message buffer of the stream ``self.data_stream``."""
         byte_size, self.data_read = self.data_read, 0
         self.data_left -= byte_size
         stream = self.data_stream

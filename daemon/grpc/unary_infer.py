@@ -229,7 +229,7 @@ class StepOrder:
         self._due = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Returns whether ``step`` must wait because an earlier request of the same sequence is not sent yet."""
+        """Returns whether the request of ``step`` must wait until an earlier request of the same sequence is sent."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:

@@ -57,9 +57,9 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the text for which a placeholder stands, or None if ``data`` is no placeholder.
+        """Returns which piece of large data a placeholder in ``self.text`` replaces, as an index of ``self.spans``.
 
-        ``data``: the value of a ``data`` key in ``text``, decoded or as ``msgspec.Raw``.
+        Returns None if ``data`` is no placeholder. ``data``: the value of a tensor's ``data`` key, decoded or as ``msgspec.Raw``.
         """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""

@@ -50,9 +50,9 @@ class PreparedRequests:
     """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
-        """Creates empty caches for what requests share. Each cache has room for ``count`` entries.
+        """Begins with empty caches for ``count`` entries each.
 
-        ``inline_byte_size``: the most bytes of a tensor that is sent to a worker within the request's record.
+        ``inline_byte_size``: a tensor of up to this many bytes is sent to the worker inside the request's record.
         """
         self._inline_byte_size = inline_byte_size
         #: The fields that all requests of a kind share -> the kind.

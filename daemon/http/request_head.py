@@ -55,7 +55,7 @@ _NONE_GIVEN = TensorParameters()
 
 
 class InputHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds one entry of a request's ``inputs`` as the fast JSON decoder reads it, with ``data`` still as JSON text."""
+    """One input tensor in the JSON of an inference request. The field ``data`` is still JSON text."""
 
     name: str
     shape: tuple[int, ...]

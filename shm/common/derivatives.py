@@ -45,7 +45,7 @@ def original(name: str) -> tuple[str, int]:
 
 
 def check_not_derivative(name: str) -> None:
-    """Raises InvalidArgument if ``name`` is the name of a model's derivative, such as ``M.pull_back``."""
+    """Raises InvalidArgument if ``name`` names a derivative of a model, as ``M.pull_back`` does for a model ``M``."""
     model, order = original(name)
     if order:
         raise InvalidArgument(

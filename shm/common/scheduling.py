@@ -66,7 +66,7 @@ UNSCHEDULED = Scheduling()
 
 
 class Kind(enum.Enum):
-    """The datatype of a scheduling parameter's value. ``priority`` and ``timeout`` are scheduling parameters."""
+    """Says which type of value a scheduling parameter of a request has, for example a duration or a flag."""
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"

@@ -168,7 +168,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Marks the run of the model's code as ended. Calls that the code makes later belong to no request."""
+        """Ends the run of a model's code that this ``Caller`` describes. Later calls by this code belong to no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

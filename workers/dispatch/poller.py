@@ -64,9 +64,9 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many more requests of clients the method ``wait`` may answer in C instead of in Python.
+        """Sets how many more requests from clients' lanes ``wait`` may answer itself. The worker's loop answers all later ones.
 
-        ``joins``: whether Python must answer all requests that belong to a client's trace.
+        ``most``: this number. ``joins``: whether the worker's loop must answer each request that belongs to a client's trace.
         """
 
     def close(self) -> None:

@@ -129,10 +129,10 @@ class StepRows:
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends the responses of one step to the requests in ``slots``. Call ``join`` for each of these slots before.
+        """Sends one step's responses to the requests in ``slots``. Each of these slots must have been passed to ``join`` before.
 
-        ``rows``: the step's outputs, UINT8[all slots, size].
-        Returns the response senders of clients that may read too slowly. Later responses to their requests are sent separately.
+        ``rows``: the outputs of the step for all slots, UINT8[slots, bytes]. Returns the response senders of requests whose
+        clients may read too slowly. Later responses to these requests are sent one by one.
         """
         if slots != self._ready:
             self._prepare(slots)
@@ -216,10 +216,10 @@ class SteppingRuns:
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Starts the next programs of each model on the device, and sends the answers of programs that have finished.
+        """Starts the programs of all stepped models that are due, and sends the answers of programs that have finished.
 
-        ``wait``: whether to wait until the oldest running program of each model has finished. Returns whether to call this method
-        again at once.
+        ``wait``: whether to wait until the oldest running program of each model has finished.
+        Returns whether the caller must soon call this method again, because there is more to run or to send.
         """
         pending = False
         for version, stepping in list(self.living.items()):

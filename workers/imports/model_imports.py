@@ -314,9 +314,9 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """An import finder for models' own modules, which may have equal names. It loads a placeholder under each such name.
+    """An import finder for module names that several models use, each for another module.
 
-    It must be last on ``sys.meta_path``.
+    It imports a ``PlainName``, which shows each model the model's own module. The finder must be last on ``sys.meta_path``.
     """
 
     @staticmethod

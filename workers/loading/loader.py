@@ -415,11 +415,11 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Starts or ends instances of a serving version if ``record`` changes only their number, and returns the changed version.
+        """Changes how many instances a model version has, without loading the version again. Returns the changed version.
 
-        The other instances keep running, and nothing is compiled. Returns None if ``record`` changes nothing or more than the
-        number of instances, or if clients have pushed parameters into the version. The caller must then load the version anew.
-        Raises ServingError if an instance cannot be started.
+        ``record``: the version's new configuration. ``former``: the loaded version. The instances that remain keep running.
+        Returns None if the configuration changes nothing or also something else, or if clients have pushed parameters. The caller
+        must then load the version again. Raises ServingError if an instance cannot be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:

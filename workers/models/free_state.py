@@ -117,11 +117,10 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the tensors that are the state of a new sequence, by name.
+        """Returns the arrays of state with which a new sequence begins, by the names of the states.
 
-        ``arrays``: the inputs of the sequence's first request. They give the sizes of the state's free axes.
-        ``rows``: the number of rows in this request.
-        Raises InvalidArgument if two inputs have different sizes for one axis.
+        ``arrays``: the inputs of the sequence's first request. The size of each open axis of a state is taken from these inputs.
+        ``rows``: the number of rows in the first request. Raises InvalidArgument if two inputs have different sizes for one axis.
         """
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()

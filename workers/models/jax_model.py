@@ -160,11 +160,11 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the programs that the C extension may run for inputs with the shapes ``key``.
+        """Returns the programs that the C extension may run for inputs with the shapes ``key``, or [] if it may run none.
 
-        Entry i of the list is the program for a batch of i + 1 rows, or None if there is no such program. There are ``most``
-        entries. If the model has no batch axis but runs several requests in one call, entry i is the program for i + 1 requests,
-        and there are ``grouped_calls.MOST`` entries. The list is empty if the C extension cannot run the model.
+        The list has ``most`` entries. Entry i is the program for a batch of i + 1 rows, or None if there is no such program.
+        If a model without a batch axis can run several requests in one call, the list has ``grouped_calls.MOST`` entries instead,
+        and entry i is the program for i + 1 waiting requests.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.

@@ -42,9 +42,9 @@ class ModelTable:
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Lets requests reach a version and the models that compute its derivatives.
+        """Makes a model version and the models of its derivatives available to requests.
 
-        An earlier load of the same version gets no more requests, and ends after the requests that it has.
+        An earlier load of the version is replaced, and is freed when it has answered the requests that it has.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)

@@ -93,9 +93,9 @@ class SteppedModel:
         self._unmasked: tuple[int, frozenset[int], Any] | None = None
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the batching key of a request's inputs. Requests with equal keys can begin in one call of a program.
+        """Returns the batching key of the input shapes of a request. Requests with equal keys may begin in one batch.
 
-        Raises InvalidArgument if no program takes inputs of these shapes.
+        ``arrays``: the request's inputs by name. Raises InvalidArgument if no program of the model fits these shapes.
         """
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:

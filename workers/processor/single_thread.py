@@ -123,7 +123,7 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns the placement of programs on the single-thread CPU device, or None if programs cannot run there."""
+        """Returns the ``Placement`` for programs on the CPU device with one thread, or None if no program can run there."""
         with self._opening:
             if self._placement is None and self._possible:
                 try:

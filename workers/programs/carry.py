@@ -125,10 +125,10 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Returns a function that calls ``apply`` for one batch and stores the new states of the batch's sequences.
+    """Returns a function that runs ``apply`` on one batch with the states of the batch's sequences, and stores the new states.
 
-    JAX traces the returned function: (parameters, inputs, rows, carry) -> (outputs, carry). ``carry`` holds the states of all
-    sequences, one slot for each sequence. ``rows``, made by ``rows_argument``, gives the slot for each row of the batch.
+    JAX traces the function, which maps (parameters, inputs, rows, carry) to (outputs, carry). ``carry`` has the states of all
+    sequences, one slot for each sequence. ``rows`` has the slot of each row's sequence and whether the sequence begins.
     """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

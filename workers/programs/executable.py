@@ -161,9 +161,9 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of one run, as a fraction of what the worker's loop may do in one iteration.
+        """The work of one run, divided by the most work that the worker's loop may do in one iteration.
 
-        It is infinite if the work is unknown or more than the loop may do.
+        It is infinite if this quotient is above 1 or if the work is unknown.
         """
         return share_of(self.program)
 

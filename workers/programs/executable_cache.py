@@ -177,10 +177,10 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
-        """Returns the executable that is cached under ``key``, or None if the cache has no usable executable.
+        """Loads a compiled program from the cache on disk. Returns None if the cache has no usable program under ``key``.
 
-        ``usual``: the placement of executables for the worker's own device. ``small``: gives the placement of executables for the
-        CPU device with a single thread. If ``small`` is None, those executables are not loaded.
+        ``usual``: the placement of programs on the worker's own device. ``small``: makes the placement of programs on the CPU
+        device with one thread. If ``small`` is None, programs for the CPU device with one thread are not loaded.
         """
         name = _name(key)
         if self._directory is None or (content := self._directory.read(name)) is None:

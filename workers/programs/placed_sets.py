@@ -125,7 +125,7 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns how many bytes of the arrays ``host`` programs read without a copy. Returns 0 if the device is no CPU."""
+        """Returns how many bytes of ``host`` the programs on a CPU read in place, without a copy. On a GPU this is 0."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)

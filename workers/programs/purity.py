@@ -101,15 +101,15 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
-    """Yields a pair (chain, operands) for each operation of a JAX program, and of the programs nested in it.
+    """Yields (chain, operands) for each operation of a JAX program and of the programs nested in it.
 
-    ``chain`` is a tuple of the operations around the yielded operation, outermost first, and of this operation. ``operands``
-    has a pair for each operand: the numbers of those arguments of the outermost program on which the operand depends, and
-    the operand's value if it is a constant. At the end the function yields (``outer``, the program's results as such pairs).
+    The last element of ``chain`` is the operation. The elements before it are the operations that contain it, outermost first.
+    ``operands`` has a pair (numbers, value) for each operand: the numbers of all arguments from which the operand is computed,
+    and the operand's value if it is a constant, else None. At the end it yields (``outer``, such pairs for the results).
     Args:
-      arguments: a set of such numbers for each argument of ``program``.
-      outer: the operations around ``program``, outermost first.
-    Returns a set of such numbers for each result.
+      arguments: a set of numbers for each argument of ``program``. The caller chooses the numbers.
+      outer: the operations that contain ``program``, outermost first.
+    Returns the set of numbers of each result of ``program``.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)

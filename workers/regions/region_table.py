@@ -34,7 +34,7 @@ class RegionTable:
     ) -> None:
         """Makes a table without regions. ``pinned``: page-locks regions. If it is None, no region is page-locked.
 
-        ``gpu``: the number of the worker's first GPU, as the daemon counts GPUs. It is None if the process sees all GPUs.
+        ``gpu``: the number of the worker's first GPU among the daemon's GPUs, or None if the worker is bound to no GPU.
         """
         self._pinned = pinned
         self._policy = policy

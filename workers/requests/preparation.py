@@ -117,9 +117,9 @@ class CheckedInputs(dict[Inputs, Checked]):
 
 
 class Preparation:
-    """A submitter's prepared request, with the results of its validation and the plans for answers.
+    """Saves a worker from repeating work for each request with the same prepared part.
 
-    These results and plans are valid for one load of a model version.
+    Stores the results of checking such requests, and plans for building the answers. They are valid for one load of the model.
     """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")

@@ -87,21 +87,21 @@ class Request(RequestTensors):
         contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
         preparation: Preparation | None = None,
     ) -> None:
-        """Makes a request with either ``arrays`` or ``contents``.
+        """Makes a request with inputs from ``arrays`` or, if that is None, from ``contents``.
 
         Args:
-          submitter: the sender of the request.
-          prepared: the part of the request that repeats.
-          own: the rest of the request.
-          key: requests with equal keys may share a batch.
+          submitter: the worker's link to the submitter that sent the request.
+          prepared: the part of the request that is sent once for many requests.
+          own: the record with the rest of the request, such as the request's id.
+          key: the batching key. Requests with equal keys may run in one batch.
           rows: the batch size.
-          arrays: the inputs as arrays, by name. If it is None, arrays are made from ``contents`` when they are needed.
+          arrays: the inputs as arrays, by name.
           outputs: the requested outputs by name. If it is empty, all outputs are requested.
           regions: the regions that the request has leased, once per tensor.
           now_ns: the time of arrival, which is used if ``own.received_ns`` is 0.
           copied_byte_size: how many bytes of the request's tensors were copied so far.
           contents: the bytes of each input. Give them only if no input is BYTES, BOOL or reshaped.
-          preparation: plans how requests with this ``prepared`` are answered. If it is None, there is no plan.
+          preparation: plans for answering requests with this ``prepared``. If it is None, there are no plans.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None

@@ -117,9 +117,9 @@ class EncodedResponses:
         self.taken = False
 
     def add(self, record: bytes) -> bool:
-        """Adds an encoded response in the model's thread.
+        """Adds one encoded response. Only the model's thread calls this method.
 
-        Returns False if the worker's loop has already called ``take``. The caller must then pass this object to the loop again.
+        Returns False if the worker's loop has taken earlier responses. The caller must then pass this object to the loop again.
         """
         self._records.append(record)
         return not self.taken
@@ -319,7 +319,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one call of ``hold``. If no call is left, the request fails, unless it has ended or the model runs it again."""
+        """Ends one use that ``hold`` began. After the last use, an unfinished request fails, unless the model runs it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)

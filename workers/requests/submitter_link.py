@@ -231,9 +231,9 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses with the outputs ``described``, or None if no such response was sent before.
+        """Returns the encoder of small responses with these outputs, or None if ``response_kind`` has made no such encoder.
 
-        The encoder is not for the last response to a request. ``version``: the number of the model version. Thread-safe.
+        The encoder is for all responses to a request except the last. ``version``: the number of the model version. Thread-safe.
         """
         return self._response_kinds.get((version, False, described))
 

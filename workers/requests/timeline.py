@@ -145,7 +145,7 @@ class RequestTimeline:
         self._within.append(within)
 
     def told(self) -> Timeline:
-        """Returns the timeline as a record. If the model has begun to compute, the time of this call is recorded as the end."""
+        """Returns the timeline as a ``Timeline`` record. If the model is computing, COMPUTE_END is the time of this call."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()

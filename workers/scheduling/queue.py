@@ -284,10 +284,10 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(sequence)
 
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
-        """Puts requests that were taken but could not run back at the front of the queue, even if the queue is full.
+        """Puts requests that the caller took but could not run back at the front of the queue, even if the queue is full.
 
-        ``requests`` must be in the order of their arrival, and older than all queued requests with the same batching key.
-        Of two requests with one replace key the newer request stays. Returns a pair for each request that was discarded.
+        ``requests`` must be in the order of arrival, and older than all queued requests with the same batching key.
+        If two requests have the same replace key, the older request is discarded. Returns a ``Replacement`` for each such pair.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):

@@ -57,7 +57,7 @@ class DirectBatcher(Generic[S]):
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Hides a sequence from ``take``, because the sequence's first waiting request may not run now."""
+        """Stops ``take`` from returning requests of the sequence ``live``, because the sequence ends."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:

@@ -40,9 +40,9 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Stores when a request expires: at its deadline, and at its queue timeout if its sequence has no slot yet.
+        """Makes ``request`` expire at the request's deadline and, if its sequence has no slot yet, also at its queue timeout.
 
-        ``waiting``: the number of waiting requests in the table. If far more times are stored, outdated times are removed.
+        ``waiting``: how many requests wait now. It limits how many times of requests that wait no more are kept.
         """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
@@ -278,7 +278,7 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Marks the requests that ``run_now`` took as ended. ``chosen``: the sequences that ``run_now`` returned."""
+        """Marks sequences as idle after their requests have run. ``chosen``: the sequences that ``run_now`` returned."""
         idle = self._idle
         for live in chosen:
             live.running = False
@@ -448,9 +448,9 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns the time in ns at which the sequence that has been idle the longest must be ended.
+        """Returns the time in ns at which the next sequence must be ended because it was idle too long.
 
-        If no sequence is idle, returns the time at which a sequence that becomes idle now must be ended.
+        If no sequence is idle, returns ``now_ns`` plus the longest time that a sequence may be idle.
         """
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
