@@ -219,13 +219,9 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Makes ``check`` run as user ``name``. None means, if root calls, the user of an installed tensord.service, else the caller.
-
-    For the service's user, a second process runs ``check`` in the service's sandbox, and the first one exits. In the second
-    process this function returns the first one's working directory. Otherwise it returns None.
-    """
     from tensord.daemon import service_user
 
+    # In the process that runs in the service's sandbox: the folder in which root called ``check``.
     if (asked_in := os.environ.pop(service_user.INSIDE, None)) is not None:
         return Path(asked_in)
     if os.geteuid() != 0:

@@ -76,12 +76,12 @@ _HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 def fetch(
     url: str, folder: Path, options: Options, devices: Sequence[Device], sha256: str, max_byte_size: int, timeout: float
 ) -> str:
-    """Downloads the model at ``url``, checks it, and moves it to ``folder``. Returns a sentence that says what was done.
+    """Downloads the model at ``url``, checks it, and stores its files in ``folder``. Returns a sentence that says what was done.
 
     Args:
       options: the daemon's configuration.
       devices: the devices of the daemon's workers, on which the check loads the model. If empty, no code of the model is run.
-      sha256: the expected checksum of the archive, or of the file SHA256SUMS in the folder, or "".
+      sha256: the expected checksum of the archive at ``url``, or of SHA256SUMS if ``url`` is a folder. If "", none is expected.
       max_byte_size: the most bytes that the model, and an archive of it, may have.
       timeout: how many seconds the load of each version may take in the check.
     Raises ServingError if the model is not at ``url``, cannot be downloaded, is too large, or cannot be served.

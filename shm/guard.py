@@ -68,7 +68,7 @@ class Guarded:
             _guard.hold(self._slot, held)
 
     def release(self) -> None:
-        """Ends the protection against missing pages. Call it once nobody uses the mapping any more. Idempotent."""
+        """Ends the protection against clients that truncate the mapped file. Do not use the mapping afterwards. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             _guard.remove(slot)

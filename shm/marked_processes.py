@@ -48,9 +48,9 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns True if a process was started by the worker, or by the load of a model in a worker, that ``mark`` identifies.
+    """Returns True if the process ``found`` was marked, in its environment variable ``MARK``, with ``mark``.
 
-    Reads this from the variable ``MARK`` in the process's environment. If the environment cannot be read, returns False.
+    A worker's mark is also that of the processes that its models start. If the environment cannot be read, returns False.
     """
     entry = f"{MARK}={mark}".encode()
     try:

@@ -174,7 +174,6 @@ class _Served:
     """A model that this process serves, for clients in this process."""
 
     def __init__(self, worker: LocalWorker, version: ModelVersion, of: _Served | None = None) -> None:
-        """``of``: the served model whose derivative, such as its gradient, is ``version``. It is None for other models."""
         self._worker = worker
         self._version = version
         config = self.config = msgspec.json.decode(version.loaded.config)

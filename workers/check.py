@@ -49,7 +49,7 @@ class Apart:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Returns the reply to a successful ``operation``, but loads and unloads nothing. ``port`` is not used.
+        """Replies as if the operation had succeeded, but does nothing, because the asking model is only loaded to be checked.
 
         Raises Unavailable for LoadModel and UnloadModel if the daemon is not configured to load models on request.
         """

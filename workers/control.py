@@ -300,10 +300,10 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Handles records whose file descriptors were lost, because this process has too many open files.
+        """Handles records that arrived without their file descriptors, because this process has too many open files.
 
-        Answers a call with Unavailable, tells the supervisor that a client's lane is closed, and clears a model's trace settings.
-        Raises InvalidArgument if a record is of another kind.
+        Refuses a call with Unavailable, reports a new client's lane to the supervisor as closed, and handles new trace settings
+        of a model by removing the present ones. Raises InvalidArgument for any other record.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:

@@ -404,9 +404,9 @@ class HttpRequest(Pending[Any]):
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Cancels this request: closes the request's connection, so that the server notices, or stops waiting for a connection.
+        """Cancels this request by closing its connection. If the request still waits for a connection, the request gets none.
 
-        The thread or event loop that waits for the answer may do so later, after this method has returned.
+        The connection may still be open when this method returns: the thread or event loop that waits for the answer closes it.
         """
         watching, driver = self._watching, self._driver
         if driver is not None and not driver.is_current:

@@ -175,19 +175,13 @@ def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
 
 @functools.cache
 def _primitive() -> Any:
-    """Makes the JAX primitive ``served``, which calls a model on a server. The primitive's parameters:
-
-    asked      the model
-    names      the names of the first arguments, which are inputs of the model
-    linear     the names of the next arguments; the outputs depend linearly on them
-    gradients  the names in ``linear`` whose gradients are known; the last arguments are these gradients, for transposing alone
-    wanted     the outputs
-    outer      the sizes of the axes that ``vmap`` added. They are the first axes of every array, with size 1 if it is not mapped.
-    """
     import jax as library
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
 
+    # Its arguments are the inputs ``names``, then the inputs ``linear``, on which the outputs depend linearly, and then gradients
+    # of some of these (``gradients``), which are for transposing alone. ``asked``: the model. ``wanted``: the outputs.
+    # ``outer``: the sizes of the axes that ``vmap`` added, the first ones of each array; 1 where an array is not mapped.
     served = Primitive("served")
     served.multiple_results = True
     lax = library.numpy

@@ -107,9 +107,9 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Updates how many bytes of messages from the robot have arrived and are unread.
+        """Updates ``unread``, the number of bytes of the robot's messages that have arrived and were not read.
 
-        ``read``: the size of a message that the caller has just read.
+        Call it whenever bytes arrive or are read. ``read``: the size of a message that the caller has just read.
         """
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0

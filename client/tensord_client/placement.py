@@ -62,7 +62,7 @@ class Slots:
     """
 
     def __init__(self, memory: Memory) -> None:
-        """Starts without slots. Keeps free slots for later requests, in at most half of ``memory``."""
+        """Starts without kept memory. Of the client's shared memory (``memory``), at most half is kept for later requests."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.

@@ -24,7 +24,7 @@ class DrainRate:
         The caller asks regularly. Before the period is over, the result is False.
         Args:
           since: when bytes began to wait for the client, in seconds on the clock of ``now``. It is 0 if no bytes wait.
-          left: how many bytes wait for the client. Only the differences between calls count.
+          left: any number that falls by one for each byte that the client receives, such as the number of bytes that wait.
         """
         if not since:
             return False

@@ -141,7 +141,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request whose ``prepared`` part is new. Neither reads nor fills the caches."""
+        """Makes a parsed request from its HTTP head and decoded JSON, without reading or filling the caches of this object."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling
@@ -224,18 +224,18 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the prepared request of this kind with its number on the lane, or None at the first call.
+        """Returns the part that requests of this kind share, with the number by which the front's lanes refer to it.
 
-        A kind gets a number only at its second request. ``numbers``: gives numbers to the prepared requests of the lane.
+        Returns None at the first call, because only a kind that comes again gets a number. ``numbers``: gives out the numbers.
         """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder for an answer, with the prepared part ``prepared``, to a request of this kind.
+        """Returns the encoder for all answers to requests of this kind that share the prepared part ``prepared``.
 
-        ``record``: the worker's answer. ``view``: returns the bytes of a tensor.
+        The first call makes the encoder from ``record``, the worker's answer. ``view`` returns the bytes of a tensor.
         Raises InvalidArgument if a tensor of the answer is outside the arena.
         """
         known = self._answers.get(id(prepared))

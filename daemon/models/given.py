@@ -165,7 +165,7 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration (JSON) that a client sent for this model, or "" if none came for its present files."""
+        """Returns a client's configuration (JSON) for this model, or "" if none came, or none since the model's files changed."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 

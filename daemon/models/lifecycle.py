@@ -516,7 +516,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the fraction (0 to 1) of GPU memory for each worker that serves only one model, by the worker's device.
+        """Returns the fraction (0 to 1) of GPU memory for each worker that serves one model, by device name, such as cuda:0#m.
 
         A worker is listed until it has unloaded the model. ``options``: the configuration of workers.
         """

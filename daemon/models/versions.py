@@ -111,7 +111,7 @@ class Operation:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model's versions, the load or unload of the model that runs now, and the queue of later loads and unloads."""
+    """Holds a model's versions, the load or unload that is in progress for the model, and the waiting loads and unloads."""
 
     versions: dict[int, VersionEntry] = field(default_factory=dict)
     waiting: deque[Operation] = field(default_factory=deque)

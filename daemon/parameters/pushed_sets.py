@@ -118,9 +118,10 @@ class PushedSets:
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores ``content`` as the newest values of a parameter set. The set's values before it become the former ones.
+        """Stores the newest values of a parameter set. The newest values until now become the set's former values.
 
-        If all sets take more than ``limit`` bytes, frees the oldest former values and, if need be, the memory of ``content``.
+        If all sets take more than ``limit`` bytes, closes the memory of former values, the oldest first. If that is not enough,
+        closes the memory of ``content`` too, so that only the record of the push remains.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)

@@ -210,7 +210,7 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 
 
 class SequencedModel:
-    """Holds a model's state and sequence settings, by which a front chooses the worker for a sequence of the model."""
+    """Holds the data of one model version by which a front chooses a worker for each sequence of requests to it."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 
@@ -222,7 +222,7 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns the ``workers`` on the GPU ``gpu`` if the model in ``state`` may run there. Otherwise returns all workers."""
+    """Returns the ``workers`` on the GPU ``gpu``, or all workers if the model described by ``state`` may not run on that GPU."""
     if not is_meant_for(state, gpu):
         return workers
     return [worker for worker in workers if gpu_of(worker.device) == gpu]

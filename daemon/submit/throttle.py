@@ -168,7 +168,8 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests that may be sent now, of all connections.
 
-        A connection that has no request in flight may send its first request for which ``holds_up`` is True, despite all limits.
+        Despite all limits, a connection without a request in flight may send one for whose answer later answers wait
+        (``holds_up``).
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

@@ -106,7 +106,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs a batch of an ensemble's requests. Returns whether one call ran all members, not one call for each member."""
+        """Starts a batch of an ensemble's requests. Returns True if one call computed them, False if each runs step by step."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [
@@ -404,10 +404,10 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Returns ``before``, an ensemble's report on parameter sets, with the report ``added`` of one of its steps.
+    """Adds the response parameters of one step of an ensemble to ``before``, the response parameters of the whole ensemble.
 
-    ``name``: the model that the step ran. The model's name is appended to each key of ``added``, unless the model is itself an
-    ensemble (``ensemble``), whose keys have names already. Of two numbers with the same key, the lower one is reported.
+    Such parameters name the parameter sets that computed an answer. ``name``: the step's model, which is appended to the step's
+    keys. But the keys stay if that model is an ensemble too (``ensemble``). Of two numbers under one key, the lower one stays.
     """
     said = dict(before)
     for key, value in added.items():

@@ -47,7 +47,7 @@ class Poller:
         """Unregisters a submitter's lane that has ended."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Lets ``wait`` directly answer later requests that differ from the requests of ``execution`` only in their data."""
+        """Notes how a run answered its requests, so that ``wait`` can answer later requests that differ only in tensor data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
         """Stops ``wait`` from answering requests with this number directly, because ``submitter`` gives it a new meaning."""

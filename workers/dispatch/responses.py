@@ -129,9 +129,9 @@ class Responses(ResponseReceiver):
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Handles the end of a run whose model answers through response senders. Their requests move to ``execution.streamed``.
+        """Handles the end of a run whose model sends responses to some requests itself, through response senders.
 
-        Ends each request that failed or was cancelled. The sender of any other request may still send responses.
+        Moves these requests from ``execution.requests`` to ``execution.streamed``, and ends those that failed or were cancelled.
         """
         self._take()
         requests, results = execution.requests, execution.results

@@ -95,7 +95,7 @@ class StepRows:
     def join(self, slot: int, sender: ResponseSender) -> None:
         """Sends the responses to the request in ``slot`` together with other requests' responses, from the next step on.
 
-        Does nothing if the request's client has no room for this. ``sender``: sends the responses to this request alone.
+        Does nothing if the client must first take earlier responses to the request. ``sender``: the request's own sender.
         """
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):

@@ -82,9 +82,9 @@ class OwnFlags:
                 _thread.own = former
 
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that it runs with the model's settings. If the model has none, returns the function itself.
+        """Wraps a function so that it runs with the JAX settings that the model's code has made.
 
-        The setting that enables 64-bit types does not count.
+        Returns the function itself if the code has made no setting, or only the setting that enables 64-bit types.
         """
         # Whether types have 64 bits is decided by the function's signature.
         if not self._values.keys() - {_WIDE}:

@@ -37,7 +37,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """Holds the parts of a model from which a derivative of this model, such as ``M.pull_back``, is loaded."""
+    """Holds the function, parameters and programs of a model, to load a derivative of the model, such as ``M.pull_back``."""
 
     apply: Callable[..., Any]
     #: The model's parameters, as ``create`` returned them.

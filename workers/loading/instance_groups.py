@@ -30,10 +30,10 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits for this model's turn to be compiled and first run. The turn lasts until the ``with`` block ends.
+    """Lets only one model at a time be compiled and first run. Waits for the turn, which lasts until the ``with`` block ends.
 
-    ``aside``: makes a context manager in which other models go on loading. ``turns``: gives one model after the other its turn.
-    Sets ``progress.renew``, a function that the block calls at each step of its work. Raises Cancelled if the load was cancelled.
+    ``aside``: makes a context manager around the wait and the block, during which other models go on loading. Sets
+    ``progress.renew``, a function that the block calls at each step of its work. Raises Cancelled if the load was cancelled.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:
@@ -114,7 +114,7 @@ class InstanceGroups:
     def take_turns(self, model: str, kind: str) -> None:
         """Checks that the instances of ``model`` can run one at a time, and logs that they do.
 
-        Raises Unsupported if an instance needs resources of the rate limiter. ``kind``: the kind of model, for the error.
+        Raises Unsupported if an instance needs resources of the rate limiter. The error's text calls the model ``kind``.
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")

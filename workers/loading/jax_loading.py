@@ -123,10 +123,11 @@ def jitted_model(
     plan: InstancePlan,
     target: LoadTarget,
 ) -> JaxModel:
-    """Makes a model from ``created``, the function and parameters that the code of the model's author returned. Compiles nothing.
+    """Makes a model from the function and parameters (``created``) that the model author's code returned. Compiles nothing.
 
-    ``plan``: the model's instances and devices. ``target``: the worker's device and options. Raises Internal if no memory is
-    left.
+    ``load``: the model's files, configuration and JAX settings. ``declared``: the tensors and other properties that the author
+    declared. ``plan``: the model's instances and devices. ``target``: the worker's device and options. Raises Internal if no
+    memory is left.
     """
     apply, parameters, first = created
     described, several, limits = declared.taken, plan.several, target.options.executables

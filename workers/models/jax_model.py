@@ -93,8 +93,8 @@ class JaxModel:
     ) -> None:
         """Makes a model of compiled programs. Raises Unsupported if a tensor has a datatype that JAX cannot compile.
 
-        ``instances``: how many threads run the model. ``alone``: whether a request that cannot share a batch gets a call of the
-        program for itself. ``free_state``: the sequences' state, if the size of this state varies.
+        ``instances``: how many threads run the model. ``alone``: forbids that one call of a program computes several requests to
+        a model without batches. ``free_state``: the sequences' state, if the size of this state varies.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):

@@ -88,7 +88,7 @@ class ModelTable:
         return version
 
     def hold(self, version: ModelVersion) -> None:
-        """Keeps a loaded version from getting requests until ``serve_held``. Ends an earlier load of it that is still held."""
+        """Stores a loaded version, which gets no requests until ``serve_held``. Unloads a former load that is still stored."""
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 

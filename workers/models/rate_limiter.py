@@ -64,9 +64,9 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done`` is called. Returns False if too few resources are free.
+        """Reserves an instance's resources until ``done`` is called. Returns False if the instance must wait for resources.
 
-        The instance then waits for its resources. Once it may have got them, ``self.moved`` is True. Then call this again.
+        If another instance frees these resources, ``done`` sets ``self.moved`` to True. Then call this method again.
         """
         if instance not in self._running:
             self._waiting[instance] = None

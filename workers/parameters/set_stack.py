@@ -163,8 +163,8 @@ class SetStack:
         """Returns two arguments of a program: the stacked parameters of several sets as a tree, and which set each row uses.
 
         The second is INT32[rows], with indices into the stack. Sets that are not in the stack are first written to it, in the
-        place of others if need be. So use the result only for the next call of a program. Errors of the device are raised
-        unchanged, and the stack is empty afterwards.
+        place of others if need be. So use the result only for the next call of a program. If the device fails, the device's error
+        is raised unchanged, and the stack is emptied.
         Args:
           sets: all parameter sets of the model version.
           chosen: one set for all rows, or the set of each request or row; None: ``main``.

@@ -184,7 +184,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Closes the memory that ``make`` has filled, unless somebody took it, and ends this push's leases of regions."""
+        """Closes the file descriptor that came with the push, if there is one, and ends the leases of the pushed regions."""
         for region in self._regions:
             region.unlease()
         self._regions = []

@@ -58,8 +58,8 @@ class SingleRun:
           executable: the program.
           lane: the submitter's lane, with the arenas of inputs and outputs.
           inputs: the inputs that the prepared request describes, each with its number of bytes.
-          plan: how an answer is built from a run's outputs.
-          names: the name of the run's output for each ``PlannedOutput.content`` in ``plan``.
+          plan: how an answer is built from a run's outputs. The plan calls each output by a number.
+          names: the name of each output by this number.
           rows: the number of rows of each request.
           regions: the regions that the prepared request names, by name.
         """

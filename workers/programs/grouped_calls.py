@@ -185,8 +185,8 @@ class GroupedProgram:
     ) -> None:
         """Prepares calls of ``program``, each of which runs ``rows`` requests together. Their inputs lie in ``memory``.
 
-        ``outputs``: where the results have one request's outputs. ``read``: copies results to host memory. ``room``: for how many
-        requests the results have room; at least ``rows``.
+        ``outputs``: how the outputs of one request are packed into a row of the arrays that the program returns. ``read``: copies
+        these arrays to host memory. ``room``: how many rows these arrays have, at least ``rows``.
         """
         self.rows = rows
         self._signature = signature

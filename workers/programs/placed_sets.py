@@ -88,7 +88,8 @@ class DevicePlacer(Placer):
     ) -> None:
         """Keeps the part of the model's ``parameters`` that clients cannot replace by a push. All parameter sets share it.
 
-        ``several``: the model's devices if it runs on more than one. ``remote``: whether the device has memory of its own.
+        ``described``: name, shape and datatype of each parameter. ``several``: the model's devices if it runs on more than one.
+        ``remote``: whether the device has memory of its own.
         """
         super().__init__(described)
         self._signature = signature

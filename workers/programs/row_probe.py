@@ -208,11 +208,11 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
 
 
 def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilon: float) -> tuple[Array, float]:
-    """Returns where ``one`` and ``other``, two outputs that should be equal, differ by more than noise and rounding.
+    """Returns a mask of the elements in which ``one`` and ``other``, two outputs that should be equal, differ too much.
 
-    Also returns the largest absolute value in ``made``, or 0.0 if that has integers, which are not rounded.
-    ``made``: the output of a run. ``noisy``: the same output of further runs, which shows the noise.
-    ``epsilon``: the relative rounding error.
+    Too much is more than rounding and noise explain. Rounding is estimated from ``epsilon``, the relative rounding error, and the
+    largest absolute value in ``made``, which is returned as well (0.0 for integers). Noise is the distance between ``made`` and
+    the arrays in ``noisy``, outputs of the same program for the same or nearly the same inputs.
     """
     noise = max(np.max(distances(made, each), initial=0.0) for each in noisy)
     scale = 0.0 if made.dtype.kind in "biu" else np.max(distances(made, 0), initial=0.0)

@@ -58,7 +58,7 @@ def is_within(program: Program, most: tuple[float, float], text: Program | None 
 
 
 def share_of(program: Program) -> float:
-    """Returns a program's work divided by the most work of one iteration of the worker's loop, or inf if above 1 or unknown."""
+    """Returns the part of one loop iteration's allowed work that a program does, or inf if it does more or an unknown amount."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, (_ITERATION, _ITERATION)) else math.inf
 

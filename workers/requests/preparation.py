@@ -142,10 +142,10 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of checking a request, for later requests like it. Removes the stored plans of answers.
+        """Stores the results of checking a request, which hold for later requests with the same prepared part.
 
-        ``load``: the loaded version's cache of checked inputs. ``outputs``: the requested outputs by name. ``checked``: the
-        result of checking the inputs. It is None if shapes differ from request to request.
+        ``load``: stands for the present load of the model version. Plans for answers are removed, because an earlier load may
+        have made them. ``checked``: describes the inputs. It is None if shapes differ from request to request.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None

@@ -257,9 +257,10 @@ def not_kept(request: Request | None) -> None:
 
 
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
-    """Passes a response to the ``sink`` of an ``InnerRequest``. Does nothing after the last response.
+    """Passes a response to the code in this worker that made the request. Does nothing after the last response.
 
     Args:
+      request: an InnerRequest, whose ``sink`` is called.
       result: the response. It is None if the request ends without a further response.
       moments: the times of the run. It is None if the request did not run.
       final: whether this is the last response.

@@ -412,7 +412,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses to the request, none of which is its first. The request's lane must have room."""
+        """Sends further responses to the request, encoded as ``records`` by ``kind``. The lane must have room for them."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()

@@ -185,7 +185,7 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Takes the memory of a lane that has ended off the submitter's memory count, except that of requests in flight."""
+        """Stops counting the memory of a lane that has ended. Only the lane's requests in flight are counted further."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 
@@ -277,7 +277,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers exceed ``max_byte_size``, and the part for ``submitter`` exceeds ``share``."""
+        """Raises Unavailable if one user's answers exceed ``max_byte_size`` and the submitter's answers reach ``share`` bytes."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
@@ -286,9 +286,9 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if the submitter may not hold ``byte_size`` more bytes of requests.
+        """Raises Unavailable if ``byte_size`` more bytes of requests would exceed the user's limit and the submitter's share.
 
-        It may not if these bytes exceed both this Linux user's limit and the submitter's share of it.
+        The limit is for the requests on all of the user's lanes, and the share for the requests on the submitter's lane.
         """
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))

@@ -55,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Removes and returns the parts that the loop must ask for work now: first the woken ones, then those that are due."""
+        """Removes and returns the parts of the loop that have work: those that were woken, then those whose time has come."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

@@ -116,7 +116,7 @@ class EnsembleRun(Generic[T]):
 
     @property
     def stuck(self) -> bool:
-        """True if outputs for the client are missing. If no step of the ensemble is running, nothing will make these outputs."""
+        """Returns whether outputs for the client are missing. The caller asks this when no step runs that could make outputs."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.

@@ -123,10 +123,10 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns, as ascending ranges, the numbers of waiting rows that fit into one batch together without a delay.
+        """Returns the batch sizes in rows, as ascending ranges, for which a batch does not wait for further requests.
 
-        If as many rows wait under the batching key ``key``, ``take`` returns all of them. The last range ends with the most rows
-        that can share a batch. The result is empty if requests are delayed or never share a batch.
+        If as many rows with the batching key ``key`` wait, ``take`` returns all of them. The last size is the largest that a
+        batch may have. Returns () if the model's requests are delayed, or never share a batch.
         """
         return ()
 

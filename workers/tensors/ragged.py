@@ -62,8 +62,8 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
     Args:
       source: the ragged input from which ``spec`` is computed. If ``spec`` is ragged, ``source`` is ``spec`` itself.
       rows: the number of rows of the batch.
-      units: how many groups of ``unit(source)`` elements of ``source`` fit into the batch.
-      most: how many elements of ``source`` one request may have.
+      units: how many elements of ``source`` the batch has, with padding, divided by the product of the fixed dims of ``source``.
+      most: how many elements of ``source`` the largest request has, with padding.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)
@@ -186,11 +186,11 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns ``described`` with the batch inputs and batch outputs that a checked configuration declares.
+    """Adds the tensors that a checked configuration lists as ``batch_input`` and ``batch_output`` to the signature ``described``.
 
-    The worker computes a batch input from a ragged input, which is called its source. A batch output has a source as well: each
-    request gets as many elements of the output as the request has in the source. ``segments``: maps the name of each batch input
-    that is to hold segment ids to its source. Raises InvalidArgument if a source is not ragged, or if a ragged input shares an
+    The worker makes a batch input, which tells the model how the requests of a batch divide a ragged input. A batch output is
+    divided among the requests as a ragged input is. ``segments``: further batch inputs, each with its ragged input, which have
+    the number of the request for each item. Raises InvalidArgument if a named input is not ragged, or if a ragged input shares an
     axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind

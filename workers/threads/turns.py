@@ -23,7 +23,8 @@ class Turns:
     def __init__(self, long_seconds: float) -> None:
         """Starts with no thread at work.
 
-        ``long_seconds``: if a thread takes longer than this for a step, the next thread may begin. If it is 0, none may.
+        ``long_seconds``: after so many seconds in one step of its work, a thread no longer keeps the next thread waiting. If it
+        is 0, a thread keeps the next one waiting until all of its work is done.
         """
         self._long = long_seconds
         self._changed = threading.Condition()
