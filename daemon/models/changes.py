@@ -546,7 +546,7 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns a future of the error message, or "", of a model's running load. Returns None if no load runs."""
+        """Returns the future result of a model's running load, an error message or "". Returns None if no load runs."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 

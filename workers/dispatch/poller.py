@@ -64,7 +64,7 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many more requests from clients' lanes ``wait`` may answer itself. The worker's loop answers all later ones.
+        """Sets how many more requests from clients' lanes ``wait`` may answer itself. The worker's loop gets all later requests.
 
         ``most``: this number. ``joins``: whether the worker's loop must answer each request that belongs to a client's trace.
         """

@@ -216,7 +216,7 @@ class SteppingRuns:
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Starts the programs of all stepped models that are due, and sends the answers of programs that have finished.
+        """Starts the next programs of each stepped model, and sends the answers of programs that have finished.
 
         ``wait``: whether to wait until the oldest running program of each model has finished.
         Returns whether the caller must soon call this method again, because there is more to run or to send.

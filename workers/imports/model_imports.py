@@ -316,7 +316,7 @@ class PlainName(ModuleType):
 class PlainNames:
     """An import finder for module names that several models use, each for another module.
 
-    It imports a ``PlainName``, which shows each model the model's own module. The finder must be last on ``sys.meta_path``.
+    It imports a placeholder that shows each model the model's own module. The finder must be last on ``sys.meta_path``.
     """
 
     @staticmethod

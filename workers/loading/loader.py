@@ -418,8 +418,8 @@ class Loader:
         """Changes how many instances a model version has, without loading the version again. Returns the changed version.
 
         ``record``: the version's new configuration. ``former``: the loaded version. The instances that remain keep running.
-        Returns None if the configuration changes nothing or also something else, or if clients have pushed parameters. The caller
-        must then load the version again. Raises ServingError if an instance cannot be started.
+        Returns None if the number of instances is not the only change in the configuration, or if clients have pushed parameters.
+        The caller must then load the version again. Raises ServingError if an instance cannot be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:

@@ -117,7 +117,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the arrays of state with which a new sequence begins, by the names of the states.
+        """Returns the initial state of a new sequence, as arrays by state name.
 
         ``arrays``: the inputs of the sequence's first request. The size of each open axis of a state is taken from these inputs.
         ``rows``: the number of rows in the first request. Raises InvalidArgument if two inputs have different sizes for one axis.

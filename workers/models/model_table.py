@@ -44,7 +44,7 @@ class ModelTable:
     def add(self, version: ModelVersion) -> None:
         """Makes a model version and the models of its derivatives available to requests.
 
-        An earlier load of the version is replaced, and is freed when it has answered the requests that it has.
+        An earlier load of the version is replaced, and is freed after its last answer.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)

@@ -75,7 +75,7 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of first responses if ``number`` is 0, and None if it is ``MAX_RESPONSES`` or more."""
+        """Returns the statistics of each request's response at index ``number``, or None from ``MAX_RESPONSES`` on."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
@@ -105,7 +105,7 @@ class ResponsesByNumber:
         self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns Triton's ``response_stats`` by response number. Key "0" has the statistics of first responses."""
+        """Returns Triton's ``response_stats``, a dict by response index. Key "0" has the statistics of all first responses."""
         for number in np.flatnonzero(self._counts).tolist():
             counted = self.of(number)
             assert counted is not None

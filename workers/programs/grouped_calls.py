@@ -276,7 +276,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns the argument of ``compile`` for each number of requests. It is None if one program takes any number."""
+        """Maps each number of requests in ``lengths`` to the argument for ``compile``, or to None if one program fits all."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property

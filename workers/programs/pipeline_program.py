@@ -83,7 +83,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether this program can run ``requests``. On a GPU, inputs must be small, and no output may stay there."""
+        """Returns whether this program can run ``requests``. A GPU demands small inputs, and outputs in host memory."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

@@ -231,9 +231,9 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses with these outputs, or None if ``response_kind`` has made no such encoder.
+        """Returns the encoder of small responses that are not the last to a request, or None if ``response_kind`` made none.
 
-        The encoder is for all responses to a request except the last. ``version``: the number of the model version. Thread-safe.
+        ``version``: the number of the model version. ``described``: the name, datatype and shape of each output. Thread-safe.
         """
         return self._response_kinds.get((version, False, described))
 

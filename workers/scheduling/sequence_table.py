@@ -40,9 +40,9 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Makes ``request`` expire at the request's deadline and, if its sequence has no slot yet, also at its queue timeout.
+        """Makes ``request`` expire at the deadline and, if the request's sequence has no slot yet, also at the queue timeout.
 
-        ``waiting``: how many requests wait now. It limits how many times of requests that wait no more are kept.
+        ``waiting``: how many requests wait now. If far more times are stored, the times of other requests are removed.
         """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
