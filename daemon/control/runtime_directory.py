@@ -67,7 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the sockets of a user's daemons in ``folder``. The first is ``folder / name``, even if there is no such socket."""
+    """Returns the paths of the sockets of a user's daemons in ``folder``. The first is ``folder / name``, which may not exist."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

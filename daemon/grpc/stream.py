@@ -548,7 +548,7 @@ class Stream:
 
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes of the message have already arrived, but will be counted only by the next call of ``advance``.
+          direct: how many bytes of the arriving message have come, but will be counted only by the next call of ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):
@@ -582,7 +582,7 @@ class Stream:
         Called repeatedly while the server stops, until the call has ended.
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes of the message have already arrived, but will be counted only by the next call of ``advance``.
+          direct: how many bytes of the arriving message have come, but will be counted only by the next call of ``advance``.
         """
         call = self.call
         if self._finished or call is None:

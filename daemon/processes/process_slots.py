@@ -37,9 +37,9 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for the control group in which this process and its child processes are.
+        """Returns a detector of kills for want of memory in the control group of this process and its child processes.
 
-        Groups are nested: the detector uses the innermost one that counts kills, if there is one.
+        Control groups are nested: the detector uses the innermost one that counts kills, if there is one.
         """
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 

@@ -210,7 +210,7 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 
 
 class SequencedModel:
-    """Holds the data of one model version by which a front chooses a worker for each sequence of requests to it."""
+    """Holds the data of one model by which a front chooses the worker for each of the model's sequences."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 

@@ -168,8 +168,7 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests that may be sent now, of all connections.
 
-        Despite all limits, a connection without a request in flight may send one for whose answer later answers wait
-        (``holds_up``).
+        If a connection has no request in flight, its first request that keeps later answers waiting (``holds_up``) goes anyway.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

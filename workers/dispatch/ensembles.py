@@ -404,10 +404,10 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Adds the response parameters of one step of an ensemble to ``before``, the response parameters of the whole ensemble.
+    """Merges the response parameters of an ensemble (``before``) and of one of its steps (``added``) in a new dict.
 
-    Such parameters name the parameter sets that computed an answer. ``name``: the step's model, which is appended to the step's
-    keys. But the keys stay if that model is an ensemble too (``ensemble``). Of two numbers under one key, the lower one stays.
+    Such parameters name the parameter sets that computed an answer. ``name``: the model of the step. A key of the step becomes
+    "KEY.NAME", but stays if the model is an ensemble too (``ensemble``). Of two numbers under one key, the lower one is kept.
     """
     said = dict(before)
     for key, value in added.items():

@@ -167,7 +167,7 @@ class SetStack:
         is raised unchanged, and the stack is emptied.
         Args:
           sets: all parameter sets of the model version.
-          chosen: one set for all rows, or the set of each request or row; None: ``main``.
+          chosen: one set for all rows, or the set of each request or row. If it is None, all rows use the set ``main``.
           rows: the number of rows of the program. Padding rows get the set of the first row.
         """
         wanted: Sequence[ParameterSet | None]

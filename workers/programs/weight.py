@@ -58,7 +58,7 @@ def is_within(program: Program, most: tuple[float, float], text: Program | None 
 
 
 def share_of(program: Program) -> float:
-    """Returns the part of one loop iteration's allowed work that a program does, or inf if it does more or an unknown amount."""
+    """Returns a program's work as a fraction of the limit for one iteration of the worker's loop, or inf if above or unknown."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, (_ITERATION, _ITERATION)) else math.inf
 

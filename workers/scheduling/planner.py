@@ -123,7 +123,7 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns the batch sizes in rows, as ascending ranges, for which a batch does not wait for further requests.
+        """Returns the sizes of batches that wait for no further requests, as ranges of rows, such as [range(1, 5), range(8, 9)].
 
         If as many rows with the batching key ``key`` wait, ``take`` returns all of them. The last size is the largest that a
         batch may have. Returns () if the model's requests are delayed, or never share a batch.

@@ -189,9 +189,9 @@ def ragged_signature(described: Signature, config: ModelConfig, segments: Mappin
     """Adds the tensors that a checked configuration lists as ``batch_input`` and ``batch_output`` to the signature ``described``.
 
     The worker makes a batch input, which tells the model how the requests of a batch divide a ragged input. A batch output is
-    divided among the requests as a ragged input is. ``segments``: further batch inputs, each with its ragged input, which have
-    the number of the request for each item. Raises InvalidArgument if a named input is not ragged, or if a ragged input shares an
-    axis with an input that is not ragged.
+    divided among the requests like a ragged input. ``segments``: maps the names of further batch inputs to ragged inputs. Such a
+    batch input holds the index of the request for each item of the ragged input. Raises InvalidArgument if a named input is not
+    ragged, or if a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [
