@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -24,17 +25,15 @@ from typing import Any
 
 import numpy as np
 import uvicorn
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tensord_client import errors, gateway
 from tensord_client import tesseract_wire as wire
 from tensord_client.asynchronous import AsyncClient, AsyncModel
 from tensord_client.common.arrays import Array
-from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, Names, named
+from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, Names
 from tensord_client.common.tensors import Tensor, cast, flat
 from tensord_client.errors import InvalidArgument, NotFound, ServingError
 
@@ -49,6 +48,8 @@ FLAGS: gateway.Flags = {
 }
 #: Bytes of an answer that may wait to be sent.
 _PIECE = 1 << 16
+#: Matches a request's path: a model's name, its version if one is asked for, and what is asked of it.
+_PATH = re.compile(r"/([^/]+)(?:/versions/([0-9]{1,18}))?/([^/]+)")
 _ENDPOINTS = ("apply", "abstract_eval", "jacobian", "jacobian_vector_product", "vector_jacobian_product")
 _METHODS = {**dict.fromkeys(_ENDPOINTS, "POST"), "health": "GET", "openapi.json": "GET"}
 #: The products by endpoint: the kind of derivative, the field with vectors, and what the names of further fields begin with.
@@ -57,8 +58,9 @@ _PRODUCTS = {
     "vector_jacobian_product": (PULL_BACK, "cotangent_vector", "vjp"),
 }
 _Hold = Callable[[int], None]
-_Part = Callable[[int, int], dict[str, Array]]
+_Part = Callable[[Any], dict[str, Array]]
 _Paths = Mapping[str, str]
+_Tensors = Mapping[str, Tensor]
 _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.DeadlineExceeded: 504}
 
 
@@ -70,15 +72,19 @@ class TesseractModel:
         self._model, self._bounds, self._batched = model, bounds, model.max_batch_size > 0
         self.inputs, self.outputs = gateway.rows(model)
         names, taken, given = Names(model.name), wire.floating(self.inputs), wire.floating(self.outputs)
-        self._known = {PULL_BACK: (names.cotangent, given, taken), PUSH_FORWARD: (names.tangent, taken, given)}
-        #: For each kind of derivative, and "" for the model: what is asked, what names of vectors and of what it gives begin
-        #: with, the vectors that it takes besides inputs, and what it gives.
-        self._kinds: Any = {"": (model, "", {}, self.outputs)}
-        self._kinds.update((kind, (each, *self._known[kind])) for kind, each in derivatives.items())
+        #: What is asked: a derivative by its kind, and the model by "".
+        self._models = {"": model, **derivatives}
+        #: For each of these: what names of vectors and of what it gives begin with, the vectors that it takes besides inputs,
+        #: and what it gives.
+        self._kinds: dict[str, tuple[str, _Tensors, _Tensors]] = {
+            "": ("", {}, self.outputs),
+            PULL_BACK: (names.cotangent, given, taken),
+            PUSH_FORWARD: (names.tangent, taken, given),
+        }
 
     def schema(self) -> dict[str, Any]:
         """Returns the model's OpenAPI document."""
-        has = {name: each[0] in self._kinds for name, each in _PRODUCTS.items()} | {"jacobian": len(self._kinds) > 1}
+        has = {name: each[0] in self._models for name, each in _PRODUCTS.items()} | {"jacobian": len(self._models) > 1}
         title = {"title": self._model.name, "version": str(self._model.version)}
         return wire.openapi(title, [each for each in _ENDPOINTS if has.get(each, True)], self.inputs, self.outputs)
 
@@ -87,40 +93,34 @@ class TesseractModel:
 
         Raises: InvalidArgument: the request does not fit the model or exceeds a bound.  ServingError: any error of the daemon.
         """
-        most = self._bounds.max_body_bytes
-        values = wire.by_name(flat(wire.tree(body.get("inputs")), self.inputs), self.inputs, "inputs")
-        point = wire.Point(values, self.inputs, self._batched, most, endpoint == "abstract_eval")
-        if endpoint == "apply":
-            found = await self._rows("", wire.slices(point.arrays), point.rows, hold)
-            return {name: point.output(each) for name, each in found.items()}
-        if lacking := sorted(self.inputs.keys() - values.keys()):
+        values = wire.by_name(flat(body.get("inputs"), self.inputs), self.inputs, "inputs")
+        apply, abstract = endpoint == "apply", endpoint == "abstract_eval"
+        point = wire.Point(values, self.inputs, self._batched, self._bounds.max_body_bytes, abstract)
+        if not apply and (lacking := sorted(self.inputs.keys() - values.keys())):
             raise InvalidArgument(f"inputs lack {lacking}")
         shapes = {name: each.shape for name, each in self.outputs.items()}
-        if any(-1 in shape for shape in shapes.values()):  # only the model knows
+        if apply or any(-1 in shape for shape in shapes.values()):  # only the model knows
             found = await self._rows("", wire.slices(point.arrays), point.rows, hold)
+            if apply:
+                return {name: point.output(each) for name, each in found.items()}
             shapes = {name: each.shape[1:] for name, each in found.items()}
-        if endpoint == "abstract_eval":
+        if abstract:
             if texts := [name for name, each in self.outputs.items() if each.datatype == "BYTES"]:
                 raise InvalidArgument(f"output '{texts[0]}' has texts, for which {endpoint} has no words: use apply")
             rows = (point.rows,) * point.has_rows
-            return {
-                name: {"shape": rows + shapes[name], "dtype": wire.dtype_for(self.outputs[name]).name}
-                for name in shapes
-            }
+            return {name: wire.described(rows + shapes[name], each) for name, each in self.outputs.items()}
         kind, field, begins = _PRODUCTS.get(endpoint, ("", "", "jac"))
         by = wire.by_name(body.get(f"{begins}_inputs"), wire.floating(self.inputs), f"{begins}_inputs")
         of = wire.by_name(body.get(f"{begins}_outputs"), wire.floating(self.outputs), f"{begins}_outputs")
         if not kind:
             return await self._jacobian(point, shapes, by, of, hold)
-        (_, prefix, vectors, _), forward = await self._asked(kind), kind == PUSH_FORWARD
+        (prefix, vectors, _), forward = self._kinds[kind], kind == PUSH_FORWARD
         came, listed, given = wire.by_name(body.get(field), vectors, field), by if forward else of, dict(point.arrays)
         if came.keys() != listed.keys():
             raise InvalidArgument(f"{field} has {sorted(came)}, and {sorted(listed)} were listed")
         for name, tensor in vectors.items():
             row = point.arrays[name].shape[1:] if forward else shapes[name]
-            array = (
-                wire.read(name, wire.tree(came[name]), tensor, most) if name in came else np.zeros(row, tensor.dtype)
-            )
+            array = wire.read(name, came[name], tensor) if name in came else np.zeros(row, tensor.dtype)
             given[prefix + name] = array = point.in_rows(prefix + name, array, len(row))
             if array.shape[1:] != row:
                 raise InvalidArgument(f"{field} has '{name}' with rows {[*array.shape[1:]]}, {[*row]} is expected")
@@ -132,23 +132,21 @@ class TesseractModel:
     async def _jacobian(self, point: wire.Point, shapes: Any, by: _Paths, of: _Paths, hold: _Hold) -> dict[str, Any]:
         taken, given = {name: point.arrays[name].shape[1:] for name in by}, {name: shapes[name] for name in of}
         inputs, outputs = (sum(map(math.prod, each.values())) for each in (taken, given))
-        back = PULL_BACK in self._kinds and (PUSH_FORWARD not in self._kinds or outputs <= inputs)
-        kind, units, count, rows = PUSH_FORWARD, taken, inputs, point.rows
-        if back:
-            kind, units, count = PULL_BACK, given, outputs
+        back = PULL_BACK in self._models and (PUSH_FORWARD not in self._models or outputs <= inputs)
+        kind, units, count = (PULL_BACK, given, outputs) if back else (PUSH_FORWARD, taken, inputs)
+        (prefix, vectors, _), rows = self._kinds[kind], point.rows
         gateway.bound("the Jacobian takes", count * rows, "products", self._bounds.max_products)
         gateway.bound("the Jacobian takes", 8 * inputs * outputs * rows * rows, "bytes", self._bounds.max_body_bytes)
         starts = dict(zip(units, np.cumsum([0, *map(math.prod, units.values())]).tolist()))
-        _, prefix, vectors, _ = await self._asked(kind)
+        unit, row = np.divmod(np.arange(count * rows), rows)
 
-        def part(begin: int, end: int) -> dict[str, Array]:
-            unit, row = np.divmod(np.arange(begin, end), rows)
-            made = {name: array[row] for name, array in point.arrays.items()}
+        def part(at: Any) -> dict[str, Array]:
+            made = {name: array[row[at]] for name, array in point.arrays.items()}
             for name, tensor in vectors.items():
                 shape = shapes[name] if back else point.arrays[name].shape[1:]
-                at = unit[:, None] - starts.get(name, count)
-                array = (at == np.arange(math.prod(shape))).astype(wire.dtype_for(tensor))
-                made[prefix + name] = cast(name, array.reshape(len(row), *shape), tensor.datatype)
+                ones = unit[at, None] - starts.get(name, count) == np.arange(math.prod(shape))
+                array = ones.astype(wire.dtype_for(tensor)).reshape(len(ones), *shape)
+                made[prefix + name] = cast(name, array, tensor.datatype)
             return made
 
         found = await self._rows(kind, part, count * rows, hold)
@@ -161,40 +159,33 @@ class TesseractModel:
 
         return {path: {to: block(output, name) for name, to in by.items()} for output, path in of.items()}
 
-    async def _asked(self, kind: str) -> tuple[AsyncModel, str, dict[str, Tensor], dict[str, Tensor]]:
-        if kind not in self._kinds:  # the daemon says why, unless the model was replaced meanwhile
-            self._kinds[kind] = (await self._model.derivative(kind), *self._known[kind])
-        return self._kinds[kind]  # type: ignore[no-any-return]
-
     async def _rows(self, kind: str, part: _Part, rows: int, hold: _Hold) -> dict[str, Array]:
-        model, prefix, _, given = await self._asked(kind)
-        tensors, parts, most = named(prefix, given), list[dict[str, Array]](), self._bounds.max_body_bytes
+        if kind not in self._models:  # the daemon says why, unless the model was replaced meanwhile
+            self._models[kind] = await self._model.derivative(kind)
+        model, (prefix, _, given) = self._models[kind], self._kinds[kind]
+        parts, size, most = list[dict[str, Array]](), 0, self._bounds.max_body_bytes
         # A row of a Jacobian may be all that a request may have.
-        row = sum(each.nbytes for each in part(0, 1).values())
+        row = sum(each.nbytes for each in part(slice(0, 1)).values())
         step = max(1, min(model.max_batch_size, most // max(row, 1)))
         for at in range(0, max(rows, 1), step):
             # A model without a batch dimension has one row, which is taken away and put back.
-            inputs, lift = part(at, min(at + step, rows)), ... if model.max_batch_size else None
-            inputs = inputs if lift else {name: each[0, ...] for name, each in inputs.items()}
-            with await gateway.ask(model, inputs, outputs=[*tensors]) as got:
-                found = {name: gateway.for_client(got[name], each) for name, each in tensors.items()}
+            taken, lift = (slice(at, at + step), ...) if model.max_batch_size else (0, None)
+            with await gateway.ask(model, part(taken), outputs=[prefix + name for name in given]) as got:
+                found = {name: gateway.for_client(got[prefix + name], each) for name, each in given.items()}
                 parts.append({name: np.array(each)[lift] for name, each in found.items()})
-            size = sum(each.nbytes for part in parts for each in part.values())
-            gateway.bound("the answer has", size, "bytes", most)
-            hold(sum(each.nbytes for each in parts[-1].values()))
-        return {name: np.concatenate([each[prefix + name] for each in parts]) for name in given}
+            came = sum(each.nbytes for each in parts[-1].values())
+            size = gateway.bound("the answer has", size + came, "bytes", most)
+            hold(came)
+        return {name: np.concatenate([each[name] for each in parts]) for name in given}
 
 
 class TesseractGateway(gateway.Gateway):
-    """Serves a daemon's models to programs that use ``tesseract-core``, with JSON over HTTP. Bounds the bytes of requests."""
+    """Serves a daemon's models to programs that use ``tesseract-core``, as an ASGI application. Bounds the bytes of requests."""
 
     def __init__(self, client: AsyncClient, options: Namespace) -> None:
         super().__init__(client, options, lambda key: b"Basic " + base64.b64encode(b"api-key:" + key))
         #: Bytes of requests under way, and of their answers until these are sent.
         self._held = 0
-        #: The application that a server of ASGI runs.
-        paths = "/{model}/{endpoint}", "/{model}/versions/{version}/{endpoint}"
-        self.app = Starlette(routes=[Route(path, self) for path in paths])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request with JSON, or with a status and a sentence."""
@@ -241,10 +232,10 @@ class TesseractGateway(gateway.Gateway):
     async def _respond(self, request: Request, hold: _Hold) -> tuple[bytes, dict[str, Any]]:
         if not self.is_known(request.headers.getlist("authorization")):
             raise HTTPException(401, "the API key is none of the gateway's: use http://api-key:KEY@HOST:PORT/MODEL")
-        version = request.path_params.get("version", "0")
-        if not (version.isascii() and version.isdigit() and len(version) <= 18):
+        path = _PATH.fullmatch(request.scope["path"])
+        if path is None:
             raise HTTPException(404, "a model is at /MODEL or /MODEL/versions/N")
-        endpoint, asked = request.path_params["endpoint"], (request.path_params["model"], int(version))
+        endpoint, asked = path[3], (path[1], int(path[2] or 0))
         if _METHODS.get(endpoint) != request.method:
             raise HTTPException(405 if endpoint in _METHODS else 404, f"no {request.method} is at {endpoint}")
         if endpoint not in _ENDPOINTS:
@@ -291,18 +282,16 @@ class TesseractGateway(gateway.Gateway):
 
 
 class _Server(uvicorn.Server):  # uvicorn's own limit on idle connections begins anew with each byte
-    #: The connections without a request: each with its last request, and the time since when it has none.
-    _idle: Mapping[Any, tuple[Any, float]] = {}
+    #: The connections without a request: the time since when each has none, by connection and its last request.
+    _idle: Mapping[Any, float] = {}
 
     async def on_tick(self, counter: int) -> bool:
-        now, idle = time.monotonic(), dict[Any, tuple[Any, float]]()
-        for each in list[Any](self.server_state.connections):
-            if each.cycle is None or each.cycle.response_started:
-                last, since = self._idle.get(each, (None, now))
-                idle[each] = each.cycle, since if each.cycle is last else now
-                if now - idle[each][1] > self.config.timeout_keep_alive:
-                    each.transport.abort()
-        self._idle = idle
+        now, connections = time.monotonic(), list[Any](self.server_state.connections)
+        idle = [(each, each.cycle) for each in connections if each.cycle is None or each.cycle.response_started]
+        self._idle = {each: self._idle.get(each, now) for each in idle}
+        for (connection, _), since in self._idle.items():
+            if now - since > self.config.timeout_keep_alive:
+                connection.transport.abort()
         return await super().on_tick(counter)
 
 
@@ -314,7 +303,7 @@ async def serving(client: AsyncClient, options: Namespace, listening: gateway.Li
     own.update(access_log=False, server_header=False, timeout_graceful_shutdown=options.stop_timeout)
     own.update(limit_concurrency=options.max_connections, timeout_keep_alive=options.idle_timeout)
     own.update(ssl_certfile=options.certificate, ssl_keyfile=options.key)
-    server = _Server(uvicorn.Config(TesseractGateway(client, options).app, **own))
+    server = _Server(uvicorn.Config(TesseractGateway(client, options), **own))
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup([listening])

@@ -37,34 +37,36 @@ def is_accepted(header: str) -> bool:
 
 
 def parsed(content: bytearray) -> dict[str, Any]:
-    """Parses the content of a request. Raises InvalidArgument if it is no JSON object or has too many values."""
+    """Parses the content of a request. An ``_Encoded`` stands for each array, which is decoded later.
+
+    Raises InvalidArgument if the content is no JSON object or has too many values.
+    """
     body = None
     # Each value and each container but the first has one of these before it; base64 has none.
     gateway.bound("the request has", sum(map(content.count, (b",", b"[", b"{"))), "values besides base64", MAX_VALUES)
     with contextlib.suppress(ValueError, RecursionError):
-        body = json.loads(content)
+        body = json.loads(content, object_hook=_with_arrays)
     if not isinstance(body, dict):
         raise InvalidArgument("the request is no object in JSON, or too deep")
     return body
 
 
-def read(path: str, came: Any, tensor: Tensor, most: int, abstract: bool = False) -> Array:
+def read(path: str, came: Any, tensor: Tensor, abstract: int = 0) -> Array:
     """Makes an array of a tensor's datatype. ``came`` is the value in the request, and ``path`` its name in errors.
 
-    If ``abstract``, a value need only have shape and dtype. The array then has zeros and takes no memory; ``most`` is the most
-    bytes of such an array. Raises InvalidArgument if the value is too large or does not fit the tensor.
+    If ``abstract`` is not 0, a value need only have shape and dtype. The array then has zeros and takes no memory; it has at
+    most so many bytes. Raises InvalidArgument if the value is too large or does not fit the tensor.
     """
     if not isinstance(came, _Encoded):  # texts, numbers, lists of them
         made = cast(path, came, tensor.datatype)
         return made if made.ndim else made.reshape((1,) * len(tensor.shape))
-    shape, name, data = (came.given.get(key) for key in ("shape", "dtype", "data"))
-    dtype, own = _DTYPES.get(name) if isinstance(name, str) else None, dtype_for(tensor)
+    shape, name, data, dtype, own = came.shape, came.name, came.data, came.dtype, dtype_for(tensor)
     if dtype is None:
         raise InvalidArgument(f"'{path}' has the dtype {reprlib.repr(name)}, it may be one of {', '.join(_DTYPES)}")
     if own.kind == "O" or not (np.can_cast(dtype, own, "same_kind") or {dtype.kind, own.kind} <= {"i", "u"}):
         raise InvalidArgument(f"'{path}' is {name}, the model takes {tensor.datatype}")
     if abstract and data is None:
-        gateway.bound(f"'{path}' has", gateway.byte_size(f"'{path}'", dtype, shape), "bytes", most)
+        gateway.bound(f"'{path}' has", gateway.byte_size(f"'{path}'", dtype, shape), "bytes", abstract)
         return np.broadcast_to(np.zeros((), tensor.dtype), shape)
     encoding = [data.get("encoding"), data.get("compression")] if isinstance(data, dict) else data
     if not isinstance(data, dict) or encoding != ["base64", None]:
@@ -84,18 +86,17 @@ def dtype_for(tensor: Tensor) -> np.dtype[Any]:
 
 
 class _Encoded:
-    """An array of a request that is not decoded yet."""
+    """An array of a request that is not decoded yet. Its ``dtype`` is None if there is none of its ``name``."""
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.shape, self.name, self.data = given["shape"], given["dtype"], given.get("data")
+        self.dtype = _DTYPES.get(self.name)
 
 
-def tree(node: Any) -> Any:
-    """Returns a copy of the parsed JSON ``node``, with an ``_Encoded`` in place of each array, which is decoded later."""
-    if isinstance(node, dict):
-        is_array = "shape" in node and "dtype" in node
-        return _Encoded(node) if is_array else {key: tree(each) for key, each in node.items()}
-    return [tree(each) for each in node] if isinstance(node, list) else node
+def _with_arrays(node: dict[str, Any]) -> Any:
+    # A model's inputs or outputs may have these names.
+    is_array = isinstance(node.get("shape"), list) and isinstance(node.get("dtype"), str)
+    return _Encoded(node) if is_array else node
 
 
 def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -140,22 +141,19 @@ class Point:
           abstract: whether a value may be only a shape and a dtype.
         Raises InvalidArgument if a value does not fit its input.
         """
-        given = {name: read(name, each, tensors[name], most, abstract) for name, each in values.items()}
+        given = {name: read(name, each, tensors[name], most if abstract else 0) for name, each in values.items()}
         #: The shape in which each input came, and the dtype.
         self.shapes = {name: each.shape for name, each in given.items()}
-        self._dtypes = {
-            name: _DTYPES[each.given["dtype"]] if isinstance(each, _Encoded) else dtype_for(tensors[name])
-            for name, each in values.items()
-        }
-        counts = dict[str, int]()
+        self._dtypes = {name: getattr(each, "dtype", dtype_for(tensors[name])) for name, each in values.items()}
+        counts = list[int]()
         for name, array in given.items():
             row = tensors[name].shape
             if array.ndim not in (len(row), len(row) + batched):
                 raise InvalidArgument(f"'{name}' has the shape {[*array.shape]}, a row is {[*row]}")
-            counts.update({name: array.shape[0]} if array.ndim > len(row) else {})
+            counts += array.shape[: array.ndim - len(row)]
         #: True if inputs have a batch dimension for the client, and outputs too.
         self.has_rows = bool(counts)
-        self.rows = next((count for count in counts.values() if count != 1), 1)
+        self.rows = next((count for count in counts if count != 1), 1)
         self.arrays = {name: self.in_rows(name, array, len(tensors[name].shape)) for name, array in given.items()}
         gateway.bound("the rows of inputs have", sum(each.nbytes for each in self.arrays.values()), "bytes", most)
 
@@ -197,9 +195,14 @@ class Point:
         return made
 
 
-def slices(arrays: Mapping[str, Array]) -> Callable[[int, int], dict[str, Array]]:
-    """Returns a function of ``begin`` and ``end`` that returns these rows of ``arrays``."""
-    return lambda begin, end: {name: each[begin:end] for name, each in arrays.items()}
+def slices(arrays: Mapping[str, Array]) -> Callable[[Any], dict[str, Array]]:
+    """Returns a function of an index, such as ``slice(0, 2)``, that returns these rows of ``arrays``."""
+    return lambda at: {name: each[at, ...] for name, each in arrays.items()}
+
+
+def described(shape: Sequence[int], tensor: Tensor) -> dict[str, Any]:
+    """Returns a JSON object with the shape and the dtype of a tensor's arrays for clients."""
+    return {"shape": shape, "dtype": dtype_for(tensor).name}
 
 
 def written(array: Any) -> Any:
@@ -217,23 +220,14 @@ def openapi(
 
     The shapes of ``inputs`` and ``outputs`` are those of one row.
     """
-    schemas = dict[str, Any]()
+    schemas, text, array = dict[str, Any](), {"type": "string"}, {"type": "object", "array_flags": []}
     for side, tensors in (("Input", inputs), ("Output", outputs)):
-        schemas[f"Apply_{side}Schema"] = {
-            "type": "object",
-            "properties": {
-                name: {"type": "string"} if each.datatype == "BYTES" else {"type": "object", "array_flags": []}
-                for name, each in tensors.items()
-            },
-        }
-        schemas[f"Apply{side}Schema"] = {
-            # Without a shape, auto_experimental would send rows, and sum gradients by inputs that vmap does not map.
-            "differentiable_arrays": {
-                path: {"shape": each.shape, "dtype": dtype_for(each).name}
-                for name, each in (floating(tensors) if "jacobian" in endpoints else {}).items()
-                for path in paths(name)
-            }
-        }
+        properties = {name: text if each.datatype == "BYTES" else array for name, each in tensors.items()}
+        differentiable = floating(tensors) if "jacobian" in endpoints else {}
+        # Without a shape, auto_experimental would send rows, and sum gradients by inputs that vmap does not map.
+        arrays = {path: described(each.shape, each) for name, each in differentiable.items() for path in paths(name)}
+        schemas[f"Apply_{side}Schema"] = {"type": "object", "properties": properties}
+        schemas[f"Apply{side}Schema"] = {"differentiable_arrays": arrays}
     answered = {"responses": {"200": {"description": "OK"}}}
     return {
         "openapi": "3.1.0",

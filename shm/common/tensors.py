@@ -86,7 +86,7 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
     return {name: array(name, value, datatypes.get(name)) for name, value in flat(inputs, datatypes).items()}
 
 
-def flat(inputs: Mapping[str, Any], known: Collection[str], what: str = "inputs") -> dict[str, Any]:
+def flat(inputs: Any, known: Collection[str], what: str = "inputs") -> dict[str, Any]:
     """Flattens nested mappings and sequences of inputs. Returns the values by input name.
 
     An input's name is the keys on the way to its value, joined by "/". If the model has no such input, but has one with "."

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 import trustme
+from tensord_client import tesseract_wire as wire
+from tensord_client.common.tensors import Tensor
 from tensord_client.gateway import Listening
 
 from tests.client.test_derivatives import N, X, write_models
@@ -224,6 +226,13 @@ def ask(gateway: GatewayProcess, path: str, body: Any, **headers: str) -> tuple[
 ROW = {"state.x": encoded(X[0]), "state.n": encoded(N[0])}
 BACK = {"inputs": ROW, "vjp_inputs": ["state.x"], "vjp_outputs": ["y"], "cotangent_vector": {"y": encoded(X[0, :3])}}
 JACOBIAN = {"inputs": ROW, "jac_inputs": ["state.x"], "jac_outputs": ["y"]}
+
+
+def test_outputs_may_have_the_names_of_an_arrays_parts() -> None:
+    body = json.dumps({"cotangent_vector": {"shape": encoded(X[0]), "dtype": encoded(X[1])}}).encode()
+    vectors = wire.parsed(bytearray(body))["cotangent_vector"]
+    for name, row in (("shape", X[0]), ("dtype", X[1])):
+        np.testing.assert_array_equal(wire.read(name, vectors[name], Tensor(name, "FP32", (4,))), row)
 
 
 @pytest.mark.parametrize(

@@ -591,13 +591,13 @@ def _point(content: bytes) -> None:
     with contextlib.suppress(tesseract_wire.InvalidArgument):
         body = tesseract_wire.parsed(bytearray(content))
         for abstract in (False, True):
-            values = tesseract_wire.by_name(flat(tesseract_wire.tree(body.get("inputs")), _INPUTS), _INPUTS, "inputs")
+            values = tesseract_wire.by_name(flat(body.get("inputs"), _INPUTS), _INPUTS, "inputs")
             point = tesseract_wire.Point(values, _INPUTS, True, 1 << 20, abstract)
             for name, rows in point.arrays.items():
                 array = point.output(rows)
                 if array.dtype.kind != "O" and _INPUTS[name].datatype != "BF16":
-                    written = tesseract_wire.tree(json.loads(json.dumps(tesseract_wire.written(array))))
-                    again = tesseract_wire.read(name, written, _INPUTS[name], 1 << 20)
+                    written = json.dumps({name: array}, default=tesseract_wire.written).encode()
+                    again = tesseract_wire.read(name, tesseract_wire.parsed(bytearray(written))[name], _INPUTS[name])
                     assert (again.shape, again.tobytes()) == (array.shape, array.tobytes())
 
 
