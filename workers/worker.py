@@ -351,7 +351,6 @@ class Worker:
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 
     def _end_halves(self, now_ns: int) -> None:
-        """Closes lanes on which the rest of a record has not come in time."""
         for submitter, (_, since_ns) in list(self._halves.items()):
             if since_ns + self._body_ns > now_ns:
                 break

@@ -518,7 +518,6 @@ class Waiter:
                 os.read(self._wakes, 4096)
 
     def _ends(self) -> bool:
-        """If the thread has to end now, closes its file descriptors and returns True."""
         with self._lock:
             if self._new or self._dropped or not self._closed:
                 return False

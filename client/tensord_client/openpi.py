@@ -196,7 +196,6 @@ class RobotGateway(gateway.Gateway):
             await self._end_episode(robot)
 
     async def _reply(self, robot: Robot, message: bytes, timing: dict[str, float]) -> bytes | str:
-        """Returns a robot's actions for a message, or an error's text. ``timing``: times to send along; adds the model's."""
         try:
             observation = read(message)
             begun = time.monotonic()

@@ -195,7 +195,6 @@ class ClientLane:
                 self._announced.add(number)
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns what to send for a request's constant part: all of it, or its number."""
         # Many are used only once: the number comes at the second use.
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:

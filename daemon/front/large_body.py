@@ -77,5 +77,4 @@ class Receiver:
         raise NotImplementedError
 
     def _progressed(self) -> None:
-        """Continues with the body after the wait for memory."""
         raise NotImplementedError

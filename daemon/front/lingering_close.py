@@ -118,7 +118,6 @@ def is_quiet(transport: asyncio.Transport) -> bool:
 
 
 def _waiting(transport: asyncio.Transport, request: int) -> int:
-    """Returns how many bytes wait in the kernel's queue that the ioctl ``request`` names."""
     sock = transport.get_extra_info("socket")
     if transport.is_closing() or sock is None:
         return 0

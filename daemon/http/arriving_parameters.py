@@ -114,7 +114,6 @@ class _Pushed:
         self._written = end
 
     def sealed(self) -> int:
-        """Seals the memory, and returns its descriptor, or -1 if nothing was written."""
         if self._memory >= 0:
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         return self._memory

@@ -143,7 +143,6 @@ class Http1Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """Begins a request with a large body. Returns False if that is not possible now, so that it is read in the usual way."""
         order = self.order
         if order.flow.read_paused or self._speaks_tls:
             return False

@@ -312,7 +312,6 @@ class Lifecycle:
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
     def _homes(self, version: VersionEntry) -> set[int]:
-        """Returns the workers on whose devices a version should be loaded."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:

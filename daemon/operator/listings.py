@@ -202,7 +202,6 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """Returns the cores, threads and memory of a process, or {} if it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -24,8 +24,6 @@ from tensord.shm.messages import AnswerRecord, Slice
 
 @dataclass(slots=True)
 class _Line:
-    """A connection's throttled requests: those that wait, and the ids of those that waited and were sent."""
-
     #: The requests that wait, each with the time at which it gives up.
     waiting: deque[tuple[float, InFlight]] = field(default_factory=deque)
     sent: set[int] = field(default_factory=set)

@@ -111,14 +111,12 @@ class _Scope:
 
     @property
     def values(self) -> Values:
-        """Returns the trace settings, in which ``count`` is how many traces are left."""
         if self.budget is None:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Returns the descriptors of the shared counters."""
         if self.turn is None:
             return ()
         return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)

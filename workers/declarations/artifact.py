@@ -196,7 +196,6 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Reads the StableHLO program ``content`` of the file ``name``."""
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context

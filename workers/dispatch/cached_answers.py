@@ -125,7 +125,6 @@ class CachedAnswers:
     def _still_holds(
         self, question: Question, version: ModelVersion, request: Request, ran: ParameterSet | None
     ) -> bool:
-        """Returns whether a request ran with the parameters that its cache key ``question`` names."""
         if ran is not None:
             return question.parameters == (ran.stamp,)
         if version.loaded.ensemble is None:

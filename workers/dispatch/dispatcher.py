@@ -233,7 +233,6 @@ class Dispatcher:
             request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
-        """Makes the next iteration ask the version's planner for a batch, if requests wait."""
         if version in self._active:
             self.agenda.wake(version)
 

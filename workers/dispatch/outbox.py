@@ -162,7 +162,6 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers request ``i`` of a run, for which no ``AnswerPlan`` fits. Returns the reason if it fails, else None."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)

@@ -148,7 +148,6 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
 
 
 def _declared_names(load: VersionLoad) -> _Names:
-    """Adds model.py's tensors to the configuration. Returns what the configuration cannot hold, such as names of axes."""
     config, module = load.config, load.module
     triton = hasattr(module, "TritonPythonModel")
     config.backend = config.backend or ("python" if triton else "jax")

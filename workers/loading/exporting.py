@@ -202,7 +202,6 @@ def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str)
 
 
 def _complete(config: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Adds ``inputs`` to a configuration without inputs, and the outputs of ``exported`` to one without outputs."""
     types = model_config_pb2.DataType
     if not config.input:
         for name, tensor in inputs.items():

@@ -157,7 +157,6 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the parameters to a device: 0: the worker's; 1: the CPU device that computes with one thread."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self.sets.placer.lay(self.hosted()))

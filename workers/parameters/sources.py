@@ -248,7 +248,6 @@ def plan(
 
 
 def _path(relative: str, folders: tuple[Path, Path]) -> Path:
-    """Returns the file or folder ``relative`` in the first folder that has it."""
     asked = Path(relative)
     if asked.is_absolute() or ".." in asked.parts or not asked.parts or "\0" in relative:
         raise InvalidArgument(f"'{relative[:256]}' is no path inside the model's folder")

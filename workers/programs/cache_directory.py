@@ -212,7 +212,6 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(directory_fd: int, path: Path) -> None:
-    """Raises PermissionError if another user could replace entries of a directory. ``path``: names it in the error."""
     found = os.fstat(directory_fd)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):

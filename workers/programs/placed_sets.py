@@ -162,7 +162,6 @@ class DevicePlacer(Placer):
 
 
 def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves, with None in place of each leaf that can be pushed."""
     return [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
 

@@ -346,7 +346,6 @@ class ResponseSender:
         self._receiver.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Encodes a response as a record; None: only the loop can encode it."""
         kind = self._kind
         record = None if kind is None else kind.record(self.request, result)
         if record is None:

@@ -118,7 +118,6 @@ def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[obj
 
 
 def _named(what: str, tree: object) -> dict[str, Any]:
-    """Returns the arrays in a tree of outputs by their paths, such as "a/0". Raises Internal if two have one name."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     arrays = {name_of(keys, "output"): array for keys, array in found}
     if len(arrays) < len(found):
