@@ -299,7 +299,6 @@ class Arena:
         return number, 0, size
 
     def _take_reserved(self, order: int) -> _Block | None:
-        """Allocates ``BLOCK`` x 2^order bytes in the segment for small tensors."""
         if self._reserve is None:
             number = self._next_segment
             if not self._make(number, self._reserve_byte_size):

@@ -211,7 +211,6 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
-        """Derives from the settings whether anything is traced (``on``) and how many requests to skip (``passes``)."""
         turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
         if not turns:

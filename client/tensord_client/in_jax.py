@@ -110,8 +110,7 @@ class _ServedModel:
     """A model on a server that JAX programs can call. It may be a derivative of another model, such as ``M.pull_back``."""
 
     def __init__(self, model: Model | None, of: _ServedModel | None = None, kind: str = "") -> None:
-        """If ``model`` is None, this is a derivative of ``of``, such as "pull_back" (``kind``), looked up at its first use."""
-        self._model = model
+        self._model = model  # None: a derivative, such as "pull_back" (kind), looked up at its first use
         self.of = of
         self.kind = kind
         self._derivatives: dict[str, _ServedModel] = {}

@@ -33,7 +33,6 @@ class Receiver:
     _dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
-        """Asks for memory. Later ``_place`` is called with it, or ``refuse`` with an error, and then ``_progressed``."""
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
 

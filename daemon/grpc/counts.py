@@ -90,7 +90,6 @@ class _Counting:
         self._uncounted = 0
 
     def walk(self, at: int, end: int, kind: _Kind) -> None:
-        """Counts the fields of an encoded message of a ``kind``. Raises InvalidArgument if there are too many."""
         message, counts = self._message, self._counts
         while at < end:
             tag, at = varint(message, at)

@@ -419,7 +419,6 @@ class GenerateStream(Generation):
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
     def _say(self, event: bytes, status: int) -> None:
-        """Sends one event, after an HTTP head with ``status`` if it is the first. HTTP/1.0: keeps it until the end."""
         head = b"" if self._status else self._begin(status)
         if self._kept is None:
             self._write(b"%b%x\r\n%b\r\n" % (head, len(event), event))

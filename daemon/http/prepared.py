@@ -152,7 +152,6 @@ class PreparedRequests:
 
 
 def _values(prepared: PreparedKind, head: RequestHead, cut: Cut | None) -> list[Source]:
-    """Returns for each input in ``head`` where its data is, or the data itself if the JSON has it."""
     sources: list[Source] = []
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, head.inputs, strict=True):
         if source is VALUES:

@@ -180,7 +180,6 @@ class SequenceRouting:
 
 
 def _runnable_elsewhere(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns which of ``run``, requests of a dead worker's sequence, may run elsewhere. ``state``: the sequence's."""
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
     kept = run

@@ -215,7 +215,6 @@ def _tensors(prefix: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 
 def _add(fields: Any, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
-    """Adds a tensor to a configuration. ``lead``: dims in front of the tensor's own."""
     data_type = model_config_pb2.DataType.Value(datatypes.to_model_config(spec.datatype))
     field = fields.add(name=spec.name, data_type=data_type, dims=(*lead, *spec.dims))
     if spec.reshaped:

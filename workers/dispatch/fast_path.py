@@ -66,7 +66,6 @@ class _Batch:
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the programs for inputs of these shapes. ``runs`` None: no sequences."""
         self.version = version
         self.model = model
         self._key = key
@@ -135,7 +134,6 @@ class _Alone:
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
 
     def count(self, done: NativeRuns) -> None:
-        """Adds runs of the C extension to the statistics of the model version."""
         self._version.statistics.add(done)
         # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)

@@ -110,7 +110,6 @@ class ProcessState:
         self._accept()
 
     def _accept(self) -> None:
-        """Records the current state, so that only later changes are noticed."""
         self._updates = WholeProcess.updates
         self._known_filters = list(warnings.filters)
         self._known_path = list(sys.path)

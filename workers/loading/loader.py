@@ -375,7 +375,6 @@ class Loader:
         function: Created,
         plan: InstancePlan,
     ) -> _Runnable:
-        """Compiles a jitted model, runs its warmup samples, and starts its instances."""
         config, (_, parameters, _) = load.config, function
         if load.of is None:
             warn_of_leaves(config.name, parameters)

@@ -296,8 +296,6 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies bytes of the file ``fd`` into an array. ``what``: names the file in errors."""
-
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0
         while done < len(content):

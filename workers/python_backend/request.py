@@ -402,7 +402,6 @@ class InferenceRequest:
         return asyncio.ensure_future(first_answer(call, call.first()))
 
     def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
-        """Returns the call for this request, or a response with an error. ``decoupled``: whether many responses may come."""
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")
         sequence = self._correlation_id

@@ -65,7 +65,6 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns in how many seconds another thread may begin; None: not before one that works now has ended."""
         if not self._under_way:
             return 0.0
         if not self._long or len(self._under_way) > _BESIDE:
