@@ -266,7 +266,6 @@ class _Attempt:
         self._process.wait()
 
     def look(self, verdicts: dict[str, Verdict]) -> bool:
-        """Adds the verdict on each model that the checking process has tried by now. Returns whether this process has ended."""
         lines = self._lines()
         outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}
         while self.left:

@@ -268,7 +268,6 @@ class SequencePage(Page):
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns where a key's entry begins or, if there is none, where one may be written, as an index of words."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)

@@ -109,7 +109,6 @@ class LaneConnection(Sender):
         forgotten_by_children(self)
 
     def _begin(self) -> None:
-        """Sets the attributes that are new in each process, also after a fork."""
         self._socket = None
         #: Held by the thread that asks the daemon, and by the one that connects over HTTP.
         self._asking, self._http_lock = threading.Lock(), threading.Lock()

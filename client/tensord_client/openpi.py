@@ -277,8 +277,6 @@ def _depth(node: Any) -> int:
 
 
 class _Message:
-    """Bounds the number of values in one message, and turns its maps that encode arrays into arrays."""
-
     arrays = values = 0
 
     def counted(self, found: Any, arrays: int = 0) -> Any:

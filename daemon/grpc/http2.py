@@ -289,7 +289,6 @@ class Http2:
         stream.frame_arrived(flags)
 
     def _data_arrives(self, data: bytes, at: int) -> int:
-        """Passes a part of a DATA payload to its stream, and returns the offset behind it."""
         end = min(len(data), at + self.data_left)
         self.data_left -= end - at
         stream = self.data_stream

@@ -83,7 +83,6 @@ class _Pushed:
         self._taken = self._written = 0
 
     def reserve(self, whole: int) -> None:
-        """Counts ``whole`` bytes as the size of this push so far. An earlier count for this push is replaced."""
         more, taken = whole - self._taken, self._arriving.byte_size
         if whole > self._limit:
             raise BodyTooLarge(f"has {whole} bytes of parameters or more", self._limit)

@@ -139,7 +139,6 @@ class Reception(Receiver):
         self._collected_byte_size += byte_size
 
     def _grown(self, byte_size: int) -> bool:
-        """Counts more bytes of a large JSON body. Returns False if the body is refused."""
         if self.error is None and not self._dropped:
             try:
                 self._collect(byte_size)

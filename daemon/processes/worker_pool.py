@@ -329,7 +329,6 @@ class Orphans:
 
 
 def _ended() -> int:
-    """Returns the pid of a child process that has ended unnoticed, or 0."""
     try:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -106,7 +106,6 @@ class Throttle:
         return len(self._outstanding)
 
     def _fills_client(self, account: Account, request: InFlight) -> bool:
-        """Returns whether the client has reached its share of response memory, and had not before this ``request``."""
         client = account.client
         if client.answers < client.limit:
             return False

@@ -98,8 +98,6 @@ class Values:
 
 
 class _Scope:
-    """Holds the trace settings of one model or of all models, and shared counters."""
-
     def __init__(self, values: Values, own: frozenset[str]) -> None:
         self._values = values
         #: Names of the values that are not inherited from the scope before.

@@ -372,7 +372,6 @@ def _pull_back(function: _ModelFunction, parameters: Any, given: dict[str, Any])
 
 
 def _pulled(pull: Callable[..., Any], made: Mapping[str, Any], cotangents: dict[str, Any]) -> Any:
-    """Calls ``pull``. Raises InvalidArgument if a cotangent has another shape than its output in ``made``."""
     for name, output in made.items():
         if (given := cotangents[name].shape) != output.shape:
             raise InvalidArgument(

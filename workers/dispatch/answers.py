@@ -136,7 +136,6 @@ def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: in
 
 
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Returns the slice and the region of each output that goes to a region. Raises Internal if a slice is too small."""
     places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
     for name, wanted in request.outputs.items():
         if wanted.region is None or name not in sizes:

@@ -418,9 +418,8 @@ def told_by(
 
 
 def _has_set(member: ModelVersion, name: str) -> bool:
-    """Returns whether a model has a parameter set. For an ensemble returns True, because its steps are checked themselves."""
     if member.loaded.ensemble is not None:
-        return True
+        return True  # its steps are checked themselves
     return member.sets is not None and member.sets.newest(name) is not None
 
 

@@ -86,7 +86,6 @@ class _Batch:
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """The name, first address and bytes from row to row of each input. All programs share this memory."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
@@ -460,7 +459,6 @@ def _usable_sets(request: Request) -> dict[str, ParameterSet] | None:
 
 
 def _is_large(request: Request, preparation: Preparation, checked: Checked) -> bool:
-    """Returns whether a request's inputs are too large to copy into a batch."""
     return not request.small if preparation.own else sum(checked.sizes) >= _LARGE
 
 

@@ -233,7 +233,6 @@ class Executables:
                 self._usual = found[1]
 
     def _open(self, stack: SetStack) -> None:
-        """Allocates the arrays of a stack, and compiles the program that fills them."""
         name, usual = self.signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
         with precision(self.signature.wide):
@@ -257,7 +256,6 @@ class Executables:
         return Carry(self.signature, self._initial, self._usual.device)
 
     def _run_once(self) -> None:
-        """Runs the executables of small buckets on zeros."""
         # A first run is slower (measured: the first of a process by 30 ms, the first of each executable by 3 ms), and a model
         # that cannot run at all fails before it serves. Further buckets are run while their total work is small.
         carry, work = self.carry(), 0.0
@@ -292,7 +290,6 @@ class Executables:
             return self.device.executable(wanted, self.signature, self._compile(wanted, None))
 
     def _check_rows(self, wanted: Wanted) -> None:
-        """Raises Internal if rows affect each other in the program ``wanted``, or in one for more rows if ``wanted`` has one."""
         several = sorted(each for each in self._postponed if each.shapes == wanted.shapes and each.rows > 1)
         if not several:
             return

@@ -338,7 +338,6 @@ def _group_may(status: os.stat_result) -> bool:
 
 
 def _may_use(peer: Peer, status: os.stat_result) -> bool:
-    """Returns whether the kernel would let the client read and write the memory."""
     if peer.uid == 0:
         return True
     if peer.uid == status.st_uid:
