@@ -409,7 +409,6 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(config: ModelConfig, whole: bool) -> None:
-    """Checks the configured states of sequences. ``whole``: each needs a datatype, because model.py declares none."""
     states = config.sequence_batching.state
     if states and config.backend == "python":
         raise Unsupported(f"model '{config.name}': sequence_batching.state: a Triton Python model keeps its own state")

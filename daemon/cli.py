@@ -294,7 +294,6 @@ def fetch(
 
 
 def _sha256(value: str | None) -> str:
-    """Returns the checksum, or "" for None. Raises click.BadParameter if it has not 64 hexadecimal digits."""
     if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise click.BadParameter(f"'{value}' has not 64 hexadecimal digits")
     return value or ""

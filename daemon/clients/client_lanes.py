@@ -199,7 +199,6 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane to each worker of ``model``, and returns the client's ends. If that raises an error, none is open."""
         owner, options = connection.peer.owner, self._options
         if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
             raise Unavailable(

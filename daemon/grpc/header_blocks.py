@@ -113,7 +113,6 @@ _known = functools.lru_cache(256)(_call_head)
 
 
 def _with_own(head: CallHead, own: Fields) -> CallHead:
-    """Returns a copy of ``head`` with ``own``, the fields of this call alone."""
     length = check_own(own)
     if head.http_status != 200:
         return head

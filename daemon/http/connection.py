@@ -104,7 +104,6 @@ class Http1Connection(asyncio.Protocol):
             self._parse(data, between)
 
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
-        """Begins a request whose head is cached. Returns False if the parser must read it."""
         order, serving, length = self.order, self._serving, head.content_length
         received = len(data) - head_size
         if order.closing:
@@ -129,7 +128,7 @@ class Http1Connection(asyncio.Protocol):
             return True
         assert length is not None
         if received > length or head.coding:
-            return False
+            return False  # the parser must read it
         if length <= COLLECT_BYTE_SIZE:
             # Many clients send a head and its body one after the other.
             self._held = data

@@ -274,7 +274,6 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits the request once nothing is missing, or sends the error of a refused body."""
         if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return
         reception = self._reception
@@ -505,7 +504,6 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes ``pieces``, a complete HTTP response. Once they are sent, ``written`` releases their memory."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):

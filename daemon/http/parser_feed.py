@@ -390,7 +390,6 @@ class ParserFeed:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
-        """Returns the offset behind the arriving head, or ``end`` if the head goes on."""
         tail = self._head_tail
         cut = (tail + data[at:end]).find(END) - len(tail) if tail else data.find(END, at, end) - at
         if cut < -len(tail):

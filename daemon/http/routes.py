@@ -368,8 +368,6 @@ def _traced(request: Request) -> str:
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Wraps a handler: the method and the operator's ``rule`` are checked first. ``heads``: whether HEAD is allowed."""
-
     async def handle(request: Request) -> Response:
         if request.method != method and not (request.method == "HEAD" and heads):
             raise HTTPException(405)

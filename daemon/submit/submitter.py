@@ -158,7 +158,6 @@ class Submitter:
             raise
 
     def _too_many(self, request: InFlight) -> Unavailable:
-        """Counts a refused request and returns the error for its client."""
         if self._refuses:
             self.refusals.note(request.prepared.model, Refusal.DRAINING)
             return Unavailable("the server is draining: it takes no new requests")
@@ -382,7 +381,6 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, record: AnswerRecord) -> None:
-        """Handles a worker's answer ``record``: passes it to its request, or lets the request run again."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(record.request_id, None), record.lease
         if lease is not None:

@@ -328,7 +328,6 @@ class _ModelFunction:
         return {name: array for name, array in given.items() if not name.startswith(added)}
 
     def of_floats(self, parameters: Any, given: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Returns a function of the floating inputs alone, and these inputs."""
         inputs = self.own(given)
 
         def apply(floats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

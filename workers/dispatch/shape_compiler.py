@@ -99,9 +99,9 @@ class ShapeCompiler:
         self._replaced(parked.extend(batch + version.queue.take(key, version.queue.rows(key))))
         self._under_way += 1
         _log.info("compiling model '%s' version %d for %s", version.name, version.version, wanted)
-        running = [(request.submitter.peer, request.request_id) for request in batch]
+        waiting = [(request.submitter.peer, request.request_id) for request in batch]
         self._thread.do(
-            lambda: self._compile(version, model.executables, wanted, running), self._compiled(version, key)
+            lambda: self._compile(version, model.executables, wanted, waiting), self._compiled(version, key)
         )
 
     def _replaced(self, replacements: list[Replacement[Request]]) -> None:
@@ -115,10 +115,9 @@ class ShapeCompiler:
             self._outbox.refuse(request, Refusal.COMPILING, error, now_ns)
 
     def _compile(
-        self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
+        self, version: ModelVersion, executables: Executables, wanted: Wanted, waiting: list[tuple[int, int]]
     ) -> Executable:
-        """Compiles a program in the compiler's thread. ``running``: submitter and id of each request that waits for it."""
-        self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
+        self._page.begin(COMPILER_SLOT, waiting, version.page_key, self._clock())
         try:
             return executables.compile(wanted)
         except Exception:

@@ -357,7 +357,6 @@ class Loader:
         declared: DeclaredVersion,
         function: Created,
     ) -> _Runnable:
-        """Makes a model of class ``kind`` from ``function``, its code and parameters. Starts the instances that run it."""
         apply, parameters, _ = function
         config, described = load.config, declared.taken
         sets = host_sets(config.name, parameters, self._target.room)

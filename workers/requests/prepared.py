@@ -356,7 +356,6 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], record: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size, in which all inputs must agree."""
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:

@@ -86,7 +86,6 @@ class Replacement(NamedTuple, Generic[W]):
 
     @property
     def error(self) -> Replaced:
-        """The error for the request that was replaced."""
         key, client_id = self.new.replace_key, self.new.client_id
         of_key = f" of key '{key}'" if key else ""
         with_id = f", request id '{client_id}'" if client_id else ""
