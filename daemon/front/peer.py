@@ -25,7 +25,6 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """Yields a socket object of a duplicate of ``fd``. Such an object has options that a socket of asyncio lacks."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 

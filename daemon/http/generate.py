@@ -323,7 +323,6 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, body: bytes = b"") -> None:
-        """Counts and logs the request, whose answer is written, and frees its memory."""
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, body)
         else:

@@ -321,7 +321,6 @@ class ParserFeed:
                 self._serving.heads.learn(data[:size], meaning)
 
     def _feed(self, data: bytes, between: bool) -> None:
-        """Parses ``data``, or a part of it and the rest later. ``between``: whether it begins with a new request."""
         order, messages = self._order, self.messages
         messages.begun = 0
         half_line, self._half_line = self._half_line, data.endswith(b"\r")

@@ -282,7 +282,6 @@ class Pending(Generic[T]):
         return until if self.deadline is None else min(until, self.deadline)
 
     def _next(self, until: float | None) -> T | ServingError | None:
-        """Waits for the next response. Returns an error if the request failed, or None if no further response comes."""
         while not self._arrived:
             # In this order: what has come is there before its end is seen.
             if self.done():

@@ -139,7 +139,6 @@ class LaneAnswers:
     def _end_trace(
         submitter: SubmitterLink[Request], request_id: int, error: ServingError | None, request: Request | None = None
     ) -> str:
-        """Ends the trace of a request. Returns the trace's id; "": it is not traced."""
         trace = submitter.traces.pop(request_id, None)
         if trace is None:
             return ""

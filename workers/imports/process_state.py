@@ -80,14 +80,13 @@ class ProcessState:
                 and (warnings.filters == self._known_filters or warnings.filters is not self._filters)
             ):
                 return
-            if (changed := self._ran()) and not logged:
+            if (changed := self._restore()) and not logged:
                 logged = True
                 _warn(f"{who} or one that ran beside it, at a request,", changed)
 
         return ran
 
-    def _ran(self) -> list[str]:
-        """Restores state that models' code has changed. Returns a description of each change."""
+    def _restore(self) -> list[str]:
         with self._lock:
             if self._loading:
                 return []  # a model that is being loaded may have, which is looked at when it is

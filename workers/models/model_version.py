@@ -178,7 +178,6 @@ class ModelVersion:
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
-        """Takes an instance's next batch of requests with one parameter set."""
         # A request of a sequence uses the parameters that its sequence began with.
         sequences, sets = self.sequences, self.sets
         assert sequences is not None

@@ -240,14 +240,13 @@ def _seal(secret: bytes, name: str, content: bytes) -> bytes:
 
 
 def _read_secret(directory_fd: int) -> bytes:
-    found = _bytes(directory_fd, _SECRET, others=0o077)
+    found = _bytes(directory_fd, _SECRET, forbidden=0o077)
     if len(found) != _SECRET_BYTES:
         raise ValueError(f"{len(found)} bytes, expected {_SECRET_BYTES}")
     return found
 
 
-def _bytes(directory_fd: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Returns all bytes of a file. Raises ValueError if its mode has a bit of ``others``."""
+def _bytes(directory_fd: int, name: str, forbidden: int = _WRITABLE) -> bytes:
     try:
         # O_NONBLOCK, because opening a pipe would wait.
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
@@ -261,7 +260,7 @@ def _bytes(directory_fd: int, name: str, others: int = _WRITABLE) -> bytes:
             raise ValueError("it is no regular file")
         if found.st_uid != os.geteuid():
             raise ValueError(f"it belongs to another user (uid {found.st_uid})")
-        if found.st_mode & others:
+        if found.st_mode & forbidden:
             raise ValueError(f"it is open to others (mode {stat.S_IMODE(found.st_mode):04o})")
         with open(fd, "rb", closefd=False) as file:
             return file.read()

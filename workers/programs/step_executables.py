@@ -166,8 +166,6 @@ class StepExecutables:
         return any(leaks(functools.partial(self._lower, what, self._place)) for what in wanted)
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
-        """Lowers one program for a placement."""
-
         def spec(array: Any) -> jax.ShapeDtypeStruct:
             return place.spec(array.shape, array.dtype)
 

@@ -316,7 +316,6 @@ def _check(
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, record: RequestRecord, signature: Signature
 ) -> None:
-    """Raises InvalidArgument if an input is missing, unknown or given twice."""
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:
@@ -459,7 +458,6 @@ def _with_known_shape(prepared: PreparedRequest, record: RequestRecord, contents
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Gives each ``LateTensor``, whose bytes were not read yet, the dtype and shape of the input of its name."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):

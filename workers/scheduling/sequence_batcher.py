@@ -219,7 +219,6 @@ class SequenceBatcher(Planner[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Makes the first waiting request of ``live`` available to batches, if there is one that may run now."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
