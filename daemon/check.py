@@ -193,7 +193,6 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits a moment. Ends the attempts to load models whose process has ended or whose time is over."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)

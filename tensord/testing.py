@@ -231,7 +231,6 @@ class _Loaded(Model):
 
 
 def _array(value: Array) -> Array:
-    """Returns a read-only copy of an input, with a dtype that requests can have."""
     made = np.array(value)
     if datatype_of(made.dtype) == "BYTES":
         made = decode_strings(encode_strings(made), made.shape)

@@ -149,7 +149,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
         tried: list[str] = []
         for each in [os.fspath(named)] if named is not None else _usual():
             try:
-                return _way(each, patience)
+                return _connected(each, patience)
             except Unavailable as error:
                 tried.append(error.message)
         if time.monotonic() >= until:
@@ -172,8 +172,7 @@ def _usual() -> Iterator[str]:
     yield f"localhost:{_PORT}"
 
 
-def _way(address: str, patience: float) -> Connection:
-    """Connects to a server. If ``address`` is a folder of models, serves them here. ``patience``: as in ``connect``."""
+def _connected(address: str, patience: float) -> Connection:
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode
@@ -264,7 +263,7 @@ def _over_http(path: str, greeting: Mapping[str, Any], patience: float) -> Conne
     tried = []
     for each in sorted(greeting.get("http", ()), key=lambda each: not each.startswith("unix:")):
         try:
-            return _way(each, patience)
+            return _connected(each, patience)
         except Unavailable as error:
             tried.append(error.message)
     raise Unavailable(

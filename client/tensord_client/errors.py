@@ -64,7 +64,6 @@ def from_status(status: int, message: str) -> ServingError:
 
 
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
-    """Makes an error ``kind`` with a plainer text, or InvalidArgument if ``message`` says that an output is too large."""
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))
     return kind(in_plain_words(message))

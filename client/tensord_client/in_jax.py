@@ -99,9 +99,8 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
 
 
 class _Output(NamedTuple):
-    """An output of a request, without the axes that ``vmap`` added."""
-
     name: str
+    #: Without the axes that ``vmap`` adds.
     shape: tuple[int, ...]
     dtype: str
 
@@ -140,7 +139,6 @@ class _ServedModel:
         return len(outer) + bool(self.model.max_batch_size and not self.lifted)
 
     def __call__(self, given: Mapping[str, Array], wanted: Sequence[_Output], outer: tuple[int, ...]) -> list[Array]:
-        """Sends the inputs ``given``, and returns the outputs ``wanted``. ``outer``: the axes that ``vmap`` added."""
         model, names, lead = self.model, [output.name for output in wanted], self.rows(outer)
         known = {tensor.name: tensor for tensor in model.inputs}
         full = {name: np.broadcast_to(array, (*outer, *array.shape[len(outer) :])) for name, array in given.items()}

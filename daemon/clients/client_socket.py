@@ -200,7 +200,6 @@ class ClientSocket:
     # -------------------------------------------------------------------------------------------------------- a client
 
     async def _serve(self, client: socket.socket, connection: ClientConnection) -> None:
-        """Answers the questions of a client, one after the other."""
         try:
             with client, contextlib.closing(ConnectionEnd()) as end, contextlib.suppress(OSError):  # it went away
                 while (message := await _receive(client)) is not None:

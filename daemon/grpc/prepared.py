@@ -192,7 +192,6 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes a message from which raw tensors and parameters of scheduling were taken. Returns None if it is invalid."""
         try:
             return decode_head(rest, has_raw, self._table)[0]
         except ServingError:

@@ -148,7 +148,6 @@ class StreamInfer(InferCall):
     def _not_sent(
         self, error: Exception, client_id: str, trace: Trace | None = None, asked: CallRequest | None = None
     ) -> None:
-        """Sends the client an error for a request that could not be sent to a worker."""
         code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):
             code, message = grpc_number(error), error.message

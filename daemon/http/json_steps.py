@@ -223,7 +223,6 @@ class JsonStrings:
         return written
 
     def _piece(self, start: int) -> tuple[list[str], int]:
-        """Parses a part of the text that begins at ``start``. Returns its strings, and where the next part begins."""
         search = start + STRINGS_BYTE_SIZE
         for _ in range(2):
             end, following = self._end_of_piece(search)

@@ -49,7 +49,6 @@ _INDEX_STATES = [state.value for state in IndexState]
 
 
 def _table(text: str) -> list[tuple[str, str, Callable[[Any], Any]]]:
-    """Parses a table of metrics. Returns for each line its name, its help, and what reads its value from an object."""
     found = []
     for line in text.strip().splitlines():
         name, path, said = line.split(maxsplit=2)

@@ -166,6 +166,5 @@ def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _ScrapeAnsw
 
 
 def _rendered(snapshot: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:
-    """Returns the text of the metrics, which may be gzipped, and the content type."""
     text, content_type = exposition.render(snapshot, accept)
     return gzip.compress(text, _LEVEL, mtime=0) if compressed else text, content_type

@@ -171,7 +171,6 @@ class Submitter:
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to the worker that ``Routing`` chooses, or lets it wait."""
         try:
             # Where a sequence is may be known to its client, by another front, earlier than here.
             if request.record.sequence_id and self._is_behind():

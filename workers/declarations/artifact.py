@@ -279,8 +279,6 @@ def module(folder: Path, config: ModelConfig, platform: str) -> ModuleType:
 
 
 class _Artifact:
-    """The checked programs of one exported version, and its parameters' path."""
-
     def __init__(self, folder: Path, config: ModelConfig, platform: str) -> None:
         self._message = config
         self._parameters = model_folder.parameters(folder)

@@ -45,8 +45,6 @@ _OWN: Mapping[str, tuple[Callable[[RequestRecord], Parameter], Parameter]] = {
 
 
 class _Asked(NamedTuple):
-    """Something in a request, such as its ``priority``, that a model asks for in model.py."""
-
     name: str
     spec: TensorSpec
     #: None: each request must have it.

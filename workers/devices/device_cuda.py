@@ -317,12 +317,12 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in outputs.items()}
 
     def _follow(self, output: jax.Array) -> Any:
-        """Makes this thread's stream wait for ``output``. Returns what the caller must keep until the stream has waited."""
         # By DLPack's stream argument: XLA's stream runs the program and its event; the worker's waits for the event, copies,
         # and records the one event that a thread waits for. The reverse, XLA waiting for copies, costs more than it saves: XLA
         # learns the stream only when memory is imported by DLPack, and an import takes longer than a small transfer.
         if self._waits:
             try:
+                # The caller keeps it until the stream has waited.
                 return output.__dlpack__(stream=self.context.stream())  # type: ignore[call-arg]
             except jax.errors.JaxRuntimeError as error:
                 if "UNIMPLEMENTED" not in str(error):

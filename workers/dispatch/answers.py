@@ -290,7 +290,6 @@ class _Queued:
             region.settle()
 
     def abandon(self) -> None:
-        """Waits until nothing more is copied to the client's regions. Ignores errors of the copies."""
         for region in self._regions:
             with contextlib.suppress(ServingError):
                 region.settle()

@@ -497,7 +497,6 @@ def _folders(record: Load) -> tuple[Path, Path]:
 
 
 def _buckets(load: VersionLoad, described: Signature) -> Buckets:
-    """Chooses the shapes for which a model is compiled."""
     # State of varying size counts as input.
     described = program_signature(described) if described.free else described
     return choose_buckets(load.config, load.module, described)

@@ -218,7 +218,7 @@ class PythonModel:
             # Whoever has a sender goes on answering, that of an earlier round as well.
             held = held if sender is None else sender.released(again)
         if again:
-            return self._rescheduled(request, None)
+            return self._reschedule_error(request, None)
         return STREAMED if held else Internal(NOT_COMPLETED)
 
     def _ended(
@@ -236,7 +236,7 @@ class PythonModel:
             failed = own_failure(self, error, Execution(requests, time.monotonic_ns()))
         for request, each in zip(requests, asked, strict=True):
             if error is None and each.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
-                self._rescheduled(request, None)
+                self._reschedule_error(request, None)
             if error is not None or each.sender is None:
                 sender = request.version.senders.get(request)
                 if sender is not None:
@@ -244,7 +244,7 @@ class PythonModel:
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
-            return self._rescheduled(request, response)
+            return self._reschedule_error(request, response)
         if asked.sender is not None:
             if response is not None:
                 asked.sender.send(response, interface.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -269,8 +269,7 @@ class PythonModel:
             _log.error("%s%s", named(request.client_id), error.message, extra=traced([request]))
             return error
 
-    def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns None if a request may run again, else an error. ``response``: what the model returned; has to be None."""
+    def _reschedule_error(self, request: Request, response: Any) -> Result | None:
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "

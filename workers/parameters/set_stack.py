@@ -177,13 +177,12 @@ class SetStack:
             wanted = chosen.rows()
         else:
             wanted = (chosen,)
-        slots = self._found(sets, [each or sets.main for each in wanted])
+        slots = self._indices_of(sets, [each or sets.main for each in wanted])
         index = np.full(rows, slots[0], np.int32)
         index[: len(slots)] = slots
         return self._whole(sets), index
 
-    def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
-        """Writes the wanted sets that the stack lacks into it. Returns the index of each wanted set in the stack."""
+    def _indices_of(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
         known = self._slots
         missing = [each for each in dict.fromkeys(wanted) if each not in known]
         for each in wanted:
