@@ -88,9 +88,9 @@ class MemoryGroup:
 
 
 def memory_groups() -> list[MemoryGroup]:
-    """Returns the memory control groups of this process, from the innermost group to the root.
+    """Returns the control groups that may limit the memory of this process, from the innermost group to the root.
 
-    A group that does not exist has no limit and no counts. The root is in the result even if the groups below it are not found.
+    The root is always in the result. The result may contain groups that do not exist. These report no limit.
     """
     found: list[MemoryGroup] = []
     with contextlib.suppress(OSError):

@@ -414,7 +414,7 @@ def trace(
     log_frequency: int | None,
     inherit: bool,
 ) -> None:
-    """Show the trace settings of MODEL, or of all models, or change the settings whose options are given."""
+    """Show the trace settings of MODEL, or of all models. With options, change these settings."""
     numbers = {"trace_rate": rate, "trace_count": count, "log_frequency": log_frequency}
     settings: dict[str, list[str]] = {name: [str(value)] for name, value in numbers.items() if value is not None}
     if level:
@@ -597,7 +597,7 @@ def parameters_list(daemon: _Daemon, model: str, repeat_seconds: float | None) -
 @click.option("--move-sequences", is_flag=True, help="Sequences that have begun go on with the new ones.")
 @click.pass_obj
 def parameters_push(daemon: _Daemon, /, model: str, file: str, version: int, name: str, **options: Any) -> None:
-    """Push the parameters in FILE, which is in the model's folder, into MODEL: safetensors, npz, msgpack or an Orbax folder."""
+    """Push parameters into MODEL from FILE in the model's folder: a safetensors, npz or msgpack file, or an Orbax folder."""
     daemon.do("push", name=model, version=version, set=name, push={"file": file, **options})
 
 

@@ -283,7 +283,7 @@ class Source:
     """The place from which a model is fetched: a folder or an archive, on any file system that fsspec knows."""
 
     def __init__(self, url: str) -> None:
-        """Chooses the file system for the URL, without a request. Raises InvalidArgument if the URL cannot be used."""
+        """Chooses fsspec's file system for ``url``. Sends no request. Raises InvalidArgument if the URL cannot be used."""
         if fsspec is None:
             raise InvalidArgument("fetching needs fsspec: pip install 'tensord[fetch]'")
         #: The URL as it may be shown: without a user's name, password and query, where signatures stand.
@@ -419,10 +419,10 @@ def _file(path: str, name: str, info: Mapping[str, Any]) -> File:
 def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
     """Unpacks an archive into ``folder``, which must not exist yet.
 
-    If the archive holds only one folder, whose name is no version number, the content of that folder is unpacked.
-    ``name``: the name of the archive, which says its format. ``max_byte_size``: the most bytes of all files together.
-    Raises InvalidArgument if the archive is damaged, too large, or has members that are not allowed. Raises OSError if a file
-    cannot be written.
+    ``name``: the name of the archive, which ends with its format. ``max_byte_size``: how many bytes all files may have together.
+    If the archive contains a single folder, the files of that folder go directly into ``folder``, unless the single folder is
+    named like a model version, such as "1". Raises InvalidArgument if the archive is damaged, too large, or has members that are
+    not allowed. Raises OSError if a file cannot be written.
     """
     left = max_byte_size
     folder.mkdir()

@@ -176,9 +176,9 @@ class Channel:
         return self.send_alone(record) or self.flush()
 
     def send_alone(self, record: Record) -> bool:
-        """Sends a record at once if the queue is empty, else queues it. Returns False if the record is queued.
+        """Sends a record at once in its own datagram, or queues it if that is not possible. Returns False if it was queued.
 
-        If the other end is gone, the record is dropped and True is returned.
+        If the other end is gone, drops the record and returns True.
         """
         if not self._queue and self._unsent is None:
             encoded = _encode(record)
@@ -223,7 +223,7 @@ class Channel:
                 descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
-        """Queues a datagram, already packed, that the C extension could not send. Call it only while no record is queued."""
+        """Queues an encoded datagram that C code could not send. May only be called while the queue is empty."""
         assert not self.waiting
         self._unsent = (datagram, ())
 

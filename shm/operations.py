@@ -100,8 +100,8 @@ ANONYMOUS = Peer()
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     """Registers part of a POSIX shared-memory object as a region.
 
-    The worker that gets this first opens the object, and replies with its descriptor and JSON {"access"}. The other workers
-    get this with the descriptor and that ``access``.
+    One worker gets this record first. It opens the object, and replies with the object's descriptor and the JSON {"access"}.
+    Then the other workers get the record with this descriptor and this ``access``.
     """
 
     name: str
@@ -150,10 +150,10 @@ class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
 
 
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Asks the supervisor, or a worker, for what it knows of the region ``name``; "": of all regions.
+    """Asks the supervisor or a worker for the state of the region ``name``, or of all regions if ``name`` is "".
 
-    The supervisor replies with a JSON array. A worker replies with a JSON object: region name -> [how many tensors of
-    requests lie in this region, how many lie in regions that had the name before].
+    The supervisor replies with a JSON array. A worker replies with a JSON object: region name -> [a, b]. a counts the tensors of
+    unanswered requests that lie in the region, b counts such tensors in former regions of the same name.
     """
 
     name: str = ""
@@ -180,7 +180,7 @@ class RegionSource(Record, frozen=True, tag="s.region"):
 
 
 class MemorySource(Record, frozen=True, tag="s.memory"):
-    """The pushed parameters are in a memfd in safetensors format. The descriptor of the memfd comes with the call."""
+    """Says that pushed parameters are in a memfd in safetensors format, whose descriptor is sent along with the call."""
 
     byte_size: int
 
@@ -350,7 +350,7 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Tells a worker to record with JAX's profiler into ``folder`` for a number of seconds. The empty reply comes afterwards."""
+    """Makes a worker record a profile with JAX's profiler into ``folder``. The worker sends an empty reply at the end."""
 
     seconds: float
     folder: str
@@ -369,7 +369,7 @@ class RecentErrors(Record, frozen=True, tag="c.errors"):
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front for the exemplars of its histograms. The reply is the result of ``Exemplars.told`` as JSON."""
+    """Asks a front for the exemplars of its duration histograms, one traced request for each bucket. The reply is JSON."""
 
 
 class _ChangeSettings(Record, frozen=True):

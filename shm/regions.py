@@ -326,7 +326,7 @@ class SnapshotRegion(_ObjectRegion):
         )
 
     def close(self) -> None:
-        """Closes the object's descriptor. Idempotent."""
+        """Closes the descriptor of the shared-memory object. May be called again."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -179,10 +179,10 @@ class SequencePage(Page):
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the number that the worker has stored in the page under ``key``, or 0 if the page does not have the key.
+        """Returns the number that the worker stored under ``key``, or 0 if the page has no number under this key.
 
-        For a sequence this number is (time of admission in ns) << 2 | ``SequenceState``. For a model version it is
-        ``edition`` << 42 | ``free`` << 22 | ``backlog`` << 2, made of the fields of ``FreeSlots``.
+        A sequence has ``admitted << 2 | state``: the time of its admission in ns, and its ``SequenceState``. A model version has
+        ``edition << 42 | free << 22 | backlog << 2``, the fields of ``FreeSlots``.
         """
         low, high = key
         words = self._words
@@ -221,10 +221,10 @@ class SequencePage(Page):
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Sets the state of the sequence ``key`` to ENDED, unless a later sequence has the same key now.
+        """Sets the state of a sequence to ENDED, unless another sequence has the same key by now.
 
-        ``since_ns``: the time at which the sequence was admitted. The page forgets the sequence at ``settle``, or once too many
-        sequences have ended.
+        ``since_ns``: the time at which the ended sequence was admitted. The page removes ended sequences in ``settle``, or when
+        there are too many.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)

@@ -265,10 +265,10 @@ class Tracer:
 
 
 class Sampler:
-    """Applies the trace settings of one model, or of all models, and writes their traces."""
+    """Decides which requests are traced by one model's trace settings, or the common ones, and writes the traces to a file."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Takes ownership of ``fds``, the shared counters that came with ``settings``."""
+        """``fds``: counters that all processes share. The sampler closes them in ``close``. ``files``: writes the trace files."""
         self.level = settings.level
         #: None: nothing is traced.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None
@@ -345,7 +345,7 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes the request a span of a distributed trace. ``spans`` gets this span when the request has ended.
+        """Makes the request a span of a distributed trace. When the request has ended, the span is added to ``spans``.
 
         ``parent``: the client's span. If it is None, a new trace begins. ``began_ns``: when the request began to arrive, in ns of
         CLOCK_MONOTONIC.
@@ -372,7 +372,7 @@ class Trace:
         self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
-        """Stores the model version that sent a response, unless ``version`` is 0. Call it for each response before the last."""
+        """Stores which model version sent a response. Call it for each response but the last. ``version``: 0 changes nothing."""
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:

@@ -302,8 +302,8 @@ class Control:
     def refuse(self, lost: DescriptorsLost) -> None:
         """Handles records that arrived without their file descriptors, because this process has too many open files.
 
-        Refuses a call with Unavailable, reports a new client's lane to the supervisor as closed, and handles new trace settings
-        of a model by removing the present ones. Raises InvalidArgument for any other record.
+        Answers a call with the error Unavailable. Tells the supervisor that a new client's lane is closed. If a model was to get
+        new trace settings, removes the settings that it has. Raises InvalidArgument for any other record.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:

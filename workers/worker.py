@@ -431,9 +431,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests on a lane. If a client's lane cannot be opened, logs that and closes ``sock``.
+        """Begins to receive requests on a lane. ``peer``: the number of the front or client at the other end.
 
-        ``peer``: the submitter's number.
+        If a client's lane cannot be opened, logs the error and closes ``sock``.
         """
         client = opened.client
         if client is None:

@@ -112,7 +112,7 @@ class AnswerLease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
-        """Counts the answer's ``byte_size`` bytes as memory that this process uses, until ``release``."""
+        """Counts an answer of ``byte_size`` bytes towards the memory that this process uses, until ``release`` is called."""
         for key in self._key:
             self._memory.held.sizes[self._memory, key] = byte_size
 
@@ -244,7 +244,7 @@ class AnswerMemory:
         return AnswerLease(self, answer.lease, segment)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a request failed because this process uses too many answers. Otherwise returns ``error``."""
+        """Returns ResultsHeld if a request failed because this process holds too many answers. Otherwise returns ``error``."""
         return self.held.explained(error, self, self._byte_size)
 
     def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:

@@ -185,7 +185,7 @@ class DeviceMemory:
     """
 
     def __init__(self, post: Callable[[str, bytes], object]) -> None:
-        """Allocates nothing yet. ``post`` sends an HTTP POST with a JSON body to a path of the daemon, to register arrays."""
+        """``post``: sends a POST request with a path and a JSON body to the daemon, to register arrays there."""
         self._post = post
         self._lock = threading.Lock()
         self._driver: CudaLibrary | None = None

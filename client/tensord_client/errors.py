@@ -20,18 +20,17 @@ from tensord_client.common.errors import in_plain_words, kind_of
 
 
 class ResultsHeld(ServingError):
-    """This process uses too many answers, or bytes of answers, in the server's memory. Release some.
+    """Error: this process has too many answers in the server's memory that it has not released yet.
 
-    Attributes: ``held`` is the number of these answers, ``limit`` the most that are allowed.
+    Attributes: ``held`` is the number of these answers. ``limit`` is how many answers a process may have there.
     """
 
     code = "RESULTS_HELD"
 
     def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
-        """``held``: how many answers of this process still lie in the server's memory; ``limit``: how many may.
+        """Makes the error's message. ``held``: how many answers this process holds. ``limit``: how many answers it may hold.
 
-        If the server refused a request for want of memory, ``byte_size`` is the total size of these answers, and ``refusal``
-        is the server's error text.
+        ``refusal``: the server's error text if the server refused a request. Then ``byte_size`` is the size of all held answers.
         """
         size, most = (f" of {byte_size} bytes", "") if refusal else ("", f", at most {limit} may be")
         super().__init__(

@@ -72,10 +72,10 @@ def _positive(text: str) -> float:
 
 
 class Listening(socket.socket):
-    """The socket at ``--address``. It closes what connects above a bound, for which TLS handshakes under way count, too."""
+    """The socket that listens at ``--address``. It closes new connections at once while too many connections are open."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Binds the address. Raises InvalidArgument if it is not HOST:PORT, or OSError if it is in use."""
+        """Binds the socket to ``--address``. Raises InvalidArgument if this is not HOST:PORT, or OSError if the port is taken."""
         where = urlsplit(f"//{options.address}")
         if where.hostname is None or where.port is None:  # which would be all addresses of the host
             raise InvalidArgument(f"--address is '{options.address}', HOST:PORT is expected")
@@ -99,13 +99,13 @@ class Listening(socket.socket):
 
 
 class Gateway:
-    """Asks the models of a daemon for its clients, and keeps what it has made of each of them."""
+    """Base class of gateways. Checks the keys of clients, and keeps for some time what ``make`` made of each model."""
 
     #: Looks a model up, and makes what is kept of it.
     make: Callable[[str, int], Awaitable[Any]]
 
     def __init__(self, client: AsyncClient, options: argparse.Namespace, header: Callable[[bytes], bytes]) -> None:
-        """``header`` makes the Authorization header of a key. Raises OSError or InvalidArgument if the keys cannot be read."""
+        """Reads the clients' keys, or raises OSError or InvalidArgument. ``header``: makes a key's Authorization header."""
         self.client, self.options = client, options
         keys = Path(options.api_key_file).read_bytes().split() if options.api_key_file else []
         if options.api_key_file and not keys:
@@ -131,7 +131,10 @@ class Gateway:
 
 
 async def ask(model: AsyncModel, inputs: Mapping[str, Any], **own: Any) -> Answer:
-    """Calls a model, again and again as long as answers that others have not read yet leave no room for this one."""
+    """Calls a model and returns its answer. Tries again as long as too many answers of this process are not released.
+
+    ``own``: the other arguments of the call.
+    """
     while True:
         try:
             return await model(inputs, **own)

@@ -136,7 +136,7 @@ class Pool:
 
 
 class HttpExchange:
-    """Base class of requests over HTTP. It has the bytes to send (``pieces``), and reads the answer.
+    """Base class of HTTP requests. Holds the parts of the request to send as ``pieces``. Subclasses decode the response.
 
     Attributes:
       deadline: the time of ``time.monotonic()`` in seconds at which to stop waiting, or None for no limit.

@@ -237,7 +237,7 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Makes an event loop read the lane of this request. If the lane has ended, a thread sends the request again."""
+        """Makes an event loop receive this request's answer. If the lane has ended, a thread sends the request on a new lane."""
         if self._read:
             self._acknowledge()
         lane = self.lane
@@ -332,7 +332,7 @@ class Sender:
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again. Only the thread whose ``claim`` returned True may call it.
+        """Sends a request again. Only the thread for which ``pending.claim()`` returned True may call this method.
 
         ``until`` is the time of ``time.monotonic()`` in seconds at which to stop waiting for a lane, or None for no deadline.
 

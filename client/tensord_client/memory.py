@@ -219,7 +219,7 @@ class Memory:
             return Block(self, segment, offset, byte_size)
 
     def collect(self) -> None:
-        """Frees arrays that were garbage-collected, and closes unused segments beyond a reserve of 64 MiB."""
+        """Frees the memory of arrays that Python has collected. Closes unused segments, except for a reserve of 64 MiB."""
         with self._lock:
             self._collect()
 

@@ -107,7 +107,7 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Updates ``unread``, the number of bytes of the robot's messages that have arrived and were not read.
+        """Updates ``unread``, the number of bytes of the robot's messages that have arrived, but were not read by the gateway.
 
         Call it whenever bytes arrive or are read. ``read``: the size of a message that the caller has just read.
         """

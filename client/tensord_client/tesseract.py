@@ -297,7 +297,10 @@ class _Server(uvicorn.Server):  # uvicorn's own limit on idle connections begins
 
 @contextlib.asynccontextmanager
 async def serving(client: AsyncClient, options: Namespace, listening: gateway.Listening) -> AsyncIterator[None]:
-    """Serves clients inside a ``with`` block. Raises OSError or InvalidArgument if a file cannot be used."""
+    """Runs the gateway while the caller is in the ``async with`` block. ``options``: the options of the command line.
+
+    Raises OSError or InvalidArgument if a file that the options name cannot be used.
+    """
     # Of the parsers only that of h11 has a limit for headers. Whoever connects could fill the log.
     own: Any = {"http": "h11", "lifespan": "off", "ws": "none", "log_config": None, "log_level": "error"}
     own.update(access_log=False, server_header=False, timeout_graceful_shutdown=options.stop_timeout)

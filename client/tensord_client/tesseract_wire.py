@@ -111,10 +111,11 @@ def paths(name: str) -> Iterator[str]:
 
 
 def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str, Any]:
-    """Looks up the tensors that a client named by paths, such as "a.[0]". Returns a dict with the tensors' names as keys.
+    """Replaces the paths by which a client named tensors, such as "a.[0]", by the tensors' names.
 
-    If ``values`` is a dict, the result has its values. If it is a list of paths, the result's values are these paths.
-    ``field``: the request's field that has ``values``, for errors. Raises InvalidArgument if no tensor has such a path.
+    ``values``: maps paths to values, or is a list of paths. Returns a dict: tensor name -> the value, or the path from the list.
+    ``tensors``: the model's tensors by name. ``field``: the name of the request's field with ``values``, for error messages.
+    Raises InvalidArgument if a path names no tensor, or if two paths name the same tensor.
     """
     names = {path: name for name in tensors for path in paths(name)}
     if not isinstance(values, (dict, list)) or not values or not all(map(names.__contains__, map(str, values))):

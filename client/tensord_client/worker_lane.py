@@ -627,9 +627,9 @@ class OpenedModel:
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
     def choose(self, taken: Sequence[ClientLane] = ()) -> ClientLane | None:
-        """Returns the usable lane that is least often in ``taken``, or None if no lane is usable.
+        """Returns a usable lane of the model, or None if no lane is usable. ``taken``: the lanes of the open sequences.
 
-        Of several such lanes it is the one with the fewest requests in flight.
+        Prefers lanes that occur least often in ``taken``, and among these the lane with the fewest requests in flight.
         """
         lanes = self.lanes
         if len(lanes) == 1:

@@ -22,7 +22,7 @@ CONTROL_SOCKET = "control.sock"
 
 
 def of_service(environment: Mapping[str, str]) -> Path | None:
-    """Returns the folder that systemd made for the sockets of this process, or None if it is no service of systemd."""
+    """Returns the folder that systemd made for this process's sockets, or None if systemd did not start this process."""
     return _first(environment, "RUNTIME_DIRECTORY")
 
 

@@ -179,7 +179,10 @@ class FrontCounters:
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the fewest connections that any other front of the protocol has, or None if no other front accepts any."""
+        """Returns the smallest number of connections that another front of this protocol has.
+
+        Returns None if no other front of this protocol accepts connections.
+        """
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None

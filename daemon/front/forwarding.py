@@ -39,9 +39,9 @@ class Forwarding:
         return known
 
     def parameters(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-        """Returns the headers that models get, as parameters with the names that the client sent.
+        """Returns the request headers that the operator chose to forward to models, as parameters: header name -> value.
 
-        Raises InvalidArgument if the name of such a header is reserved.
+        Raises InvalidArgument if such a header has a name that Triton reserves for its own parameters.
         """
         found: dict[str, str] = {}
         for name, value in headers:

@@ -69,7 +69,7 @@ class Call(ABC):
 
     @abstractmethod
     def abandoned(self) -> None:
-        """Cancels the unanswered requests of the call, because the call has ended."""
+        """Cancels the call's unanswered requests. The stream calls this when it refuses the call, or when the client gives up."""
 
 
 def kept(content: Buffer, start: int, end: int) -> Buffer:

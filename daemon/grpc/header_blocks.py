@@ -167,7 +167,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks header fields of a call. Returns the value of content-length, or None. Raises Malformed if a field is invalid."""
+    """Checks header fields of one call. Returns the call's content-length, or None. Raises Malformed if a field is invalid."""
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)

@@ -244,7 +244,10 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the parameters of a request. Returns None if any of them is invalid or is no scheduling parameter."""
+    """Decodes scheduling parameters, such as the priority, from the bytes of a ModelInferRequest.
+
+    Returns None if a parameter is invalid, or does not concern scheduling.
+    """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if PARAMETERS.keys() >= given.keys():

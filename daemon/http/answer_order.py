@@ -227,9 +227,9 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """Pauses reading while the arriving body waits for memory (``pause`` True), or ends the pause (False).
+        """Pauses reading from the client if ``pause`` is True, because memory for the body is missing. Otherwise ends the pause.
 
-        The client's deadline for the body is later by the length of the pause.
+        The pause does not count towards the time that the client has for sending the body.
         """
         if pause:
             self._body_waits_since = monotonic()
@@ -329,7 +329,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Closes an idle connection. If the client has yet to receive answers, it is closed after that."""
+        """Closes an idle connection. If written answers were not sent yet, they are sent first."""
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
         else:

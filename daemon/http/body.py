@@ -125,7 +125,7 @@ class PlacedBody:
     Args:
       lease: the right to that block, which has at least ``lease_size(byte_size)`` bytes.
       byte_size: the length of the body.
-      head_size: the bytes of JSON before the first tensor, which is to lie at an aligned address.
+      head_size: the size of the JSON at the beginning of the body. The bytes after the JSON will begin at an aligned address.
     """
 
     __slots__ = ("_end", "_start", "lease", "received")

@@ -287,9 +287,9 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns since when the connection is idle, in monotonic seconds.
+        """Returns the time at which the connection became idle, in seconds of ``time.monotonic()``.
 
-        If a request's head is arriving, returns when its first bytes came. During a request, returns 0.
+        If a request's head is arriving, returns when its first bytes came. From then until the answer has been sent, returns 0.
         """
         return self.order.times.idle_since or self.order.times.head_since
 

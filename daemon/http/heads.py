@@ -54,8 +54,8 @@ class Heads(BoundedCache[bytes, InferHead]):
         Args:
           max_byte_size: heads of more bytes are not cached.
           max_fields: heads with more header fields are not cached.
-          cuts: whether heads count as equal if they differ only in header lines without effect. It must be False if a rule of
-          the operator depends on headers.
+          cuts: whether the cache ignores header lines that the daemon does not read. It must be False if the operator has rules
+          for headers.
           count: how many heads to cache, ``MAX_COUNT`` at most.
           joins: whether the front reads the ``traceparent`` header.
         """

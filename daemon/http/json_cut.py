@@ -204,7 +204,7 @@ def _is_odd(text: bytes) -> bool:
 def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
     """Returns the offset in ``view`` of the first ``what`` in ``view[start:end]``, or -1 if there is none.
 
-    ``enough``: after so many bytes the search may give up and return -1. If it is None, the search goes up to ``end``.
+    ``enough``: a number of bytes from ``start`` after which the search may give up. If it is None, the search goes up to ``end``.
     """
     size, begin = _GLANCE_BYTE_SIZE, start
     while start < end and (enough is None or start - begin <= enough):

@@ -71,11 +71,10 @@ class Reception(Receiver):
     # ---------------------------------------------------------------------------------------------------------- place
 
     def begin(self) -> None:
-        """Prepares memory for the body, whose length the head of the request says.
+        """Prepares memory for the body of a request. Reading may pause until the arena has room.
 
-        Reading may pause until the arena has room.
-        Raises InvalidArgument if the head gives the JSON more bytes than the body, or if the body could never fit into the arena.
-        Raises Unavailable if the host has no memory left.
+        Raises InvalidArgument if the head says that the JSON is longer than the body, or if the body can never fit into the
+        arena. Raises Unavailable if the host has no memory left.
         """
         length, json_size = self._head.content_length, self._head.json_size
         limit = self._serving.options.http.max_body_byte_size

@@ -113,10 +113,10 @@ class Lifecycle:
         return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
-        """Queues an unload of a model, and begins it if no other load or unload of the model runs.
+        """Queues an unload of a model. The unload begins at once if no other load or unload of the model runs.
 
-        Returns the instructions that the caller must carry out now. The last instruction of an unload is Settled with ``token``.
-        It is returned here if the model is unknown. Otherwise it is returned once the model's workers have answered.
+        Returns the instructions that the caller must carry out now. Once the unload has ended, a method of this object returns
+        ``Settled(token)``. If no model has this name, this call already returns it.
         """
         if name not in self.models:
             return [Settled(token)]

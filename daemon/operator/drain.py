@@ -70,7 +70,7 @@ class Drain:
 
     @property
     def time_left(self) -> float:
-        """Returns for how many seconds a stopping daemon still accepts requests; without a drain: ``supervisor.drain_time``."""
+        """Returns for how many seconds the daemon would still accept requests if it were stopped now."""
         if self.phase is DrainPhase.NONE:
             return self._supervisor.options.supervisor.drain_time
         return 0.0 if self.refuses else max(0.0, self._refuses_at - asyncio.get_running_loop().time())

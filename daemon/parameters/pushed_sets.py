@@ -99,7 +99,7 @@ class PushedSets:
         return {name: found for name, found in self.of(key).items() if not found.outdated}
 
     def outdate(self, key: VersionKey) -> None:
-        """Keeps the sets of a version for what serves now, but not for what is loaded from now on."""
+        """Marks all pushed parameter sets of a model version as outdated. Later loads of the version do not get them."""
         for found in self.of(key).values():
             found.outdated = True
 

@@ -50,7 +50,10 @@ class GpuWatcher:
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Runs the process that watches the GPUs, and starts it again 60 s after its end. ``environment``: its variables."""
+        """Runs the process that watches the GPUs. If the process ends, starts it again after 60 s.
+
+        ``environment``: the environment variables of the process.
+        """
         try:
             while True:
                 reason = await self._watch(environment)

@@ -97,7 +97,7 @@ class ProcessSlots:
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a dead process lacked memory, and counts its death if it was still needed."""
+        """Finds out whether a process died for want of memory. Counts its death in the metrics if it was still needed."""
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1

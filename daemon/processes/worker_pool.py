@@ -60,7 +60,7 @@ class WorkerPool:
           program: the Python module that the workers run.
           options: returns the options that apply now.
           next_incarnation: returns a number for a new process.
-          said: called with a worker and a record from it that is not only for this pool, such as that the worker is ready.
+          said: called with a worker and its record, for example when the worker is ready. Some records are only for the pool.
           died: called with each worker that has ended, and its device.
           dismissed: called with each worker that is stopped on purpose.
         """

@@ -109,7 +109,11 @@ class Account(Holdings):
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether a request of ``kind`` (model, version, input shapes) may be sent before the client reads more."""
+        """Returns whether the connection may send another request now. It may not while too many bytes of its answers are unread.
+
+        ``kind``: the request's model, version and input shapes. A kind with small answers may be sent even if the client's other
+        connections have too many unread bytes.
+        """
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:

@@ -45,7 +45,7 @@ class Unconverted(Protocol):
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have."""
+        """Returns an upper bound for the tensor's size in bytes, which is not known before the conversion."""
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
         """Converts the tensor's JSON and writes it to ``place``. Yields after each piece. Returns the tensor's size in bytes."""
@@ -141,10 +141,10 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts input tensors that came as JSON, and writes them into the arena memory of ``lease``. Yields after each piece.
+    """Converts the input tensors that came as JSON, and writes them into the arena memory of ``lease``. Yields after each piece.
 
-    ``contents``: for each input that is in no region, its bytes, or the room for the tensor in the lease. Returns ``contents``
-    with the sizes that the converted tensors have. Raises InvalidArgument if the data is wrong or does not fit the shape.
+    ``contents``: where each input lies that is in no region. The converted tensors go to the places in ``lease`` that it names.
+    Returns ``contents`` with the final sizes of these tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]

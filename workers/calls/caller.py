@@ -34,7 +34,7 @@ class CallServer(Protocol):
         """Queues the request of a ``ModelCall`` to another model. ``call.answered`` gets each response or error."""
 
     def cancel(self, call: Any) -> None:
-        """Cancels the call's request, so that ``call.answered`` gets Cancelled."""
+        """Cancels a call that a model has begun. ``call.answered`` is then called with the error Cancelled."""
 
     def stop(self, call: Any) -> None:
         """Asks the called model to end its stream early. Responses still arrive.

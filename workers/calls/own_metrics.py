@@ -35,7 +35,7 @@ class HeldFamily:
 
     @property
     def registry(self) -> MetricRegistry:
-        """The registry of the worker's metrics. Raises InvalidArgument after ``close``."""
+        """Returns the worker's registry of metrics. Raises InvalidArgument if ``close`` was called."""
         if self._port is None:
             # Triton's wording.
             raise InvalidArgument(

@@ -25,9 +25,10 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds the declarations of model.py to a configuration. Returns tensor name -> the name of each axis or None.
+    """Adds the inputs and outputs that model.py declares to the model's configuration.
 
-    Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
+    Returns a dict: tensor name -> a name for each axis. An axis without a name has None. Raises InvalidArgument if a declaration
+    is malformed or contradicts the configuration.
     """
     tensors: dict[str, dict[str, Declared]] = {}
     for kind in ("inputs", "outputs"):

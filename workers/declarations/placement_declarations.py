@@ -111,9 +111,10 @@ def is_on_demand(config: ModelConfig, module: ModuleType) -> bool:
 
 
 def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | None:
-    """Returns which parameters differ between sets, and for how many sets the device has room; None: batches do not mix sets.
+    """Returns which parameters differ between a model's parameter sets, and how many sets the device holds at a time.
 
-    Raises InvalidArgument: a declaration is malformed. Raises Unsupported: a model of this kind cannot mix sets in a batch.
+    Returns None if the model does not mix sets in a batch. Raises InvalidArgument if a declaration is malformed. Raises
+    Unsupported if a model of this kind cannot mix sets in a batch.
     """
     model, names = config.name, _names(config, module)
     resident, where, is_text = _declared(config, module, "resident_sets")

@@ -100,7 +100,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the GPU's driver may write to memory; False if a client can unmap it, so that the host must copy."""
+    """Returns whether the GPU's driver can write to ``memory`` directly. Returns False if a client can take the memory away."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)

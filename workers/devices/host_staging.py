@@ -51,7 +51,7 @@ class StagingPool:
         self._free.append(self._made())
 
     def take(self) -> HostStaging:
-        """Returns free or new host memory for the calling thread. Raises DeviceLost: the GPU failed."""
+        """Returns a buffer in host memory that only the calling thread may use. Raises DeviceLost if the GPU has failed."""
         with contextlib.suppress(IndexError):
             return self._free.pop()
         return self._made()

@@ -52,9 +52,9 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a compiled program's devices, in the program's order.
+        """Returns the ids of the devices that a compiled program uses, in the program's order.
 
-        Raises some exception if this version of JAX does not tell them.
+        May raise any exception with a version of JAX that does not have this information.
         """
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.

@@ -404,10 +404,11 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Merges the response parameters of an ensemble (``before``) and of one of its steps (``added``) in a new dict.
+    """Returns the response parameters of an ensemble (``before``) together with the parameters of one of its steps (``added``).
 
-    Such parameters name the parameter sets that computed an answer. ``name``: the model of the step. A key of the step becomes
-    "KEY.NAME", but stays if the model is an ensemble too (``ensemble``). Of two numbers under one key, the lower one is kept.
+    These parameters say which parameter sets computed the answer. ``name``: the step's model. If this model is no ensemble,
+    ``name`` is added to the step's keys: "KEY.NAME". If both have a number under one key, the smaller number is kept.
+    ``ensemble``: whether the step's model is an ensemble.
     """
     said = dict(before)
     for key, value in added.items():

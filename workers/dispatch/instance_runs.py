@@ -141,9 +141,9 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer``. If the version preserves order, does so only after all earlier requests are answered.
+    """Calls ``answer`` now, or once all earlier requests are answered if the version answers in the order of arrival.
 
-    ``taken``: the request or the execution that is answered.
+    ``taken``: the request, or the execution with several requests, that ``answer`` answers.
     """
     if version.order is None:
         answer()

@@ -55,9 +55,9 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Stores ``poller``, and tells it how many requests its C code may answer before Python must log or trace one.
+        """Stores the poller, which answers requests in C code, and tells it how many it may answer before Python must log one.
 
-        ``access``: one of ``access`` answers without an error is logged. If it is 0, none is logged.
+        ``access``: one of so many answers without an error is logged. If it is 0, only errors are logged.
         """
         self._poller = poller
         self.log_every(access)
@@ -105,7 +105,7 @@ class LaneAnswers:
                 self._channel.flush()
 
     def let_pass(self) -> None:
-        """Tells the poller how many requests it may answer by itself, until Python must log or trace one."""
+        """Tells the poller how many requests it may answer in C code before Python must log or trace one."""
         self.watched = self.tracer.on or self._log.every > 0
         unlogged = self._log.next - self.counts["OK"] - self._passed - 1
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)

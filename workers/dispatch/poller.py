@@ -50,7 +50,7 @@ class Poller:
         """Notes how a run answered its requests, so that ``wait`` can answer later requests that differ only in tensor data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Stops ``wait`` from answering requests with this number directly, because ``submitter`` gives it a new meaning."""
+        """Makes ``wait`` forget the prepared part that ``submitter`` sent with this number, because the submitter replaces it."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         """Stops ``wait`` from answering the submitter's requests itself, until ``learn`` is called for such requests again."""

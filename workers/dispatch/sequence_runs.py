@@ -86,9 +86,9 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the model on the requests that ``choose`` has accepted last.
+        """Returns a function that runs the model on the requests that ``self.choose`` accepted in its last call.
 
-        When the function is called, the inputs of these requests must already lie in the arrays of ``executable.gathered``.
+        Before the function is called, the inputs of these requests must lie in the arrays of ``executable.gathered``.
         """
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}

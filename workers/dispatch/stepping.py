@@ -203,7 +203,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Makes ``self.step`` also run a model version, until the version has no more requests."""
+        """Adds a model version to those that ``self.step`` runs. ``self.step`` drops the version when it has no more requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)

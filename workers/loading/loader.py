@@ -110,8 +110,8 @@ class Loader:
           target: the device, cache and limits to load for.
           inbox: passes functions from the instances' threads to the worker's loop.
           page: the worker's status page.
-          server: carries out calls that models make to other models; None: they may make none.
-          aside: makes a context manager. While a load is in its ``with`` block, it only waits, and other loads go on.
+          server: carries out calls that models make to other models. If it is None, models may not call others.
+          aside: returns a context manager. Loads enter it while they wait for something, so that other loads go on.
         """
         own_flags.prepare()
         self._target = target

@@ -140,10 +140,10 @@ class FreeState:
         results: Sequence[Result],
         live: Callable[[], Iterable[LiveSequence[Any]]],
     ) -> list[Result]:
-        """Stores the new state of each request's sequence from the results of a run. Returns the results without the states.
+        """Moves the new states from the results of a run to the requests' sequences. Returns the results without the states.
 
-        If all states together would exceed the limit, the sequence keeps its former state, and the request's result becomes
-        Unavailable. ``live``: returns all live sequences, whose states count for the limit.
+        ``live``: returns all live sequences. If their states together would exceed the model's limit, a sequence keeps its former
+        state, and the request's result becomes the error Unavailable.
         """
         return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

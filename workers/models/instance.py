@@ -152,7 +152,7 @@ class Instance:
         return False
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Ends the model and its thread after all batches. The worker's loop then calls ``closed``."""
+        """Ends this instance's model and thread after all batches. The worker's loop then calls ``closed``."""
         self.closing = True
         self._jobs.put(_Closing(closed))
         if self._failure is not None:

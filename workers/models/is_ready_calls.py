@@ -51,7 +51,7 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Has the worker's loop call ``answered``. True: each instance's ``is_ready`` has returned True within 5 seconds."""
+        """Asks each instance whether it is ready. ``answered`` gets True in the loop if all say yes within 5 seconds."""
         self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)

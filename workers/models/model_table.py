@@ -137,7 +137,7 @@ class ModelTable:
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version serves and its code has no ``is_ready``: then it is ready. Any thread may call this."""
+        """Returns whether a model version is ready without asking its code: it serves and has no ``is_ready``. Thread-safe."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 

@@ -309,7 +309,7 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Has each sequence end once its waiting requests have run."""
+        """Makes each sequence end when its waiting requests have run."""
         if self.sequences is not None:
             self.sequences.close_all()
 
@@ -318,7 +318,7 @@ class ModelVersion:
         self._on_closed.append(call)
 
     def settle(self) -> bool:
-        """Closes this version if it is draining and has no requests. Returns whether it and its instances have ended."""
+        """Begins to close this version if it is draining and has no requests. Returns whether the version has ended."""
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
             del self.loaded.users[self]

@@ -328,10 +328,10 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output of ``rows`` rows in the shape and datatype that clients get.
+        """Returns an output of a model in the shape and datatype in which clients get it. ``rows``: how many rows it must have.
 
-        An output of other dimensions than declared stays unchanged, with one warning. With ``strict_outputs``, raises Internal
-        instead.
+        If the output's shape contradicts the declaration, returns it as it is and logs this once. With ``strict_outputs``, raises
+        Internal instead.
         """
         spec = self._signature.outputs[name]
         array = spec.as_objects(array)

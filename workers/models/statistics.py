@@ -387,7 +387,7 @@ class VersionStatistics:
 
     @property
     def histograms(self) -> tuple[array[int], array[int]]:
-        """The counts and the upper bounds of the duration histograms. C code adds to the counts."""
+        """Returns the counts and the upper bounds of all duration histograms. C code adds to the counts."""
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:

@@ -197,7 +197,7 @@ class SteppedModel:
         return find_fault({each: functools.partial(run, each) for each in (count, 1)}, inputs, count, epsilon)
 
     def lost(self) -> StateLost:
-        """Drops the state of all slots after a run has failed. Returns the error to raise."""
+        """Drops the state of all sequences after a failed run. Returns the error that the caller raises."""
         self._carry = None
         return StateLost()
 

@@ -116,7 +116,6 @@ class Sample:
         )
 
     def failed(self, reason: str) -> InvalidArgument:
-        """Returns the error of a load that fails because of this sample."""
         return InvalidArgument(f"{self.name} failed: {reason}")
 
 

@@ -56,7 +56,7 @@ class Placer:
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the total size of the arrays in ``host`` that programs use directly, without a copy. Here: 0."""
+        """Returns how many bytes of the arrays in ``host`` the device's programs read without a copy, in this base class 0."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:

@@ -122,11 +122,11 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Stores where the arrays of the stack will be, and the functions that make and fill them.
+        """Chooses the device of the arrays that hold the parameter sets, and stores how to make and fill these arrays.
 
         Args:
           at: 1 for the CPU device that computes with one thread, 0 for the worker's own device.
-          open: makes arrays of zeros on the device, one for each leaf of the stack.
+          open: makes arrays of zeros on the device. Each array holds one leaf of all sets.
           put: writes a set's leaves into the arrays, at the index of the set.
         """
         self._at, self._open, self._put = at, open, put

@@ -129,7 +129,7 @@ class OutputMemory:
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Gives XLA no memory for outputs any more, so that all outputs are copied to their places."""
+        """Stops giving XLA memory for the outputs of later runs. The worker then copies each output to the answer's memory."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:

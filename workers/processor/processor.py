@@ -158,7 +158,10 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Makes sure that XLA does not write to the memory of ``places`` any more. The request must have been answered."""
+        """Withdraws the memory in ``places`` from XLA, so that XLA does not write outputs there any more.
+
+        The request must have been answered before.
+        """
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()

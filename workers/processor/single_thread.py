@@ -114,7 +114,7 @@ class SmallPrograms:
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
-        """``signature`` and ``sets`` are those of a model version. ``device`` is the CPU device for its small programs."""
+        """Stores a model version's signature and parameter sets. ``device``: the CPU device that computes with one thread."""
         self._signature = signature
         self._device = device
         self._sets = sets

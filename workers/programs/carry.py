@@ -54,9 +54,9 @@ class Carry:
     def run(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
         """Launches a batch on the device. Returns the outputs, which may not be computed yet.
 
-        The caller must call ``failed`` if waiting for the outputs fails. ``step``: the program with its parameters.
-        ``argument``: each row's index in the carry, and whether its sequence begins, from ``rows_argument``.
-        Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
+        ``step``: the program with its parameters. ``argument``: an array from ``rows_argument``, which says for each row where
+        its sequence's state is, and whether the sequence begins. If waiting for the outputs fails, the caller calls ``failed``.
+        Raises StateLost if the run failed and the state of all sequences is lost. After any other error all state is as before.
         """
         with precision(self._signature.wide):
             carry = self._open()

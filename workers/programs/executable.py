@@ -186,7 +186,7 @@ class Executable(ABC):
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """For each input in ``gathered``: its name, the address of its first row in memory, and the bytes from row to row."""
+        """Returns where callers write each input: the input's name, the address of its first row, the size of a row in bytes."""
         return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
 
     def arguments(self) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class Executable(ABC):
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits for a run and returns its outputs. Outputs stay on a GPU if they are large, or if a request needs that.
+        """Waits for a run and returns its outputs. Outputs stay on a GPU if they are large or a request ``stays`` there.
 
         ``arrays``: the result of ``call``: output name -> array. Errors of the run are raised unchanged.
         """
@@ -303,11 +303,11 @@ class Executable(ABC):
         rows: int,
         regions: Mapping[str, Region],
     ) -> SingleRun | None:
-        """Returns an object that runs repeats of a prepared request one at a time, or None if this executable cannot do so.
+        """Returns an object that runs requests with one prepared part one at a time, or None if this executable cannot.
 
-        ``lane``: the lane of the request. ``inputs``: each input and its number of bytes. ``plan``: says how outputs become the
-        answer. ``names``: the name of each output number in ``plan``. ``rows``: the request's number of rows. ``regions``: the
-        regions that the request names.
+        ``lane``: the lane of the requests. ``inputs``: each input and its number of bytes. ``plan``: says how outputs become the
+        answer. ``names``: number of an output in ``plan`` -> the output's name. ``rows``: the number of rows of each request.
+        ``regions``: the regions that the requests name.
         """
         return None
 

@@ -179,8 +179,8 @@ class ExecutableCache:
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
         """Loads a compiled program from the cache on disk. Returns None if the cache has no usable program under ``key``.
 
-        ``usual``: the placement of programs on the worker's own device. ``small``: makes the placement of programs on the CPU
-        device with one thread. If ``small`` is None, programs for the CPU device with one thread are not loaded.
+        ``usual``: the placement of programs on the worker's own device. ``small``: has the placement of programs that run on the
+        CPU device with one thread. If ``small`` is None, such programs are not loaded.
         """
         name = _name(key)
         if self._directory is None or (content := self._directory.read(name)) is None:
@@ -203,9 +203,9 @@ class ExecutableCache:
         return self._directory is not None and self._directory.read(_name(key)) is not None
 
     def store(self, key: str, program: CompiledProgram, what: str = "a program") -> CompiledProgram:
-        """Stores a program under a key. Returns it with its size in the cache, or unchanged on error.
+        """Writes a compiled program to the cache on disk. ``what``: the program's name in log messages.
 
-        ``what``: names it in the log.
+        Returns a copy of ``program`` whose ``byte_size`` is the file's size. Returns ``program`` itself if nothing was written.
         """
         if self._directory is None:
             return program

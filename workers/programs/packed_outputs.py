@@ -22,7 +22,10 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a model's function. The new function adds ``PACKED``, a byte array with all outputs, if the outputs are small."""
+    """Wraps a model's function, so that its outputs also contain one byte array, ``PACKED``, with the bytes of all outputs.
+
+    If the outputs are large, the wrapped function does not add the array.
+    """
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:

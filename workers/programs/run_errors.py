@@ -33,9 +33,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_needed(program: Any, held: int | None = None) -> int | None:
-    """Returns how many bytes the outputs and temporary memory of a compiled program take; None: unknown.
+    """Returns how many bytes a compiled program needs for outputs and temporary values, or None if this is not known.
 
-    If ``held`` is given, the arguments are counted as well, less the ``held`` bytes of them that are in memory already.
+    ``held``: how many bytes of the program's arguments are in memory already. If it is given, the result includes the others.
     """
     try:
         found: Any = program.memory_analysis()

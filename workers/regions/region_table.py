@@ -306,7 +306,7 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, status: os.stat_result) -> None:
-        """Raises InvalidArgument if the client may not register this memory. ``status``: owner, group and mode of the memory."""
+        """Raises InvalidArgument if the client may not register the memory. ``status``: the memory's owner, group and mode."""
         welcome = status.st_uid in self._owners or (_group_may(status) and status.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(

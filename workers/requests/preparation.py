@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan that puts the number of ``numbered`` into answers, instead of their prepared part."""
+        """Returns a copy of this plan. Answers of the copy have a number in place of their prepared part."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
@@ -142,10 +142,10 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of checking a request, which hold for later requests with the same prepared part.
+        """Stores how a request was checked, so that later requests with the same prepared part need no check.
 
-        ``load``: stands for the present load of the model version. Plans for answers are removed, because an earlier load may
-        have made them. ``checked``: describes the inputs. It is None if shapes differ from request to request.
+        ``load``: stands for the present load of the model version. ``checked``: the result for the inputs, or None if they have
+        different shapes in each request. ``outputs``: the requested outputs by name. Removes the plans for an earlier load.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None
@@ -153,7 +153,7 @@ class Preparation:
         self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
-        """Stores how to build an answer from outputs of this layout. If too many plans are stored, first removes them all."""
+        """Stores the plan for answers whose outputs have this layout. If there are too many plans, removes the others."""
         if len(self.plans) >= _MAX_PLANS:
             self.plans.clear()
         self.plans[layout] = plan

@@ -145,7 +145,7 @@ Sent = Result | EncodedResponses | None
 
 
 class ResponseReceiver:
-    """Receives the responses of a model and drops them, which is right for warmup. The subclass ``Responses`` sends them."""
+    """Takes the responses that a model sends. This base class drops them, for warmup. ``Responses`` sends them to clients."""
 
     max_ahead = 1
 
@@ -157,13 +157,14 @@ class ResponseReceiver:
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Receives the next response of a sender. This base class drops responses and raises errors. Any thread may call it.
+        """Drops the next response to a request. Raises ``result`` if it is an error. Any thread may call this method.
 
         Args:
-          result: the response or error. If it is None, only the end follows.
-          final: whether no response follows.
-          byte_size: how many bytes count as not taken by the client until ``sender.settle`` is called.
-          wake: whether to wake the loop. It is False if something else is about to wake it.
+          sender: the object by which the model sends the responses to this request.
+          result: the response or error, or None if the model only says that no response follows.
+          final: whether this is the last response.
+          byte_size: the response's size. The sender counts so many bytes as not yet read by the client.
+          wake: whether to wake the worker's loop. It is False if something else is about to wake the loop.
         """
         sender.settle(byte_size)
         if isinstance(result, ServingError):
@@ -453,7 +454,7 @@ class ResponseSender:
             self.wake()
 
     def wake(self) -> None:
-        """Calls the function that ``when_room`` stored, if any."""
+        """Calls the function that ``when_room`` registered. Does nothing if no function is registered."""
         try:
             call = self._on_room.pop()
         except IndexError:

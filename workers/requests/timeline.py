@@ -127,10 +127,10 @@ class RequestTimeline:
         return msgspec.structs.replace(answer, trace=self.told()) if self.attaches else answer
 
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
-        """Adds ``child``, the timeline of a request that the model's code made for this request. The child's request has ended.
+        """Adds the timeline of a request that the model made while it worked on this request. The other request has ended.
 
-        ``model``, ``version``: the model that the child's request asked for. ``within``: the span of the model's code that made
-        the child's request, or None if there was none.
+        ``model``, ``version``: the model that was asked. ``child``: the timeline. ``within``: the span that the model's code had
+        begun when it made the request, or None.
         """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:

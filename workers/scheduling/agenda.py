@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """Stores at what time a loop next asks each of its parts for work."""
+    """Tells the worker's loop which of its parts, such as model versions, have work now, and when others will have work."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 
@@ -55,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Removes and returns the parts of the loop that have work: those that were woken, then those whose time has come."""
+        """Removes and returns the parts of the loop that have work: the woken parts first, then the parts whose time has come."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

@@ -86,7 +86,7 @@ class Planner(ABC, Generic[P]):
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what to do for a free instance; None: nothing. If it is ``Refuse``, its requests have left the queue."""
+        """Returns what a free instance is to do now, or None for nothing. The requests in a ``Refuse`` have left the queue."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))

@@ -285,8 +285,8 @@ class RequestQueue(Generic[W]):
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
         """Puts requests that the caller took but could not run back at the front of the queue, even if the queue is full.
 
-        ``requests`` must be in the order of arrival, and older than all queued requests with the same batching key.
-        If two requests have the same replace key, the older request is discarded. Returns a ``Replacement`` for each such pair.
+        ``requests`` must be in order of arrival, and must have arrived before all queued requests with the same batching key.
+        If a restored and a queued request have the same replace key, the older one is discarded. Returns all such pairs.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):

@@ -361,7 +361,7 @@ class SequenceTable(Generic[S]):
         return first
 
     def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
-        """Has later requests of a sequence run with these parameters; None: with the newest values of ``main``."""
+        """Makes later requests of a sequence run with these parameters. None stands for the newest values of ``main``."""
         self.holding += (parameters is not None) - (live.parameters is not None)
         live.parameters = parameters
 
@@ -448,9 +448,9 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns the time in ns at which the next sequence must be ended because it was idle too long.
+        """Returns the time in ns at which the longest idle sequence will have been idle for as long as a sequence may be idle.
 
-        If no sequence is idle, returns ``now_ns`` plus the longest time that a sequence may be idle.
+        If no sequence is idle, the result is the time for a sequence that becomes idle at ``now_ns``.
         """
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 

@@ -115,7 +115,7 @@ class StepBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """True while a request has a slot, or the results of a step on the device have not been read yet."""
+        """Returns whether a request has a slot, or the results of a run are still to be read from the device."""
         return bool(self._holders) or self._on_their_way > 0
 
     def due_ns(self, instance: int = 0) -> int | None:

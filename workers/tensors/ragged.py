@@ -186,12 +186,12 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Adds the tensors that a checked configuration lists as ``batch_input`` and ``batch_output`` to the signature ``described``.
+    """Returns the signature ``described`` with the batch inputs and batch outputs that a checked configuration lists.
 
-    The worker makes a batch input, which tells the model how the requests of a batch divide a ragged input. A batch output is
-    divided among the requests like a ragged input. ``segments``: maps the names of further batch inputs to ragged inputs. Such a
-    batch input holds the index of the request for each item of the ragged input. Raises InvalidArgument if a named input is not
-    ragged, or if a ragged input shares an axis with an input that is not ragged.
+    The worker makes a batch input itself. It tells the model where each request's items are in a ragged input. A batch output is
+    divided among the requests like a ragged input. ``segments``: name of a batch input -> name of a ragged input. Such a batch
+    input is an array with one number for each item of the ragged input: the index of the request that has the item. Raises
+    InvalidArgument if a named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

@@ -188,7 +188,7 @@ class Declared:
 
 
 def meant_datatype(name: str) -> str | None:
-    """Returns the datatype of another name, such as "float32", "F32" or "STRING"; None: no datatype has this name."""
+    """Returns the protocol's datatype for a name that other libraries use, such as "float32" or "F32", or None if unknown."""
     if name.upper() in datatypes.ELEMENT_SIZES:
         return name.upper()
     try:
