@@ -40,9 +40,9 @@ def check(module: ModuleType) -> None:
 
 
 def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns a sentence for each C extension that cannot be used, and then advice. Returns () if all can be used.
+    """Returns a sentence for each C extension that cannot be used, then a sentence on how to build C extensions.
 
-    ``parts``: the extension's module name -> what the process lacks without it.
+    Returns () if all can be used. ``parts``: the extension's module name -> what the process lacks without the extension.
     """
     found = [f"{what} ({name}: {reason})" for name, what in parts.items() if (reason := _reason(name))]
     if not found:

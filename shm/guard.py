@@ -30,7 +30,10 @@ def any_faults() -> bool:
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns True if ``address`` is in a ``Guarded`` mapping and a client may take the page away. Page-locked pages stay."""
+    """Returns whether the page at ``address`` can vanish because a client truncates a file that this process has mapped.
+
+    This is so if the page is in a ``Guarded`` mapping and is not page-locked.
+    """
     return available and _guard.may_be_missing(address)
 
 

@@ -48,9 +48,9 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns True if the process ``found`` was marked, in its environment variable ``MARK``, with ``mark``.
+    """Returns whether the process ``found`` has the environment variable ``MARK`` with the value ``mark``.
 
-    A worker's mark is also that of the processes that its models start. If the environment cannot be read, returns False.
+    Returns True also for a longer value that begins with ``mark`` and a dot. Returns False if the environment cannot be read.
     """
     entry = f"{MARK}={mark}".encode()
     try:

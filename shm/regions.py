@@ -300,9 +300,10 @@ class SnapshotRegion(_ObjectRegion):
         return bytes(made)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes ``content`` at ``offset``.
+        """Writes ``content`` at byte ``offset`` of the region.
 
-        Raises InvalidArgument if the range is outside the region, the object was truncated, or the host has no memory left.
+        Raises InvalidArgument if ``content`` goes beyond the region's end, if a client has truncated the region's memory, or if
+        the host has no memory left.
         """
         content = memoryview(content)
         size = content.nbytes

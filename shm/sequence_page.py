@@ -216,7 +216,7 @@ class SequencePage(Page):
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Sets a sequence's state to BEGUN, unless a sequence that was admitted after ``since_ns`` has the same key."""
+        """Sets a sequence's state from WAITING to BEGUN. Does nothing if the sequence was not admitted at ``since_ns``."""
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 

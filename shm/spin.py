@@ -27,9 +27,10 @@ class Spin:
         self._worth = False
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
-        """Begins a wait at ``now_ns``. Returns when to stop polling (CLOCK_MONOTONIC ns), or 0 for not polling at all.
+        """Begins a wait. Returns the time at which the caller must stop polling, or 0 if the caller must sleep at once.
 
-        ``worked_ns`` is how long the loop has worked since the last record. If that was long, the result is 0.
+        All times are in CLOCK_MONOTONIC ns. ``worked_ns``: how long the caller has worked since its last wait. If this is more
+        than half of the longest polling time, the result is 0.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0

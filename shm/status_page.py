@@ -129,8 +129,8 @@ class StatusPage(Page):
         """Writes to the page that a thread starts to run requests at ``now_ns``.
 
         Args:
-          slot: the number of the thread. LOOP_SLOT is the main loop, whose state becomes EXECUTING. Threads from SLOTS on are
-            not written to the page.
+          slot: the number of the thread. The main loop has LOOP_SLOT, and its state becomes EXECUTING. For a number of SLOTS or
+            more, nothing is written.
           requests: the submitter's number and the request id of each request.
           model: the ``model_key`` of the requests' model.
         """

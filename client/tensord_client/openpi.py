@@ -378,7 +378,10 @@ class Policy:
 
 @contextlib.asynccontextmanager
 async def serving(client: AsyncClient, options: Namespace, listening: gateway.Listening) -> AsyncIterator[None]:
-    """Serves robots inside a ``with`` block. Raises OSError or InvalidArgument if a file cannot be used."""
+    """Runs the WebSocket server that openpi's robots connect to, until the ``async with`` block ends.
+
+    Raises OSError or InvalidArgument if the server cannot use a file that ``options`` name.
+    """
     served: Any = RobotGateway(client, options)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None
     if tls:

@@ -149,13 +149,12 @@ class ModelParameters:
 
 
 def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
-    """Yields a tree of arrays as bytes in safetensors' layout: the header, then each array's memory, without a copy.
+    """Yields the arrays of a tree in the safetensors format: first the header, then each array's memory, without a copy.
 
-    If ``partial`` is True, every leaf of the tree must be an array that the layout has. Otherwise other leaves are left out:
-    functions, texts, random keys, and arrays of types that the layout lacks. The model keeps its loaded values for these
-    leaves.
+    Leaves that safetensors cannot store (functions, texts, random keys, arrays of some types) are left out, and the model keeps
+    its loaded values for them. If ``partial`` is True, such a leaf is an error.
 
-    Raises: InvalidArgument: the tree has no arrays; or, with ``partial``, a leaf is no array that the layout has.
+    Raises InvalidArgument if the tree has no arrays, or if ``partial`` is True and safetensors cannot store a leaf.
     """
     leaves: dict[str, tuple[str, Array]] = {}
     for name, leaf in _leaves(parameters):

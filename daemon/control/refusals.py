@@ -31,7 +31,7 @@ def uncounted(refusal: Refusal) -> None:
 
 
 class Refusals:
-    """Counts the requests that one front refuses, and logs how many at most once a minute."""
+    """Counts the requests that one front refuses. Logs the counts once a minute or less often."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
         self._loop = loop

@@ -19,9 +19,9 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns True if the client received at most ``rate`` bytes a second in the last whole period of ``seconds``.
+        """Returns whether the client has received at most ``rate`` bytes a second for ``seconds``.
 
-        The caller asks regularly. Before the period is over, the result is False.
+        Call it regularly, because it compares ``left`` with an earlier ``left``. Returns False if none is ``seconds`` old.
         Args:
           since: when bytes began to wait for the client, in seconds on the clock of ``now``. It is 0 if no bytes wait.
           left: any number that falls by one for each byte that the client receives, such as the number of bytes that wait.

@@ -66,11 +66,11 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes the next block of HTTP/2 header fields that came on the connection.
+        """Decodes the connection's next HPACK block. Returns the block's header fields in two parts.
 
-        Returns two parts. Fields with a name in ``COMMON`` are packed as bytes, which ``fields`` unpacks. Other fields are in a
-        list, and so is a pseudo-header (``:path``, ...) that comes after one of the other fields.
-        Raises ValueError if the bytes are no header block. Raises OverflowError if the fields are larger than allowed.
+        The first part has the fields with a name in ``COMMON``, as bytes that ``fields`` unpacks. The second part lists all other
+        fields. It also has each pseudo-header (``:path``, ...) that wrongly follows a field of the second part.
+        Raises ValueError if ``block`` is malformed. Raises OverflowError if its header fields are larger than allowed.
         """
         try:
             return parted([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])

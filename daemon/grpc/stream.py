@@ -548,7 +548,7 @@ class Stream:
 
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes of the arriving message have come, but will be counted only by the next call of ``advance``.
+          direct: the number of received bytes of the arriving message that were not yet passed to ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):

@@ -45,8 +45,8 @@ class ClientDeadlines:
     def stopped(self, now: float, came: int) -> bool:
         """Returns whether the client has sent no byte of its request for more than ``SILENCE_SECONDS``.
 
-        The time counts from the first call with the present value of ``came``, so call this method repeatedly.
-        ``came``: how many bytes of the request were received. If it is negative, no request is arriving, and the result is False.
+        Call it regularly, because it measures how long ``came`` stays the same. ``came``: how many bytes of the request were
+        received. If no request is arriving, pass a negative number, and the result is False.
         """
         if came != self._came:
             self._came, self._silent_since = came, now

@@ -103,9 +103,9 @@ class ExactOutput:
 
 @dataclass(slots=True)
 class ExactRequest:
-    """Holds the JSON object of an inference request, read by the exact parser.
+    """Holds the JSON object of an inference request, parsed by ``exact``.
 
-    Inputs and outputs are checked while they are iterated over, so that the first mistake is reported.
+    Iterating over ``inputs`` or ``outputs`` checks each entry, and raises InvalidArgument at the first mistake.
     """
 
     id: str

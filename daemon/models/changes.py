@@ -535,9 +535,10 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates the token of an operation and the future of its outcome.
+        """Creates a number and a future for a load or unload that begins.
 
-        ``load``: the model to load, or "" if the operation is an unload.
+        The future gets the error text, or "" if the operation succeeds.
+        ``load``: the name of the model that is loaded, or "" if a model is unloaded.
         """
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()

@@ -29,7 +29,7 @@ _PREFIX = "tensord-models-"
 
 
 class GivenModels:
-    """Folders of models whose files clients sent. All lie in one temporary folder."""
+    """Stores the files of models that clients have sent, in one temporary folder."""
 
     def __init__(self, place: Path | None = None) -> None:
         """Removes the model files that a crashed daemon left in ``place``.

@@ -474,9 +474,9 @@ class Parameters:
         self.sets.outdate((name, version))
 
     def forget(self, name: str, version: int, outdated: bool = False) -> None:
-        """Drops all values that clients have pushed into a version, because it was loaded from its files or is unloaded.
+        """Drops the values that clients have pushed into a model version, because it was loaded from its files or is unloaded.
 
-        If ``outdated`` is true, drops only those that came before the newest ``outdate``.
+        If ``outdated`` is true, drops only the values that were pushed before the last call of ``outdate``.
         """
         if not outdated:
             self._changing.discard((name, version))

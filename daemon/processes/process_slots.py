@@ -44,7 +44,7 @@ class MemoryKills:
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
-        """Returns whether a process of the group was killed for want of memory since the last call."""
+        """Returns whether the kernel has killed a process of the cgroup for lack of memory since the last call."""
         before, self._last = self._last, self._count()
         return self._last > before
 
@@ -111,11 +111,12 @@ class ProcessSlots:
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Calls ``start`` after a delay, to replace the process ``dead``, if a process of that name is still needed then.
+        """Calls ``start`` after a delay, to start a new process in place of ``dead``.
 
-        If ``start`` raises OSError, it is called again after another delay. If no process of that name was ever ready, and if
-        five have died or ``dead`` cannot use its device, the daemon is asked to stop. If it stops, ``start`` is not called.
-        ``doing``: what the process did, for the log, such as " while loading model 'm' version 1". It is "" if nobody knows.
+        If ``start`` raises OSError, it is called again after another delay. It is not called once the process is not needed.
+        If no process of this name was ever ready, the daemon is asked to stop in two cases: ``dead`` reported that it cannot use
+        its device, or five processes of this name have died. If the daemon stops, ``start`` is not called.
+        ``doing``: what ``dead`` did, for the log, such as " while loading model 'm' version 1", or "" if unknown.
         """
         if not self._needs(dead):
             return

@@ -210,7 +210,7 @@ class WorkerPool:
     def missing(self) -> list[str]:
         """Returns the names of workers that are not ready, or that have not loaded all their models yet.
 
-        A worker that serves only an isolated model is left out while it is not ready.
+        Omits each worker that is not ready and is reserved for one model, because the model has the parameter ``isolated``.
         """
         ready = [worker for worker in self if worker.ready]
         loading = {worker.name for worker in ready if worker.owed}

@@ -56,7 +56,7 @@ class RegisteredRegion:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_near(self, worker: WorkerProcess) -> bool:
-        """Returns whether the region lies on the worker's own GPU, or on a GPU that no worker has."""
+        """Returns whether the region's memory is on the worker's GPU. Returns True also if it is on no worker's GPU."""
         return self.device in ("", gpu_of(worker.device))
 
     def close(self) -> None:

@@ -76,9 +76,9 @@ def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict
 
 
 def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
-    """Returns the error text for a model that has no derivative of this kind.
+    """Returns an error message that says why the model has no derivative of this kind.
 
-    ``lacking`` is the name of a derivative -> why it is not there, for derivatives that the model declares and lacks.
+    ``lacking``: the name of a derivative -> why the model lacks it, although it declares it.
     """
     name, order = original(model)
     if kind not in KINDS:

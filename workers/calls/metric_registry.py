@@ -100,9 +100,9 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes the holder ``owner`` from a family of metrics, and from the family's metrics with the labels ``held``.
+        """Removes one holder of the metric family ``name``, and one holder of each metric in the family that ``held`` lists.
 
-        A family or metric without holders is dropped.
+        A family or metric without holders is dropped. ``owner``: the model version (name and number) that held the family.
         """
         with self._lock:
             family = self._families[name]

@@ -25,15 +25,16 @@ Created = tuple[Callable[..., Any], Any, object]
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> Created:
-    """Checks what ``create`` returned. Wraps its function to take and return dicts of named arrays.
+    """Checks the result of ``create`` in model.py. Returns its function, its parameters, and its first state (None: no state).
 
+    The function in the result takes and returns dicts of named arrays.
     Args:
-      module: model.py.
+      module: the imported model.py.
       described: the model's signature.
-      returned: what ``create`` of model.py returned.
-      asked: properties of requests that the function gets; None: it gets none.
-      indexed: whether the function has an argument ``index``: for each row, the index of its parameter set.
-    Raises InvalidArgument: ``create`` returned something else, or the function does not have the expected arguments.
+      returned: the result of ``create``.
+      asked: the properties of requests (id, priority, ...) that the function gets as inputs, or None if it gets none.
+      indexed: whether the function has an argument ``index``, which is the index of each row's parameter set.
+    Raises InvalidArgument if ``returned`` has another form, or if the function does not take the expected arguments.
     """
     model, states = described.model, described.states
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 3 or not callable(returned[0]):

@@ -106,9 +106,9 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Asks the thread to unlock ``view``. Does nothing if ``view`` was not to be locked.
+        """Unlocks ``view`` in a thread of this object. Does nothing if ``pin`` was not called for ``view``.
 
-        The owner of the memory may close it immediately. The mapping stays until the memory is unlocked.
+        The caller may close the memory immediately. The mapping stays until the thread has unlocked it.
         """
         memory = self._wanted.pop(address_of(view), None)
         if memory is None:

@@ -98,7 +98,7 @@ class LaneAnswers:
         self.let_pass()
 
     def close(self) -> None:
-        """Writes all traces, and flushes the channel to the supervisor, because the process ends."""
+        """Writes the collected traces of lane requests, and sends the daemon all queued records. Call it at the process's end."""
         self.tracer.close()
         if self._channel is not None:
             with contextlib.suppress(ChannelClosed):

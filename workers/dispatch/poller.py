@@ -53,7 +53,7 @@ class Poller:
         """Makes ``wait`` forget the prepared part that ``submitter`` sent with this number, because the submitter replaces it."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Stops ``wait`` from answering the submitter's requests itself, until ``learn`` is called for such requests again."""
+        """Makes ``wait`` return the submitter's requests instead of answering them, until ``learn`` is called again."""
 
     def forget_gone(self) -> None:
         """Stops ``wait`` from answering requests to models that were unloaded."""

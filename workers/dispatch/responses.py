@@ -161,7 +161,7 @@ class Responses(ResponseReceiver):
             self._respond(sender, sent)
 
     def takes_small(self, sender: ResponseSender) -> bool:
-        """Returns whether the next small response of ``sender`` may be sent together with those to other requests."""
+        """Returns whether the request's next small response may be sent together with other requests' responses."""
         free = sender not in self.kept and not sender.is_cancelled
         return free and not sender.request.outputs and sender.leaves_as_it_is
 

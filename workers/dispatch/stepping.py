@@ -264,7 +264,7 @@ class Stepping:
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> bool:
-        """Has the device begin requests and compute steps, as the planner allows. Returns whether to call this again soon."""
+        """Starts new requests and steps on the device, as the planner allows. Returns whether to call this method again soon."""
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
             return True
@@ -332,9 +332,9 @@ class Stepping:
     # ------------------------------------------------------------------------------------------------------ from the device
 
     def read(self, wait: bool) -> None:
-        """Reads results that the device has computed, for requests that began and for steps, and answers the requests.
+        """Reads the results of programs that the device has finished, and answers the requests.
 
-        ``wait``: whether to wait for the oldest result.
+        ``wait``: whether to wait until the device has finished the oldest program.
         """
         while self.given and (wait or self.given[0].run.ready):
             wait = False

@@ -170,7 +170,10 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the model's modules and closes the resources of its code, now or at the last ``release``. Idempotent."""
+        """Removes the model's modules from ``sys.modules``, and ends the processes and metrics that the model's code made.
+
+        If a ``hold`` was not released yet, the last ``release`` does this instead. Idempotent.
+        """
         with self._lock:
             self._forgotten = True
             if self._holders:

@@ -54,8 +54,7 @@ class Planned:
     #: It has one turn where an instance of priority 1 has so many.
     priority: int
 
-    def is_as(self, instance: Instance) -> bool:
-        """Returns whether a running instance has the same properties as this planned one."""
+    def matches(self, instance: Instance) -> bool:
         has = instance.name, instance.place, instance.passive, instance.needs, instance.priority
         return has == (self.name, self.place, self.passive, self.needs, self.priority)
 
@@ -172,7 +171,7 @@ class Starting:
         made: list[Instance] = []
         for planned in self.groups(config).instances:
             instance = known.get(planned.place)
-            if instance is None or not planned.is_as(instance):
+            if instance is None or not planned.matches(instance):
                 one = functools.partial(create, planned.name)
                 instance = Instance(planned.name, one, self.inbox, self.page, warm, self.check, maker.code)
                 instance.place, instance.passive = planned.place, planned.passive

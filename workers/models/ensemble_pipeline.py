@@ -57,7 +57,7 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """Returns whether the pipeline may run now, because no request waits for a model of the ensemble."""
+        """Returns whether no request waits for any model of the ensemble. Only then the pipeline may run."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:

@@ -207,7 +207,7 @@ class JaxModel:
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
 
     def is_whole(self, execution: Execution) -> bool:
-        """Returns whether an execution was of a single request whose inputs and outputs have the program's shapes."""
+        """Returns whether the executed batch is one request whose inputs and outputs have exactly the program's shapes."""
         executable, requests = execution.executable, execution.requests
         if (
             not isinstance(executable, Executable)

@@ -66,7 +66,7 @@ class RateLimiter:
     def may_run(self, instance: Instance) -> bool:
         """Reserves an instance's resources until ``done`` is called. Returns False if the instance must wait for resources.
 
-        If another instance frees these resources, ``done`` sets ``self.moved`` to True. Then call this method again.
+        When a waiting instance gets its resources, ``self.moved`` becomes True. Then call this method again.
         """
         if instance not in self._running:
             self._waiting[instance] = None

@@ -40,7 +40,10 @@ _ASKED, _STEPS = 4, 3
 
 
 class DeviceRun(NamedTuple):
-    """A program that the device may still run: it adds requests to the batch that is stepped, or makes one step of that batch."""
+    """Holds the results of a program that the device is running or has run.
+
+    The program either adds requests to a stepped batch or computes one step of the batch.
+    """
 
     made: Any
     #: Arrays that the device may still read.

@@ -95,15 +95,15 @@ class Leaves:
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Checks pushed parameters. Returns their arrays in the order of the tree.
+        """Checks pushed arrays against the model's leaves. Returns the arrays in the order of the leaves.
 
-        The result has None for leaves that are no plain arrays, which a push leaves as they are.
+        The result has None for each leaf that cannot be pushed, because safetensors lacks the leaf's datatype.
         Args:
-          found: leaf name -> array.
-          what: names the parameters in errors.
+          found: leaf name -> pushed array.
+          what: a name for the pushed arrays in error messages.
           named: whether the set is not ``main``. Then the result also has None for each leaf that all sets share.
-        Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's.
-        Raises Unsupported: no leaf of the model can be pushed.
+        Raises InvalidArgument if a leaf is missing or unknown, or if an array has another datatype or shape than its leaf.
+        Raises Unsupported if no leaf of the model can be pushed.
         """
         self.check_named()
         self.check_known(found, what)

@@ -414,7 +414,7 @@ class ParameterSets:
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set is kept: the newest of its name is, and the one that it replaced."""
+        """Returns whether ``parameters`` is the newest set of its name, or the set that the newest set replaced."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 

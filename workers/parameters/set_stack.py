@@ -98,10 +98,10 @@ class SetStack:
     """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Makes a stack without arrays. The first batch makes the arrays.
+        """Creates a stack without arrays. The first batch makes the arrays.
 
-        ``leaves`` describes the leaves of each set, ``structure`` is their tree. ``slots``: how many sets the stack has room for,
-        and how many rows a batch may have.
+        ``leaves``: describes the leaves of each parameter set. ``structure``: the tree of these leaves, as JAX describes it.
+        ``slots``: how many parameter sets the stack has room for. A batch cannot have more rows.
         """
         self.slots = slots
         self._structure = structure

@@ -147,9 +147,9 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Calls ``call`` to run a program. Returns the program's outputs, and where XLA allocated the outputs ``names``.
+    """Runs a program by ``call``. Returns the program's outputs, and an ``OutputMemory`` for the outputs ``names``.
 
-    With the returned OutputMemory, later runs of the program can write these outputs directly into a client's memory.
+    With the ``OutputMemory``, later runs of the program can write these outputs directly into a client's memory.
     """
     _native.watch_allocations()
     try:

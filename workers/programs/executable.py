@@ -100,7 +100,10 @@ class ExecutionDevice(ABC):
         """Waits for outputs of a program, and returns their contents on the host. Errors of the run are raised unchanged."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns the object that runs small programs of a model on one CPU thread, or None if this device cannot do so."""
+        """Returns the object that runs a model's small programs on one CPU thread, or None if the device runs all programs alike.
+
+        ``sets``: the parameter sets of the model.
+        """
         return None
 
     @abstractmethod

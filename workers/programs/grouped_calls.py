@@ -72,7 +72,7 @@ class NotGroupable(Exception):
 
 
 class PackedTensor(NamedTuple):
-    """Where a ``Packing`` puts one tensor: in which row, and at which elements of that row."""
+    """Describes where a ``Packing`` stores one tensor: the elements from ``start`` to ``stop`` of an array."""
 
     name: str
     #: The number of its row.
@@ -249,7 +249,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns ``stacks``, the results of ``run``, as bytes, not yet divided into answers; None: they are too large."""
+        """Returns the results of ``run`` as bytes, to be cut into answers later. Returns None if the bytes are too many."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:
@@ -276,7 +276,10 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Maps each number of requests in ``lengths`` to the argument for ``compile``, or to None if one program fits all."""
+        """Returns for each number in ``lengths`` the argument with which ``compile`` makes a program for so many requests.
+
+        The argument is None if one program can run any number of requests.
+        """
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property

@@ -61,11 +61,11 @@ class AnswerPlan(NamedTuple):
 
 
 def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], contents: Array | bytes) -> list[bytes]:
-    """Encodes an answer to each of ``request_ids``. The answers share one prepared answer.
+    """Encodes one answer for each request in ``request_ids``. All these answers have the same prepared part.
 
-    ``number``: the number of the prepared answer. ``sizes``: the bytes of each output. ``contents``: the outputs of each request
-    one after the other, without gaps.
-    Raises ValueError: the contents do not have the bytes that the sizes say.
+    ``number``: the number of the prepared part. ``sizes``: how many bytes each output has in one answer.
+    ``contents``: all outputs of the first request, then all outputs of the second request, and so on, without gaps.
+    Raises ValueError if the length of ``contents`` is not ``len(request_ids) * sum(sizes)`` bytes.
     """
     if available:
         return _native.answers(number, request_ids, sizes, contents)

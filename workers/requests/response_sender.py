@@ -119,7 +119,7 @@ class EncodedResponses:
     def add(self, record: bytes) -> bool:
         """Adds one encoded response. Only the model's thread calls this method.
 
-        Returns False if the worker's loop has taken earlier responses. The caller must then pass this object to the loop again.
+        Returns False if the worker's loop has already taken this object. The caller must then pass it to the loop again.
         """
         self._records.append(record)
         return not self.taken
@@ -448,7 +448,10 @@ class ResponseSender:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """Counts bytes that the client took or that were dropped. A waiting ``send`` continues once half of the limit is free."""
+        """Counts ``byte_size`` bytes of responses that the client has taken, or that were dropped.
+
+        A waiting ``send`` continues when at most half of the allowed bytes are still to be taken by the client.
+        """
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()

@@ -185,7 +185,7 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Stops counting the memory of a lane that has ended. Only the lane's requests in flight are counted further."""
+        """Stops counting the memory of the lane's prepared requests and of its incomplete record, because the lane has ended."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 

@@ -35,7 +35,7 @@ class Agenda(Generic[P]):
         self.due_ns = NEVER
 
     def wake(self, part: P) -> None:
-        """Makes the next iteration of the loop ask a part for work. That iteration begins without waiting."""
+        """Makes the loop ask ``part`` for work in its next iteration, and makes this iteration begin without waiting."""
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:

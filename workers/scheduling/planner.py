@@ -123,10 +123,10 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns the sizes of batches that wait for no further requests, as ranges of rows, such as [range(1, 5), range(8, 9)].
+        """Returns ranges of numbers, such as [range(1, 5), range(8, 9)]. If so many rows wait, ``take`` returns all of them.
 
-        If as many rows with the batching key ``key`` wait, ``take`` returns all of them. The last size is the largest that a
-        batch may have. Returns () if the model's requests are delayed, or never share a batch.
+        ``key``: the batching key of the rows. The last number in the ranges is the largest number of rows in a batch.
+        Returns () if the model's requests are delayed, or never share a batch.
         """
         return ()
 

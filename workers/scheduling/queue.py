@@ -426,9 +426,9 @@ class RequestQueue(Generic[W]):
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns the expired requests that are to fail.
+        """Removes and returns the requests that must fail because they have waited too long.
 
-        Expired requests that the rules only delay are put behind all that are in time.
+        If the queue policy of a request says ``delay``, an expired request stays until its deadline, behind all requests in time.
         """
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:

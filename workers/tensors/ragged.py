@@ -57,13 +57,14 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape that the input ``spec`` has for a whole batch. The input is ragged, or computed from a ragged input.
+    """Returns the shape of the input ``spec`` for a whole batch of requests.
 
     Args:
-      source: the ragged input from which ``spec`` is computed. If ``spec`` is ragged, ``source`` is ``spec`` itself.
+      spec: a ragged input, or an input that the worker computes from a ragged input.
+      source: the ragged input from which the worker computes ``spec``. If ``spec`` is ragged, ``source`` is ``spec`` too.
       rows: the number of rows of the batch.
-      units: how many elements of ``source`` the batch has, with padding, divided by the product of the fixed dims of ``source``.
-      most: how many elements of ``source`` the largest request has, with padding.
+      units: the number of elements of ``source`` in the padded batch, divided by ``unit(source)``.
+      most: the number of elements of ``source`` in the batch's largest request, with padding.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)

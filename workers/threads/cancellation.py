@@ -42,9 +42,9 @@ class Cancellation:
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Makes a cancellation of the load call ``interrupt``, as long as the ``with`` block runs.
+        """Registers ``interrupt`` as a callback for the ``with`` block. Whoever cancels the load during the block calls it.
 
-        The thread that cancels the load makes the call. Raises Cancelled if the load was cancelled before the block.
+        Raises Cancelled if the load was cancelled before the block.
         """
         with self._lock:
             self.check()
