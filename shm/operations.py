@@ -180,7 +180,7 @@ class RegionSource(Record, frozen=True, tag="s.region"):
 
 
 class MemorySource(Record, frozen=True, tag="s.memory"):
-    """Says that pushed parameters are in a memfd in safetensors format, whose descriptor is sent along with the call."""
+    """Says that pushed parameters are in a memfd in safetensors format. The memfd's descriptor is sent with the push."""
 
     byte_size: int
 

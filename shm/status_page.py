@@ -122,7 +122,7 @@ class StatusPage(Page):
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index in the page of a thread's first word. ``slot``: the thread's number, which is 0 for the main loop."""
+        """Returns the index of a thread's first word in the page. ``slot``: the thread's number, which is 0 for the main loop."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:

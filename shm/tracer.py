@@ -265,7 +265,7 @@ class Tracer:
 
 
 class Sampler:
-    """Decides which requests are traced by one model's trace settings, or the common ones, and writes the traces to a file."""
+    """Decides by the trace settings of one model, or of all models, which requests are traced. Writes the traces to a file."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
         """``fds``: counters that all processes share. The sampler closes them in ``close``. ``files``: writes the trace files."""

@@ -20,9 +20,9 @@ from tensord_client.common.errors import in_plain_words, kind_of
 
 
 class ResultsHeld(ServingError):
-    """Error: this process has too many answers in the server's memory that it has not released yet.
+    """Raised if this process holds too many answers in the server's memory. It must release some answers first.
 
-    Attributes: ``held`` is the number of these answers. ``limit`` is how many answers a process may have there.
+    Attributes: ``held`` is the number of these answers. ``limit`` is how many answers a process may hold.
     """
 
     code = "RESULTS_HELD"

@@ -60,7 +60,7 @@ class WorkerPool:
           program: the Python module that the workers run.
           options: returns the options that apply now.
           next_incarnation: returns a number for a new process.
-          said: called with a worker and its record, for example when the worker is ready. Some records are only for the pool.
+          said: called with a worker and a record from the worker, except for records that only this pool needs.
           died: called with each worker that has ended, and its device.
           dismissed: called with each worker that is stopped on purpose.
         """

@@ -143,7 +143,7 @@ def fill(
 ) -> Generator[None, None, tuple[Content, ...]]:
     """Converts the input tensors that came as JSON, and writes them into the arena memory of ``lease``. Yields after each piece.
 
-    ``contents``: where each input lies that is in no region. The converted tensors go to the places in ``lease`` that it names.
+    ``contents``: where each input that is in no region lies. For a tensor to convert this is a place in the memory of ``lease``.
     Returns ``contents`` with the final sizes of these tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
     """
     filled: list[Content] = []

@@ -100,7 +100,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the GPU's driver can write to ``memory`` directly. Returns False if a client can take the memory away."""
+    """Returns whether the GPU's driver may write to this memory. Returns False if a client could unmap it during the write."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)

@@ -55,9 +55,9 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Stores the poller, which answers requests in C code, and tells it how many it may answer before Python must log one.
+        """Begins to use a poller, whose C code answers requests without Python until a request must be logged.
 
-        ``access``: one of so many answers without an error is logged. If it is 0, only errors are logged.
+        ``access``: 100 means that every hundredth answer without an error is logged, 0 means that only errors are logged.
         """
         self._poller = poller
         self.log_every(access)

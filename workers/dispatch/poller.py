@@ -50,7 +50,7 @@ class Poller:
         """Notes how a run answered its requests, so that ``wait`` can answer later requests that differ only in tensor data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Makes ``wait`` forget the prepared part that ``submitter`` sent with this number, because the submitter replaces it."""
+        """Forgets the prepared part that ``submitter`` sent with this number, because the submitter sends a new one."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         """Makes ``wait`` return the submitter's requests instead of answering them, until ``learn`` is called again."""

@@ -203,7 +203,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Adds a model version to those that ``self.step`` runs. ``self.step`` drops the version when it has no more requests."""
+        """Makes ``self.step`` run this model version as well, as long as the version has requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)

@@ -266,7 +266,7 @@ class Executable(ABC):
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits for a run and returns its outputs. Outputs stay on a GPU if they are large or a request ``stays`` there.
+        """Waits for a run and returns its outputs. Outputs stay on a GPU if they are large, or if a request's ``stays`` is True.
 
         ``arrays``: the result of ``call``: output name -> array. Errors of the run are raised unchanged.
         """

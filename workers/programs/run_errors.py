@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_needed(program: Any, held: int | None = None) -> int | None:
     """Returns how many bytes a compiled program needs for outputs and temporary values, or None if this is not known.
 
-    ``held``: how many bytes of the program's arguments are in memory already. If it is given, the result includes the others.
+    ``held``: how many bytes of the program's arguments are in memory already. If it is given, adds the other arguments' bytes.
     """
     try:
         found: Any = program.memory_analysis()

@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of this plan. Answers of the copy have a number in place of their prepared part."""
+        """Returns a copy of this plan, whose answers have the number of ``numbered`` in place of their prepared part."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 

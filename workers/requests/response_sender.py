@@ -163,7 +163,7 @@ class ResponseReceiver:
           sender: the object by which the model sends the responses to this request.
           result: the response or error, or None if the model only says that no response follows.
           final: whether this is the last response.
-          byte_size: the response's size. The sender counts so many bytes as not yet read by the client.
+          byte_size: how many bytes the sender counts as unread by the client until ``sender.settle`` is called.
           wake: whether to wake the worker's loop. It is False if something else is about to wake the loop.
         """
         sender.settle(byte_size)
