@@ -209,7 +209,7 @@ MAIN_SET = "main"
 
 
 class MakeParameters(Record, frozen=True, tag="c.makeparams"):
-    """Tells a worker to write a parameter set in safetensors format into a memfd. ``source``: where its values are.
+    """Tells a worker to read a parameter set from ``source`` and to write it in safetensors format into a memfd.
 
     The reply is JSON {"byte_size"} with the memfd's descriptor. The memfd has the seals SHRINK, GROW, WRITE and SEAL.
     """
@@ -258,9 +258,9 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to serve a version that it has loaded but does not serve yet. The reply is JSON {}.
+    """Tells a worker to make a loaded version available to requests. The reply is JSON {}, once the version is available.
 
-    The reply comes once requests find the version. If there is no such version, the worker does nothing.
+    If the worker keeps no such version from requests, the reply is the same.
     """
 
     model: str
@@ -334,10 +334,10 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks for an empty reply as soon as all state changes that were sent before have taken effect.
+    """Asks for an empty reply, which is sent once earlier state changes have taken effect.
 
-    A front sends it to the daemon's supervisor, which replies when every front has applied the changes that this front has
-    applied. The supervisor sends it to a worker, which replies at once, because a worker handles its records in order.
+    If a front asks the supervisor, the reply is sent once all fronts have applied the state changes that this front knows.
+    If the supervisor asks a worker, the worker has handled all earlier records of the supervisor when it replies.
     """
 
 

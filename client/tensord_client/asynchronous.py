@@ -254,8 +254,8 @@ class AsyncPrepared:
 class AsyncLatest(Newest[Answer]):
     """Sends inputs to a model by ``put``, which does not wait. ``await get()`` returns the newest answer.
 
-    While two requests are in flight, ``put`` stores only the newest inputs, which are sent next. The requests of an event
-    loop end when the loop is closed.
+    At most two requests are in flight. Until one of them ends, ``put`` only stores its inputs in place of those stored before.
+    If an event loop is closed, the requests that were sent from this loop end.
     """
 
     def forget(self) -> None:

@@ -88,7 +88,7 @@ class Listening(socket.socket):
         self._open, self._most = list[socket.socket](), options.max_connections + _TOLD
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. Raises ConnectionAbortedError, which event loops pass over, if it was one too many."""
+        """Accepts a connection. If too many are open, closes it and raises ConnectionAbortedError, which event loops ignore."""
         accepted, address = super().accept()
         self._open = [each for each in self._open if each.fileno() >= 0]
         if len(self._open) >= self._most:

@@ -497,13 +497,13 @@ class LaneConnection(Sender):
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
     def find_lanes(self, call: Call, until: float | None, anew: bool = False, since: float | None = None) -> None:
-        """Asks the daemon for a lane to a worker that serves the call's model, again and again until there is one.
+        """Asks the daemon repeatedly for lanes to workers that serve the call's model, until this connection has a usable lane.
 
         Args:
-          until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline. Stops as well once the
+          until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline. Stops earlier if the
             connection's ``patience`` is over.
           anew: if True, asks the daemon at least once, even if there is a usable lane.
-          since: the time of ``time.monotonic()`` from which the patience is counted, or None for now.
+          since: the time of ``time.monotonic()`` in seconds at which the patience begins, or None for now.
 
         Raises: ServingError: the patience is over, and the daemon's last answer was this error.  WaitEnded: ``until`` has
           passed.

@@ -359,7 +359,7 @@ class Sender:
             self.claimed.discard(pending)
 
     def send_again_soon(self, pending: LaneRequest) -> None:
-        """Lets a background thread send a request again or fail it. Each model has one such thread."""
+        """Lets a background thread send a request again, or end it with an error. There is one thread for each model."""
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)

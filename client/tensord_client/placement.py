@@ -105,7 +105,7 @@ class Slots:
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops all kept memory in a child process after a fork."""
+        """Drops the shared memory that this object keeps. A child process calls it after a fork."""
         # The old lock may be locked for ever.
         self._lock = threading.Lock()
         self.clear()

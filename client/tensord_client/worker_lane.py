@@ -403,7 +403,7 @@ class ClientLane:
                 self.promote()
 
     def greeted(self, until: float | None) -> wire.Exchange | None:
-        """Waits for the worker's version of the wire format, unless another thread reads the socket.
+        """Waits until the worker has sent its version of the wire format. Does not wait if another thread reads the socket.
 
         Returns the C object that sends requests and receives answers, or None if the version has not come. ``until`` is the
         time of ``time.monotonic()`` in seconds at which the wait ends, or None for no limit.

@@ -33,13 +33,13 @@ _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Accepts connections on listening sockets, whose descriptors it owns.
+    """Accepts connections on a front's listening sockets, and closes these sockets in ``close``.
 
-    Some connections are left to fronts that have fewer.
+    Leaves some connections to other fronts, if these have fewer connections than this front.
     Args:
-      counters: counts the open connections of all fronts. A connection's protocol adds the connection there.
+      counters: the number of open connections of each front. The protocol of a connection, not ``Acceptor``, counts it there.
       open_: opens an accepted socket. Its second argument is the name of the client (``Peer.owner``).
-      opening: the connections that are accepted, are still being opened, and are not in ``counters`` yet.
+      opening: the accepted connections that are not in ``counters`` yet.
     """
 
     def __init__(

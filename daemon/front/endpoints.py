@@ -164,7 +164,7 @@ class Endpoints:
     async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
         """Unloads a model.
 
-        ``parameters``: ``unload_dependents`` says whether the members of an ensemble that no other model uses are unloaded too.
+        ``parameters``: if ``unload_dependents`` is true, the models that only this model, an ensemble, uses are unloaded too.
         Raises ServingError if a parameter is wrong, or if the model could not be unloaded.
         """
         dependents = parameters.get("unload_dependents", False)

@@ -83,9 +83,9 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 
 
 class Http2:
-    """Owns the streams of one HTTP/2 connection, and the bytes that are queued for its client.
+    """Owns the streams of one HTTP/2 connection, and the bytes that wait to be sent to the client.
 
-    The bytes are in ``out``. While ``is_flushing`` is true, ``connection.flush`` is already due.
+    These bytes are in ``out``. If ``is_flushing`` is true, they are sent without a further call of ``connection.flush``.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Job:
-    """Holds one conversion that runs in steps."""
+    """Holds one conversion between JSON and tensors, which runs in steps."""
 
     _steps: Generator[None, None, Any]
     _done: Callable[[Any], None]

@@ -228,9 +228,9 @@ def infer_head(
 
 
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """Interprets the head of a request to generate or generate_stream.
+    """Returns the parsed head of an HTTP request to generate or generate_stream.
 
-    If the body is compressed, the ``coding`` of the result is not empty, and the request must be refused.
+    The caller must refuse the request if ``coding`` of the result is not empty, because then the body is compressed.
     ``version``: the version of HTTP, such as "1.1". ``keep_alive``: whether the connection stays open after the answer.
     """
     head = infer_head(route, version, keep_alive, [each for each in fields if each[0] in _FRAMING])

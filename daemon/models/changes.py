@@ -392,7 +392,7 @@ class Models:
         self._check_readiness()
 
     def outdated(self, why: str) -> None:
-        """Stores the reason why dead processes cannot be replaced, or "" if they can."""
+        """Stores why the daemon cannot start processes in place of dead ones. ``why``: the reason, or "" if it can start them."""
         self._readiness.outdated = why
         self._check_readiness()
 

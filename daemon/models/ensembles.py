@@ -127,10 +127,9 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that use the model ``name`` and must be loaded again after the load of this model.
+        """Returns the ensembles that must be loaded again after the model ``name`` was loaded. All of them use this model.
 
-        Leaves out an ensemble if another of its models also waits for this load, because that model's load makes the ensemble
-        load again.
+        An ensemble is left out if it also uses another model that waits for the load of ``name``. It is loaded after that model.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]
@@ -172,9 +171,9 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Returns the models that only the ensemble ``name`` uses, directly or through other ensembles in the result.
+        """Returns the models that are used by the ensemble ``name`` or by ensembles in the result, and by no other ensemble.
 
-        Models named in ``kept`` are left out. An ensemble stands before its members.
+        Leaves out the models in ``kept``. An ensemble comes before the models that it uses.
         """
         gone = [name]
         for each in gone:

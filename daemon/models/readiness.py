@@ -87,13 +87,11 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether the daemon is ready. It is ready if each model in ``counted`` is served.
+    """Decides whether the daemon is ready. It is ready if each model in ``counted`` is served, apart from two exceptions.
 
-    A model whose devices are broken need not be served, unless the devices of all models are broken.
-    Args:
-      standing: the models, each with the reason if it is not served.
-      strict: if False, a model whose load has failed need not be served.
-      counted: names of models.
+    A model on broken devices may be unserved as long as a model on other devices is served. A model whose load has failed may be
+    unserved if ``strict`` is False.
+    ``standing``: the models, each with the reason if it is not served. ``counted``: names of models.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]

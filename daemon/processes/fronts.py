@@ -179,10 +179,10 @@ class Fronts:
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks fronts to acknowledge the records they got, so that the watchdog notices a front whose event loop hangs.
+        """Asks each front for an acknowledgement, so that the watchdog notices a front whose event loop hangs.
 
-        ``now_ns``: the time of CLOCK_MONOTONIC. ``interval_ns``: how long a front is not asked again. If it is 0, no front is
-        asked.
+        A front is not asked while it owes an acknowledgement, or within ``interval_ns`` after it was asked. If ``interval_ns`` is
+        0, no front is asked. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:

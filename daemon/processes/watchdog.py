@@ -65,7 +65,7 @@ class Pauses:
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """Notes that a check which was due at ``due_ns`` is made at ``now_ns``. More than 0.1 s of delay is a pause."""
+        """Records a pause if the supervisor made a check at ``now_ns`` that was due more than 0.1 s earlier, at ``due_ns``."""
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 
@@ -78,9 +78,9 @@ class Pauses:
 
 
 def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
-    """Returns which time limit a child process exceeds, or "". ``pauses`` do not count.
+    """Returns a phrase that says which time limit a child process exceeds, or "" if it exceeds none.
 
-    ``now_ns``: the time of CLOCK_MONOTONIC.
+    ``now_ns``: the time of CLOCK_MONOTONIC. ``pauses``: the periods that count towards no time limit.
     """
 
     def past(since_ns: int, limit: float) -> bool:

@@ -69,10 +69,9 @@ class UnsentRequest(msgspec.Struct):
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
-    """Sends a request at once, or when shared memory has room for its tensors.
+    """Sends ``request`` to a worker as soon as shared memory has room for the request's tensors.
 
-    ``asked`` gets the answers, but never before this function returns. If the wait for room takes too long, the answer is an
-    error.
+    ``asked``: gets the answers, but not before this function returns. It gets an error if the wait for room takes too long.
     Raises InvalidArgument if the arena could never hold the tensors. Raises Unavailable if too many requests are in flight.
     """
     size = room(request.contents, submitter.inline_byte_size)

@@ -63,7 +63,7 @@ class Routing:
         self._forget()
 
     def bury(self, worker: WorkerLink) -> set[InFlight]:
-        """Removes a worker whose process is gone. Returns those of its unanswered requests whose sequences are lost with it."""
+        """Removes a dead worker. Returns the worker's unanswered requests whose sequences were lost with the worker."""
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None

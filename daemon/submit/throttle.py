@@ -56,8 +56,8 @@ class Throttle:
     ) -> Sequence[Callable[[InFlight], bool]]:
         """Counts an answer's bytes for its connection and its client, until ``leave`` is called.
 
-        If the connection or the client has reached its limit, the method returns functions. The caller must then withdraw every
-        sent request for which one of these functions returns True.
+        Returns an empty sequence if the connection and the client are below their limits, else functions. The caller must then
+        withdraw each sent request for which one of these functions returns True.
         Args:
           worker: the worker that sent the answer.
           key: the lease of the answer's memory.
@@ -163,9 +163,9 @@ class Throttle:
         return going
 
     def let_all_go(self) -> list[InFlight]:
-        """Removes and returns the waiting requests that may be sent now, of all connections.
+        """Removes and returns the waiting requests of all connections that may be sent now.
 
-        If a connection has no request in flight, its first request that keeps later answers waiting (``holds_up``) goes anyway.
+        If a connection has no request in flight, its first request for whose answer later answers wait (``holds_up``) may be.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

@@ -93,10 +93,10 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
-        """Makes an answer of a response, and tells the worker that the response was taken.
+        """Makes an answer from a response of the model, and tells the worker that the response was taken.
 
-        The caller may change the answer's arrays, which are copies. If copying fails, the error is returned. ``arrived`` is
-        the outputs by name, and the times of the run or None.
+        Returns an error if copying an output fails. The caller may change the answer's arrays, which are copies.
+        ``arrived``: the outputs by name, and the times in ns when the run began, had its inputs, and had computed, or None.
         """
         result, moments = arrived
         call, request = self._call, self.request
@@ -240,7 +240,7 @@ def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
 
 
 def ours(error: Any) -> ServingError:
-    """Converts a worker's error to this package's error with the same code, without Triton's prefix and notes in the text."""
+    """Converts a worker's error to this package's error of the same code, and removes Triton's additions from the message."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 

@@ -88,10 +88,9 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Makes ``next`` return ``result``.
+        """Passes a response to the caller, who gets it from ``next``. Only the worker's loop may call this method.
 
-        Only the worker's loop may call this method. ``result`` None: the call ends without a response. ``final``: whether the
-        call has ended.
+        ``result``: the response, or None if the call ends without a further response. ``final``: whether the call ends now.
         """
         self._answered += 1
         self._came.put((result, final))

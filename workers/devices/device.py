@@ -55,10 +55,10 @@ class DeviceName:
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self, count: int = 1) -> jax.Device:
-        """Starts JAX's back end and returns its first device.
+        """Starts JAX's back end for the platform of this device, and returns the first JAX device of the platform.
 
-        ``count``: the number of devices that a processor is divided into.
-        Raises NoDevice: JAX cannot use the device.
+        ``count``: the number of JAX devices that a CPU is divided into. It has no effect on GPUs.
+        Raises NoDevice if JAX cannot use the device.
         """
         import jax
 

@@ -48,7 +48,7 @@ class PinnedBudget:
         return fits
 
     def give_back(self, byte_size: int) -> None:
-        """Frees reserved bytes that are no longer locked."""
+        """Subtracts ``byte_size`` from the number of page-locked bytes."""
         with self._lock:
             self.byte_size -= byte_size
 

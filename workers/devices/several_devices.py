@@ -20,7 +20,7 @@ _RUNNING = threading.Lock()
 
 
 class SeveralDevices:
-    """The devices of one model version that does not just use the worker's first device."""
+    """The JAX devices of a model version that does not run on the worker's first device alone."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)

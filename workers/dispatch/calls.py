@@ -269,7 +269,7 @@ class Calls:
                 self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:
-        """Fails a call with Internal if calls between models wait for each other in a circle. Schedules the next such check."""
+        """Searches for calls between models that wait for each other in a circle, and fails one. Schedules the next search."""
         # Searches only after a call has begun, was answered or has ended, and at intervals while calls wait.
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)

@@ -111,7 +111,7 @@ class LaneAnswers:
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)
 
     def passed(self) -> None:
-        """Counts the requests that the C extension has answered since the last call, so that tracing can sample them."""
+        """Tells the tracer how many requests the C extension has answered since the last call of this method."""
         count = self._poller.lane_requests
         self.tracer.passes.left -= count - self._passed
         self._passed = count

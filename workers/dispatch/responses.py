@@ -122,7 +122,7 @@ class Responses(ResponseReceiver):
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def open(self, requests: list[Request], now_ns: int) -> None:
-        """Makes a sender for each request that is about to run and may have several responses."""
+        """Makes a response sender for each request that has none. The requests begin to run at ``now_ns`` (CLOCK_MONOTONIC)."""
         for request in requests:
             # One that goes round again has one.
             if request not in request.version.senders:
@@ -218,7 +218,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends the responses that threads have queued, if the time ``self.look_ns`` (CLOCK_MONOTONIC) has come at ``now_ns``."""
+        """Sends the models' responses that wait here, unless ``now_ns`` is before ``look_ns``. Both are CLOCK_MONOTONIC times."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()

@@ -100,7 +100,7 @@ class OwnFlags:
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
         """Changes a JAX setting for this model's code only. Does nothing if JAX has the value already.
 
-        The new value applies until ``stack`` is closed, and in every later ``with`` block of ``code``.
+        The new value applies until ``stack`` is closed. After that, it applies within each ``with code():`` block.
         """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))

@@ -107,7 +107,7 @@ class InstanceGroups:
 
     @property
     def need_threads(self) -> bool:
-        """True if each instance needs a thread, because there are several or one waits for resources."""
+        """True if each instance needs its own thread, because several instances run or an instance needs limited resources."""
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:

@@ -91,10 +91,10 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns two values: a function that takes a list of the arrays in ``parameters``, and this list.
+    """Separates the arrays in the tree ``parameters`` from all other leaves.
 
-    The function calls ``apply`` with the whole tree of parameters, in which all other leaves are unchanged.
-    If all leaves are arrays, ``apply`` and ``parameters`` are returned unchanged.
+    Returns a function and the list of the arrays. The function takes such a list, puts the arrays into the tree, and calls
+    ``apply`` with the tree and all further arguments. If all leaves are arrays, ``apply`` and ``parameters`` are returned.
     """
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]

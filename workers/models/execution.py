@@ -103,7 +103,7 @@ class Execution:
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Tells ``request`` when its batch ran, and how many of the bytes copied for the batch count as the request's."""
+        """Stores in ``request`` when the batch ran, and the request's share, by rows, of the bytes copied for the batch."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])

@@ -203,9 +203,9 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts pushed parameters into use, after they were prepared. Returns what is to be freed afterwards.
+        """Puts a pushed and prepared parameter set into use. Returns the objects that the caller must free after that.
 
-        ``moves``: whether requests and sequences that have begun go on with the new parameters, or keep the former ones.
+        ``moves``: if True, requests and sequences that have begun go on with the new parameters, else with the former ones.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)
@@ -288,7 +288,7 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Lets batches of an input shape without a bucket have as many rows as the largest program for that shape."""
+        """Tells the planner of batches the largest batch size that a program has, for each input shape without a bucket."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:

@@ -380,7 +380,7 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Copies the counts of the earlier load, which was passed to ``succeed``. Call this method when that load is closed."""
+        """Stores a copy of the counts of the version's earlier load. Must be called when the earlier load is closed."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None

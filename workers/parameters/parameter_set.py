@@ -203,7 +203,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Gives up the arrays on the device if the set also is in host memory. They are gone once the caller drops the result."""
+        """Removes the arrays on the device from the set and returns them, if the set is also in host memory. Else returns []."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -431,7 +431,7 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns the set with this name and number. Raises NotFound: it is neither in use nor the last that was replaced."""
+        """Returns the set with this name and number. Raises NotFound unless it is the newest of this name or the last before."""
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:
                 return found

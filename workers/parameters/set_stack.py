@@ -145,9 +145,10 @@ class SetStack:
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Describes the arguments of the function ``put`` to compile it: the stack's arrays, a set's leaves and the index.
+        """Returns descriptions of the arguments of ``set_stack.put``, for which JAX compiles this function.
 
-        ``spec``: returns the description of an array with this shape and dtype.
+        The arguments are the stack's arrays, the leaves of one set, and an index in the stack.
+        ``spec``: returns the description of an array with the given shape and dtype.
         """
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],

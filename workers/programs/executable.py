@@ -93,7 +93,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Returns host memory to copy these arguments of a program into. Its ``fit`` is False if it has no room for them."""
+        """Returns the memory in which the host gathers ``arguments``. Its ``fit`` is False if the arguments are too large."""
 
     @abstractmethod
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:

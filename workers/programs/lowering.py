@@ -153,7 +153,7 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises Internal unless a computed output has ``elements`` elements and the datatype that ``spec`` declares."""
+    """Raises Internal unless an output's ``shape`` has ``elements`` elements and its ``dtype`` is the datatype of ``spec``."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"

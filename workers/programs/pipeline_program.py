@@ -75,7 +75,7 @@ class PipelineProgram:
 
     @property
     def gathers(self) -> bool:
-        """True if a batch's inputs fit into the memory in which they are put together for the programs."""
+        """True if a batch's inputs may be gathered in host memory. On a CPU they always may, on a GPU only if they are small."""
         return self._inputs.fit
 
     @functools.cached_property
@@ -83,7 +83,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether this program can run ``requests``. A GPU demands small inputs, and outputs in host memory."""
+        """Returns whether this program can run ``requests``. On a GPU, inputs must be small and outputs must go to the host."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

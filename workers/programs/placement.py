@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The argument for ``ParameterSet.on``. 1: programs run on the CPU device with one thread; 0: on the worker's device."""
+        """The number of the device in ``ParameterSet.on``. It is 1 if programs run on the CPU device with one thread, else 0."""
         return int(self.is_single_thread)
 
     @property

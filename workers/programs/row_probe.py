@@ -96,11 +96,15 @@ def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
 def probe(
     signature: Signature, asked: Sequence[Executable], traced: Traced, remote: bool, check: Callable[[], None]
 ) -> str | None:
-    """Runs programs on generated inputs. Returns a sentence if rows of a batch affect each other, else None.
+    """Runs a model's programs on generated inputs to find out whether the rows of a batch affect each other.
 
-    If the programs are too costly, or have effects, they are not run, and None is returned. ``asked``: programs for inputs of the
-    same shapes; the first has two rows or more. ``traced``: what the first was compiled from. ``remote``: whether they run on a
-    GPU. ``check``: called before each run; its errors, and those of programs, are raised unchanged.
+    Returns a sentence if they do, else None. Also returns None, without a run, if the programs are too costly or have effects.
+    Args:
+      signature: the inputs and outputs of the model.
+      asked: the compiled programs to run. They differ in the batch size only. The first has a batch size of 2 or more.
+      traced: JAX's trace of the model's function, from which the first program was compiled.
+      remote: whether the programs run on a GPU.
+      check: a function that is called before each run. Its errors, and those of the programs, are raised unchanged.
     """
     (rows, _), program, states, stack = asked[0].wanted, traced.jaxpr, signature.states, asked[0].sets.stack
     may_be_tried, loops, checks, rounding = read(program.jaxpr)

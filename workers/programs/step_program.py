@@ -47,7 +47,10 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """Describes a row of bytes that holds one request's outputs of one step, with a last byte of flags."""
+    """Lays out all outputs that one step of a model has for one request as a row of bytes.
+
+    The last byte of the row says whether the outputs are sent to the client, and whether the request ends.
+    """
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []

@@ -58,7 +58,10 @@ def is_within(program: Program, most: tuple[float, float], text: Program | None 
 
 
 def share_of(program: Program) -> float:
-    """Returns a program's work as a fraction of the limit for one iteration of the worker's loop, or inf if above or unknown."""
+    """Returns a program's work divided by the work allowed in one iteration of the worker's loop.
+
+    Returns inf if the quotient is above 1, or if the program's work is unknown.
+    """
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, (_ITERATION, _ITERATION)) else math.inf
 

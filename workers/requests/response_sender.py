@@ -387,7 +387,7 @@ class ResponseSender:
 
     @property
     def leaves_as_it_is(self) -> bool:
-        """True if each small response is sent as one record, with nothing added.
+        """True if a small response is sent as one record, without a trace or a copy to a region.
 
         False if outputs go into regions, or if the request is traced or was made inside this worker.
         """

@@ -270,9 +270,9 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """How many bytes of answers one lane may hold when all lanes of the user together hold more than ``max_byte_size``.
+        """The bytes of answers that one lane may hold if all lanes of this user together hold more than ``max_byte_size``.
 
-        The number is (2 * ``max_byte_size`` - bytes of answers that all lanes hold) / number of lanes.
+        The number is (2 * ``max_byte_size`` - bytes that the user's lanes hold) / number of the user's lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 

@@ -273,9 +273,9 @@ class SequenceBatcher(Planner[S]):
         self._look(self.table.close(correlation_id))
 
     def close_client(self, client: int, correlation_id: int | str | None = None) -> None:
-        """Ends sequences whose last request came on a client's lane. Their waiting requests still run.
+        """Ends each sequence whose newest request came on a client's lane, once the sequence's waiting requests have run.
 
-        ``client``: the number of the lane. ``correlation_id``: the only sequence to end; None: all such sequences end.
+        ``client``: the number of the lane. ``correlation_id``: the only sequence to end, or None to end each such sequence.
         """
         for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
             if correlation_id is None or live.correlation_id == correlation_id:
@@ -288,9 +288,10 @@ class SequenceBatcher(Planner[S]):
             self._look(live)
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends the sequences of an instance that have begun, because their state is lost.
+        """Ends all sequences that have begun on an instance, because their state is lost.
 
-        Returns the waiting requests of these sequences, each with an error. If a sequence has none, its next request fails.
+        Returns the waiting requests of these sequences, each with an error. If a sequence has no waiting and no running request,
+        the next request that a client sends with the sequence's id fails. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         answers: list[tuple[S, ServingError]] = []
         for live in self.table.begun(instance):

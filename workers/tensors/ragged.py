@@ -82,9 +82,10 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 def batch_input(
     spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[RequestTensors]
 ) -> Array:
-    """Computes the input ``spec``, which describes the batch: for instance the number of elements of each request.
+    """Computes an input that describes a batch, for instance by the number of elements of each request.
 
-    ``source``: the ragged input that the array describes. ``shape``: the result's shape. ``rows``: the program's batch size.
+    ``spec``: declares the computed input. ``source``: the ragged input whose elements are counted. ``shape``: the shape of the
+    returned array. ``rows``: the batch size of the program. ``requests``: the requests of the batch.
     """
     assert spec.of_batch is not None
     kind, name = spec.of_batch.kind, source.name

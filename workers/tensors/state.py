@@ -57,9 +57,11 @@ def declare_state(config: ModelConfig, module: ModuleType) -> dict[str, tuple[st
 
 
 def state_specs(config: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
-    """Returns the state of sequences that a configuration declares. Raises Unsupported: the state is BYTES.
+    """Returns a ``StateSpec`` for each state of sequences that a model's configuration declares.
 
-    ``axes``: state name -> a name for each dim, or None; dims of -1 with one name have one size.
+    ``axes``: for the input name of a state, a name for each dim, or None for a dim without a name. Dims of -1 that have the same
+    name have the same size.
+    Raises Unsupported if a state is BYTES.
     """
     made: list[StateSpec] = []
     for field in config.sequence_batching.state:

@@ -21,10 +21,9 @@ class Turns:
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """Starts with no thread at work.
+        """``long_seconds``: when a thread has spent so many seconds on one step of its work, the next thread may begin.
 
-        ``long_seconds``: after so many seconds in one step of its work, a thread no longer keeps the next thread waiting. If it
-        is 0, a thread keeps the next one waiting until all of its work is done.
+        If it is 0, the next thread waits until the first has done all of its work.
         """
         self._long = long_seconds
         self._changed = threading.Condition()

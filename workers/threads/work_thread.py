@@ -56,7 +56,7 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Asks the worker's loop to call a function, without waiting. Functions that run in this thread use it."""
+        """Lets the worker's event loop call a function later. The functions that run in a ``WorkThread`` may use this."""
         self._inbox.post(call)
 
     @contextlib.contextmanager
