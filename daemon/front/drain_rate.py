@@ -21,7 +21,7 @@ class DrainRate:
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
         """Returns whether the client has received at most ``rate`` bytes a second for ``seconds``.
 
-        Call it regularly, because it compares ``left`` with an earlier ``left``. Returns False if none is ``seconds`` old.
+        Call it regularly, because it compares values of ``left``. Returns False until the first value is ``seconds`` old.
         Args:
           since: when bytes began to wait for the client, in seconds on the clock of ``now``. It is 0 if no bytes wait.
           left: any number that falls by one for each byte that the client receives, such as the number of bytes that wait.

@@ -53,7 +53,7 @@ class Poller:
         """Forgets the prepared part that ``submitter`` sent with this number, because the submitter sends a new one."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Makes ``wait`` return the submitter's requests instead of answering them, until ``learn`` is called again."""
+        """Until ``learn`` is called again, ``wait`` itself answers none of the submitter's requests."""
 
     def forget_gone(self) -> None:
         """Stops ``wait`` from answering requests to models that were unloaded."""

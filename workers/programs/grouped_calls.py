@@ -72,7 +72,7 @@ class NotGroupable(Exception):
 
 
 class PackedTensor(NamedTuple):
-    """Describes where a ``Packing`` stores one tensor: the elements from ``start`` to ``stop`` of an array."""
+    """Describes where a ``Packing`` stores one tensor: in array number ``row``, from element ``start`` to element ``stop``."""
 
     name: str
     #: The number of its row.

@@ -119,7 +119,7 @@ class EncodedResponses:
     def add(self, record: bytes) -> bool:
         """Adds one encoded response. Only the model's thread calls this method.
 
-        Returns False if the worker's loop has already taken this object. The caller must then pass it to the loop again.
+        Returns False if the worker's loop has already taken this object. The caller must then pass this object to the loop again.
         """
         self._records.append(record)
         return not self.taken

@@ -123,10 +123,10 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns ranges of numbers, such as [range(1, 5), range(8, 9)]. If so many rows wait, ``take`` returns all of them.
+        """Returns the numbers of waiting rows that ``take`` puts into one batch at once, such as [range(1, 5), range(8, 9)].
 
-        ``key``: the batching key of the rows. The last number in the ranges is the largest number of rows in a batch.
-        Returns () if the model's requests are delayed, or never share a batch.
+        In this example, 4 waiting rows become one batch, but 5 do not. ``key``: the batching key of the rows.
+        The last number is the largest batch. Returns () if the model's requests are delayed, or never share a batch.
         """
         return ()
 
