@@ -22,7 +22,7 @@ CONTROL_SOCKET = "control.sock"
 
 
 def of_service(environment: Mapping[str, str]) -> Path | None:
-    """Returns the folder that systemd made for this process's sockets, or None if systemd did not start this process."""
+    """Returns the folder that systemd made for this process's sockets, or None if systemd made no folder."""
     return _first(environment, "RUNTIME_DIRECTORY")
 
 

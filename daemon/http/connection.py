@@ -289,7 +289,7 @@ class Http1Connection(asyncio.Protocol):
     def used_at(self) -> float:
         """Returns the time at which the connection became idle, in seconds of ``time.monotonic()``.
 
-        If a request's head is arriving, returns when its first bytes came. From then until the answer has been sent, returns 0.
+        While the head of a request arrives, returns when its first bytes came. From the end of the head to the answer, returns 0.
         """
         return self.order.times.idle_since or self.order.times.head_since
 
