@@ -50,7 +50,7 @@ _LINES = msgspec.json.Decoder(LoadLine)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking one model."""
+    """Says whether the versions of one model could be loaded, and what the model's process printed."""
 
     model: FoundModel
     #: The reason why it cannot be served; "": every chosen version can.

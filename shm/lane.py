@@ -416,7 +416,10 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns True if the submitter need not be told of opened or closed segments before an answer that uses ``lease``."""
+        """Returns whether the submitter knows the segment of ``lease``, and knows of every segment that this worker has closed.
+
+        If so, an answer that uses ``lease`` can be sent without a record about segments.
+        """
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

@@ -84,7 +84,7 @@ class RefusalLog:
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:
-        """Writes a log line and counts from zero again, if a line is due at ``now_ns``."""
+        """Logs how many requests were refused, if a log line is due at ``now_ns``. Counting then starts again from zero."""
         due_ns = self.due_ns
         if due_ns is None or now_ns < due_ns:
             return

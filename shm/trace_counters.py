@@ -57,7 +57,7 @@ class Passes:
 
 
 class SampleCounter(Passes):
-    """Samples one request in every ``rate``, counted over all fronts together."""
+    """Chooses one request in every ``rate`` for tracing. The requests of all fronts are counted together."""
 
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 

@@ -195,7 +195,10 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Applies the trace settings in ``record``. Takes ownership of ``fds``, the descriptors of its counters for sampling."""
+        """Replaces the trace settings of the model ``record.model`` by ``record``.
+
+        ``fds`` are the file descriptors that came with ``record``. The tracer closes them later.
+        """
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()

@@ -25,7 +25,7 @@ class ClientsSocket:
     """A connection to the daemon's socket for clients, to ask for models and lanes one by one. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
-        """Connects to the daemon's socket at ``path``. ``timeout`` is the seconds to wait for the daemon each time.
+        """Connects to the daemon's socket at ``path``. Connecting, sending and receiving each wait at most ``timeout`` seconds.
 
         Raises Unavailable if no daemon accepts the connection.
         """

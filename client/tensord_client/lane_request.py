@@ -199,7 +199,9 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def wait(self, until: float | None) -> None:
-        """Waits for an answer. It may also return earlier. If the request has no lane, it is first sent again.
+        """Waits until the answer to this request arrives. It may return earlier, so the caller has to check ``done()``.
+
+        If the worker refused the request or its lane ended, this method first sends the request again.
 
         ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit.
 

@@ -197,9 +197,9 @@ class Placement:
         return layout
 
     def lay_out(self, call: Call, model: OpenedModel) -> Layout:
-        """Decides whether each input is used where it lies, travels inside the request, or is copied to shared memory.
+        """Decides for each input of ``call`` whether to send it inside the request or in shared memory. Copies nothing yet.
 
-        Nothing is copied yet. Raises InvalidArgument if an input or an output's array cannot be sent.
+        Raises InvalidArgument if an input has no datatype in the protocol, or the array for an output does not fit the output.
         """
         layout = Layout(call, model)
         room = _ALL_INLINE

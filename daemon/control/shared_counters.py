@@ -175,7 +175,7 @@ class FrontCounters:
         return self._connections[self._row]
 
     def total(self) -> int:
-        """Returns how many client connections all fronts of the protocol have together."""
+        """Returns how many client connections are open at all fronts of this front's protocol."""
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:

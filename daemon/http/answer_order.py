@@ -128,11 +128,10 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Writes a part of the answer to the oldest request, which is a ``Generation``.
+        """Writes ``part``, the next bytes of the answer to the oldest request. Only a ``Generation`` is answered in parts.
 
-        Call ``answered`` after the last part.
-        Returns True if the next part can be written now. Returns False if the transport's buffer is full. Then the request's
-        ``written`` is called once the buffer has drained.
+        Returns whether the caller may write the next part now. If not, the request's ``written`` is called when the client has
+        taken enough bytes. The caller calls ``answered`` after the last part.
         """
         self.transport.write(part)
         if not self.flow.write_paused:

@@ -35,9 +35,9 @@ class Job:
         self._steps.close()
 
     def step(self) -> bool:
-        """Runs one step of the conversion, and returns whether there are more steps.
+        """Runs one step of the conversion between JSON and tensors. Returns whether there are more steps.
 
-        After the last step, the callback for the result or for the error is called.
+        The last step calls ``done`` or ``failed``, which ``Conversions.run`` was given.
         """
         try:
             next(self._steps)

@@ -112,10 +112,10 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Prepares to receive the body.
+        """Checks that the model can serve this request, and prepares to receive the request's body in pieces.
 
-        Must be called if the body is large, compressed, of unknown length, without JSON, or sent after ``100 Continue``. If an
-        error occurs, ``refused`` becomes true, and the error is sent to the client later.
+        A caller may skip ``begin`` if a body of known, small size contains JSON, is not compressed and needs no ``100 Continue``.
+        If the check fails, ``refused`` becomes True, and the client gets the error later.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account

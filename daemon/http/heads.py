@@ -39,9 +39,9 @@ _OTHER_LINE_BUT_PARENT = _line_without(_SIGNIFICANT + rb"|traceparent")
 
 
 class Heads(BoundedCache[bytes, InferHead]):
-    """Caches the parsed heads of inference requests for one front.
+    """Caches the parsed heads of inference requests for one front. The key is the bytes of a head with its final empty line.
 
-    The key is the bytes of a head, with the empty line at its end. The value is None if the head is not cached.
+    ``heads[key]`` returns the parsed head, or None if the head is not cached.
     """
 
     __slots__ = ("_cuts", "_max_byte_size", "_max_fields", "_other_line")

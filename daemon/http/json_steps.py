@@ -200,7 +200,7 @@ class JsonStrings:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have."""
+        """Returns an upper limit for the size of the BYTES tensor, given the length of the JSON text."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

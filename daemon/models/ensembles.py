@@ -279,7 +279,7 @@ class LoadWaits:
 
 
 class Coming:
-    """Shows an ensemble to the fronts as LOADING while its load waits for its members."""
+    """Tells the fronts that an ensemble is LOADING while the models of the ensemble are being loaded."""
 
     def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
         self._publish = publish

@@ -603,7 +603,7 @@ class Lifecycle:
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
 
     def unchanged(self, found: FoundModel) -> bool:
-        """Returns whether all versions that ``found`` chooses are READY and were loaded from the same files."""
+        """Returns whether all chosen versions of ``found`` are READY and were loaded from the model's present files."""
         model = self.models.get(found.name)
         if model is None or model.fingerprint != found.fingerprint:
             return False

@@ -456,7 +456,7 @@ class MissingParts:
     """Logs which optional parts child processes lack. A C extension is such a part."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Stores ``what``, the text that precedes the missing parts in each warning."""
+        """Begins each warning with the text ``what``."""
         self._what = what
         self._said: tuple[str, ...] = ()
 

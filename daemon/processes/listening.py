@@ -37,9 +37,9 @@ class ListenError(Exception):
 
 @contextlib.contextmanager
 def named(section: str, port: str = "port") -> Iterator[None]:
-    """Adds the option at fault, such as ``http.port``, to the text of a ListenError that the ``with`` block raises.
+    """Adds the name of the wrong option, such as ``http.port``, to a ListenError that the ``with`` block raises.
 
-    ``section``: the option's section. ``port``: the name of the option for a port, if it is not "port".
+    The option is ``section`` and the error's ``key``, joined by a dot. If the key is "port", ``port`` takes its place.
     """
     try:
         yield

@@ -153,7 +153,11 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens the account of a connection. ``owner``: the client, which is a user on a unix socket or a host on TCP."""
+        """Opens an account, which counts the arena bytes that a new connection holds.
+
+        ``owner`` names the connection's client: the user on a unix socket, or the host on TCP. A client may have many
+        connections.
+        """
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()

@@ -209,7 +209,7 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 
 
 class SequencedModel:
-    """Holds the data of one model by which a front chooses the worker for each of the model's sequences."""
+    """Stores how to find the sequences of a model version, and after how many idle seconds a front forgets a sequence."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 

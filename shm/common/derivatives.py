@@ -95,9 +95,10 @@ def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
 
 
 def described(name: str, own: T, derivatives: Mapping[str, T], lacking: Mapping[str, str]) -> T:
-    """Looks up ``name``: returns ``own`` for the name of a model, or one of ``derivatives`` for a name like ``M.pull_back``.
+    """Returns ``derivatives[name]`` if ``name`` is a derivative such as ``M.pull_back``, and ``own`` if ``name`` is a model.
 
-    Raises InvalidArgument if there is no such derivative. ``lacking`` is as for ``lacks``.
+    ``lacking`` has the reason why a model lacks a derivative, by the derivative's name. Raises InvalidArgument, whose text gives
+    this reason, if ``derivatives`` has no such name.
     """
     if of_model(name)[1] and name not in derivatives:
         raise InvalidArgument(lacks(*of_model(name), lacking))

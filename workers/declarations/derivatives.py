@@ -131,7 +131,7 @@ def derivatives(
     max_byte_size: int,
     whole: bool,
 ) -> tuple[list[DeclaredDerivative], dict[str, str]]:
-    """Returns the derivatives of a model, and why it has no others: kind -> a clause.
+    """Returns a model's derivatives, and a dict from each kind of derivative that the model lacks to the reason.
 
     Args:
       config: the model's complete configuration.

@@ -187,9 +187,10 @@ MAX_DEPTH = 16
 
 
 class Calls:
-    """Serves calls between models of one worker: queues a request for each call, and passes the responses to the caller.
+    """Runs the calls that models of one worker make to each other. Each call becomes a request in the worker's queue.
 
-    Any thread may use the methods of ``CallServer``. Only the thread of the worker's loop may use the other methods.
+    Any thread may call ``begin``, ``cancel``, ``stop``, ``took``, ``abandon`` and ``ask``. Only the worker's loop may call the
+    other methods.
     """
 
     def __init__(

@@ -63,9 +63,10 @@ class LaneAnswers:
         self.log_every(access)
 
     def trace_as(self, incarnation: int, options: TraceOptions, channel: Channel, agenda: Agenda[AgendaPart]) -> None:
-        """Prepares to trace requests on clients' lanes. Tracing begins when settings arrive.
+        """Prepares to trace requests on clients' lanes. Tracing begins when trace settings arrive.
 
-        ``incarnation``: number of this process. ``options``: of traces. ``channel``: to the daemon. ``agenda``: the loop's.
+        ``incarnation`` is the number of this process in trace ids. ``channel`` sends ended traces to the daemon. ``agenda`` runs
+        functions later in the worker's loop.
         """
 
         def hand_over(traces: TracesEnded) -> bool:

@@ -47,7 +47,7 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 
 
 class LoadedModels:
-    """Lets a process that a model's code starts import the modules of loaded models."""
+    """Makes the modules of loaded models importable in a child process, which unpickles this object at its start."""
 
     # Pickled in the worker; unpickling it in the new process makes the models' packages there.
     def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:

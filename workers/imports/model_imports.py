@@ -317,9 +317,10 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """An import finder for module names that several models use, each for another module.
+    """Import finder for a module name that several models use. The name stands for a different module in each model.
 
-    It imports a placeholder that shows each model the model's own module. The finder must be last on ``sys.meta_path``.
+    Importing the name gives a ``PlainName``, which has the attributes of the calling model's own module. The finder must be last
+    on ``sys.meta_path``.
     """
 
     @staticmethod

@@ -111,9 +111,10 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Checks that the instances of ``model`` can run one at a time, and logs that they do.
+        """Logs that the instances of ``model`` run one at a time.
 
-        Raises Unsupported if an instance needs resources of the rate limiter. The error's text calls the model ``kind``.
+        Raises Unsupported if an instance needs resources of the rate limiter. ``kind`` is the subject of the error's text, such
+        as "a model with batch_sets".
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")

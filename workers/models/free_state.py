@@ -55,7 +55,10 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Wraps ``apply(parameters, inputs, state)``. The wrapper has the state among its inputs, and among its outputs."""
+    """Returns a form of ``apply`` that takes the state as further inputs, and returns the new state as further outputs.
+
+    ``apply`` takes parameters, inputs and state. ``described`` declares the names of the state's arrays.
+    """
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:

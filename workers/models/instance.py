@@ -67,7 +67,7 @@ class Instance:
           page: the status page in which the thread notes the batch that it runs.
           warm: warms the model up before the instance counts as started, in the thread; None: there is no warmup.
           check: raises an error if the model's device has failed.
-          code: makes a context in which the thread works, with JAX's settings of the model.
+          code: returns a context manager with the model's settings of JAX. The thread is inside it from start to end.
         """
         self._code = code
         self._check = check

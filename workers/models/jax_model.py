@@ -194,7 +194,10 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the program for one request of ``rows`` rows if clients get the program's outputs unchanged, else None."""
+        """Returns the program that can run a request of ``rows`` rows by itself.
+
+        Returns None if the request needs more than the program, such as state, or outputs that must be cut.
+        """
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None

@@ -391,5 +391,5 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Records that the model has dropped a response sender. If it has dropped them all, the request ends with an error."""
+        """Notes that the model has dropped this writer. If it was the request's last writer, an unfinished request fails."""
         self._sender.let_go()

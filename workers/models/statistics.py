@@ -81,9 +81,10 @@ class ResponsesByNumber:
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts successful responses to one request, by their positions among its responses. Counts the time to write them as 0.
+        """Counts consecutive responses of one request, all of them successful. The first has the index ``first``.
 
-        ``first``: the first response's position. ``waited_ns``: INT64[count], how long after the previous response each one came.
+        ``waited_ns`` is INT64[count]: the time between each response and the response before it. The time to write a response is
+        not counted.
         """
         if not len(self._counts):
             self._open()

@@ -214,9 +214,10 @@ class ParameterSet:
             return trees
 
     def evict(self) -> None:
-        """Removes the parameters from the device to make room for other sets. The caller must hold ``sets.room.lock``.
+        """Removes this set's parameters from the device to make room for other sets.
 
-        Parameters on a GPU are first copied to page-locked memory, if there is room for them.
+        The caller must hold ``self.sets.room.lock``. Parameters on a GPU are first copied to page-locked memory, if there is room
+        for them.
         """
         placer, pinned, tree = self.sets.placer, self.sets.room.pinned, self._trees[0]
         kept = self.sets.keeps(self) and self._pinned is None and tree is not _ABSENT

@@ -103,10 +103,10 @@ class OutputMemory:
     __slots__ = ("_skips", "sizes")
 
     def __init__(self, outputs: Mapping[str, Array], allocations: Iterable[tuple[int, int]]) -> None:
-        """Learns from one run which allocation becomes which output.
+        """Finds the allocation of each output in a recorded run of the program.
 
-        ``outputs``: the outputs of the run, by name. ``allocations``: the size in bytes and the address of each allocation, in
-        order.
+        ``outputs`` are the outputs of the run. ``allocations`` lists the byte size and the address of every allocation of the
+        run, oldest first.
         """
         #: Output name -> bytes, the same in every run.
         self.sizes = {name: array.nbytes for name, array in outputs.items()}
@@ -160,7 +160,10 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether XLA has freed the memory ``view`` at ``address``. If it has not, keeps the memory mapped for ever."""
+    """Returns whether XLA has stopped using the memory at ``address`` for an output.
+
+    If XLA still uses the memory, this function keeps ``view``, a view of the memory, for ever, so that the memory stays mapped.
+    """
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

@@ -120,7 +120,10 @@ def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, boo
 
 
 def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns state name -> shape and dtype of the array that has this state of all sequences."""
+    """Returns the shape and dtype of each state's array, by the state's name.
+
+    The first axis of an array is the slot of a sequence. The last slot holds the initial state.
+    """
     return {spec.name: jax.ShapeDtypeStruct((signature.slots + 1, *spec.dims), spec.dtype) for spec in signature.states}
 
 

@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 
 
 def read(program: Any) -> Reading:
-    """Reads a Jaxpr, without running it. Returns whether it may be run on generated inputs, and further facts (``Reading``)."""
+    """Analyses a Jaxpr without running it. Returns facts such as whether it is safe to run the Jaxpr on generated inputs."""
     equations, finfo = [chain[-1] for chain, _ in steps(program) if chain], cast("Any", jnp.finfo)
     exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
     names = {each.primitive.name for each in equations}

@@ -22,10 +22,11 @@ from tensord.workers.programs.weight import work_of
 def trials(
     executables: Executables, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]
 ) -> Iterator[dict[str, str | float]]:
-    """Runs each compiled program of a model on generated inputs, and yields a row of measurements for each program.
+    """Runs each compiled program of a model on generated inputs. Yields a dictionary of measurements for each program.
 
-    ``ask``: runs the model on inputs for a number of rows. If it raises a ServingError, the program gets no row. A row's
-    "difference" says how the outputs differ from those of the model's function alone, or is "" if rounding explains it.
+    ``ask(inputs, count)`` runs the model on inputs of ``count`` rows. If ``ask`` raises a ServingError, nothing is yielded for
+    the program. "difference" says how the outputs differ from the outputs of the model's own function. It is "" if rounding
+    explains the difference.
     """
     several = executables.several
     for wanted, executable in executables.made.items():

@@ -88,13 +88,14 @@ class RequestTimeline:
         #: The number of the children and of theirs, and of the characters in what their tensors say.
         self._count = self._characters = 0
 
-    def within(self, open_here: Span | None) -> Span | None:
-        """Returns the open span that becomes the parent of this request's next span, or None if this request has no open span.
+    def within(self, current: Span | None) -> Span | None:
+        """Returns the parent for the request's next span, or None if the request has no open span.
 
-        The parent is ``open_here`` if it is an open span of the request. Otherwise the parent is the request's newest open span.
+        The parent is ``current``, the caller's innermost span, if ``current`` is open and belongs to the request. Otherwise the
+        parent is the request's newest open span.
         """
-        if open_here is not None and not open_here.ended_ns and open_here in self._spans:
-            return open_here
+        if current is not None and not current.ended_ns and current in self._spans:
+            return current
         return next((span for span in reversed(self._spans) if not span.ended_ns), None)
 
     def open(self, span: Span) -> bool:

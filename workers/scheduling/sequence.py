@@ -103,7 +103,10 @@ class IterativeIds:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """Returns the controls of a first run: a new id and START if the client gave no id, and never END."""
+        """Returns the controls for the first run of a request, given the ``controls`` that the client sent.
+
+        A request without correlation id gets a new id and START. A request with an id keeps its id and START. END is removed.
+        """
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)

@@ -253,10 +253,10 @@ class SequenceTable(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
-        """Takes requests that came together, have one row each and may run now. They are not queued.
+        """Returns the sequences whose requests the caller may run now, and marks these sequences as running.
 
-        Takes none if other requests wait. Stops at the first request that has to wait, belongs to a running sequence, or is
-        invalid. Returns the sequences of the taken requests, in the order of ``asked``.
+        ``asked`` are requests of one row each that arrived together. The result ends before the first request that must wait or
+        is invalid. The result is empty if other requests already wait.
         """
         chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:
@@ -316,10 +316,10 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """Marks a request as run. Returns a sequence that can run now, or None if there is no such sequence.
+        """Marks ``request`` as run. Returns the sequence whose next request can run, or None if no sequence became ready.
 
-        If the request's own sequence has more waiting requests, it is returned. If the request's own sequence has ended, its slot
-        goes to the returned sequence.
+        If more requests wait in the sequence of ``request``, this sequence is returned. If the sequence of ``request`` has ended,
+        a sequence that waited for a slot gets the slot and is returned.
         """
         live = request.live
         live.running = False
