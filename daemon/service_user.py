@@ -35,7 +35,7 @@ _OF_SYSTEMD, _NO_EXEC = 200, 203
 
 
 class Unusable(Exception):
-    """Raised if the user whom ``check`` is to run as does not exist, or cannot run this program."""
+    """Raised if ``tensord check`` cannot run as the wanted user, who does not exist or is not allowed to execute tensord."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ def installed() -> Service | None:
 
 
 def settings(unit: str) -> list[str]:
-    """Returns the settings in the section [Service] of a unit file that say where and how a process runs, in their order.
+    """Returns the lines of a systemd unit file by which another program can run as the service runs, such as in the same sandbox.
 
-    ``unit``: the text of the file. Settings about the service's own process, such as ExecStart=, are left out.
+    ``unit``: the text of the file. Lines about the service's own process, such as ExecStart=, are left out.
     """
     found, section = [], ""
     for line in map(str.strip, unit.replace("\\\n", " ").splitlines()):

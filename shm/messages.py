@@ -236,9 +236,9 @@ class RequestRecord(Record, frozen=True, tag="q"):
         received_ns: int = 0,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes a request's record. ``scheduling`` holds the request's scheduling parameters.
+        """Makes a request's record. ``scheduling``: the scheduling parameters. ``client_id``: the id that a client gave.
 
-        ``prepared``: the part of the request that repeats, or the number of this part if it was sent before.
+        ``prepared``: the part of the request that later requests may repeat, or the number of this part if it was sent before.
         ``contents``: the bytes or shared memory of each input tensor that is not in a region.
         ``deadline_ns`` 0 means no deadline. ``received_ns`` 0 means the time when the worker gets the record. ``trace`` 0
         means that the request is not traced.
@@ -322,7 +322,7 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns the parameters that a client gave with a request: those in ``prepared``, and the parameter set in ``own``."""
+    """Returns a request's parameters. The parameter set's name is from ``own``, and all other parameters from ``prepared``."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 

@@ -68,8 +68,8 @@ class Numbers(Generic[T]):
         """Starts with all numbers free.
 
         Args:
-          on_number: called after each assignment, if it is not None, with two counts: how many requests or answers have a number
-            now, and how many lost their number for this one.
+          on_number: called after each assignment of a number. The arguments are how many requests or answers have a number now,
+            and how many have lost their numbers to make room.
           count: how many requests or answers may have a number at a time. If it is 0, none gets a number.
         """
         self._on_number = on_number

@@ -69,7 +69,7 @@ class HeldResults:
     """Counts the answers in workers' memory that this process still uses, on all lanes. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Starts counting at zero. ``most`` is the most answers that this process may use at a time."""
+        """Begins without answers. ``most``: the most answers whose memory this process may hold at a time."""
         self.most = most
         #: The bytes of each answer, by the memory of its lane and the key of its lease.
         self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}

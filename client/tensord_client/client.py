@@ -230,7 +230,6 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
 
 
 def _who_may(path: str, status: os.stat_result, access: int) -> str:
-    """Returns a sentence: which group, or else which user, may use ``path``. ``access``: the mode bits needed."""
     # Imported where it is needed: a client's start is to be quick.
     import grp
     import pwd

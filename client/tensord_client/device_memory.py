@@ -98,9 +98,9 @@ class CudaLibrary:
 
 
 class DeviceArray:
-    """An array in a GPU's memory, for a model's input or output (``out``). Frameworks can view it by DLPack.
+    """An array in a GPU's memory, made by ``Client.empty``, for inputs or outputs of a model.
 
-    ``Client.empty`` makes it.
+    Other libraries can view the array by DLPack.
     """
 
     def __init__(

@@ -343,8 +343,6 @@ class HttpConnection:
 
 
 class _Get(HttpExchange):
-    """A request that runs no model. ``read`` returns the answer's JSON (None: it is empty) and header fields."""
-
     def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:
             raise _error(response)

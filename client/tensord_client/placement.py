@@ -70,9 +70,9 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Returns kept memory for a request of this kind, and stops keeping it. Returns None if no such memory is kept.
+        """Returns shared memory of an answered request, which a new request of the same kind may use.
 
-        ``kind``: the request's model, tensors, outputs and parameters.
+        Returns None if no memory of this kind is kept. ``kind``: the model, tensors, outputs and parameters of the new request.
         """
         with self._lock:
             free = self._free.get(kind)

@@ -182,9 +182,9 @@ class Point:
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)
 
     def block(self, name: str, rows: Array) -> Array:
-        """Returns an output's Jacobian with respect to the input ``name``. Each output row depends only on its own input row.
+        """Returns the Jacobian of a whole output with respect to the whole input ``name``.
 
-        ``rows``: the Jacobian of each output row with respect to its own input row. The result is zero between different rows.
+        ``rows``: for each row, the Jacobian of the output's row with respect to the same row of the input.
         """
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:

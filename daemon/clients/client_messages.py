@@ -114,7 +114,7 @@ class HelloAnswer(msgspec.Struct):
 
 
 class LaneEntry(msgspec.Struct):
-    """One of the lanes that OpenAnswer lists."""
+    """Describes one lane to a worker, in the daemon's answer to a client that has asked for lanes to a model's workers."""
 
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".

@@ -131,7 +131,7 @@ class FrontCounters:
     def is_behind(self) -> bool:
         """Returns whether the supervisor has sent this front a record that the front has not read.
 
-        Whatever another process knows from the supervisor by now was sent to this front before.
+        If the result is False, no other process has newer information from the supervisor than this front has.
         """
         return self.read < int(self._words[self._at + _SENT])
 

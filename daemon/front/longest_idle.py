@@ -34,7 +34,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Makes room for a new connection of a front: closes the connection that was idle longest. ``limit`` is only logged."""
+    """Closes a front's longest idle connection to make room for a new client. ``limit``: the most connections, for the log."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections

@@ -602,7 +602,6 @@ class Http2:
         self._floods.look(self._frames, self.answered, self._granted + self._ungranted + self.sent)
 
     def _read_of(self, stream: Stream) -> int:
-        """Returns how many bytes of the current DATA frames belong to ``stream`` and are not yet passed to it."""
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:

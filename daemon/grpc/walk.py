@@ -46,9 +46,9 @@ else:
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (tag, offset, offset of the content, size of the content) of each field in ``content[:end]``.
+    """Yields the tag, the offset, the content's offset and the content's size of each field in an encoded Protobuf message.
 
-    It ends at a field that is unknown or cut short.
+    ``content[:end]``: the message. The iteration ends silently before a field that is cut short or has an unknown tag.
     """
     at = 0
     while at < end and content[at] in _TAGS:

@@ -79,7 +79,6 @@ def _read(key: str, value: Any, inputs: dict[str, dict[str, Any]], decoded: Deco
 
 
 def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
-    """Returns the shape of ``values``, flat or nested, as an input of shape ``wanted``, where -1 is any size."""
     shape = _nesting(values, len(wanted)) if any(isinstance(value, list) for value in values) else None
     if shape is None:
         shape = [1 if dim == -1 else dim for dim in wanted]

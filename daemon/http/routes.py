@@ -152,7 +152,7 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ health
 
     async def live(self, request: Request) -> Response:
-        """Answers that the server is alive. KServe's client reads this from the body."""
+        """Answers that the server is alive, with the body ``{"live": true}``, which KServe's client reads."""
         return _answer({"live": True})
 
     async def ready(self, request: Request) -> Response:

@@ -96,7 +96,7 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether one of the folders ``needed`` has files that a client sent for the model ``name``."""
+        """Returns whether a folder with client-sent files of the model ``name`` is in ``needed``, which lists folders."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:

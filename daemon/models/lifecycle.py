@@ -49,9 +49,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Instruction to forget the parameters that clients sent to a version.
+    """Instruction to forget the parameters that clients pushed to a model version.
 
-    ``outdated``: whether to forget only those that clients sent before the newest ``Outdate``.
+    ``outdated``: whether to keep the parameters that clients pushed after the version's newest ``Outdate`` instruction.
     """
 
     name: str

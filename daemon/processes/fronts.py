@@ -173,7 +173,7 @@ class Fronts:
             send(front)
 
     async def settled(self) -> None:
-        """Waits until every front that serves has acknowledged all that was published before this call."""
+        """Waits until every serving front has acknowledged all records that the daemon published to fronts before this call."""
         edition = self._edition
         behind = [front for front in self.by_incarnation.values() if front.serves and front.acknowledged < edition]
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))

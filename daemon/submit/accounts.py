@@ -141,9 +141,9 @@ class Accounts:
     """Opens and closes the accounts of a front's connections. Each counts the arena bytes that its connection holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Starts without accounts.
+        """Begins without accounts. ``options``: the configured limits on arena memory.
 
-        A lease of up to ``small_byte_size`` bytes is small, and a larger one of up to ``medium_byte_size`` bytes is medium.
+        ``small_byte_size``: the most bytes of a small lease. ``medium_byte_size``: the most bytes of a medium lease.
         """
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)

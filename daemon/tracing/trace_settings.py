@@ -189,7 +189,6 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """Returns the record that tells fronts the settings of model ``name``, and then the descriptors to send with it."""
         scope = self._scopes[name]
         values = scope.values
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds

@@ -247,5 +247,5 @@ class Call:
 
     @property
     def is_bare(self) -> bool:
-        """Returns whether the request has no parameters, no id, no trace and no scheduling of its own."""
+        """Returns whether the request has no parameters, no id, no trace, and no scheduling parameter, such as a priority."""
         return not (self.parameters or self.request_id or self.traceparent or self.scheduling != UNSCHEDULED)

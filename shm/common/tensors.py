@@ -147,12 +147,10 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def cast(name: str, value: Any, datatype: str | None) -> Array:
-    """Converts the values of an array or a list to an array of ``datatype``. Values for a float type may be rounded.
+    """Returns the values of an array or a list as an array of ``datatype``. If ``datatype`` is None, numpy chooses a dtype.
 
-    ``name`` is the input's name, for errors. If ``datatype`` is None, numpy chooses a dtype.
-
-    Raises InvalidArgument if a value would change in another way than by rounding to a float type. Such values for INT32 are a
-      fraction, NaN, a text, and a number that is out of range.
+    Raises InvalidArgument if a value cannot be converted, or if the conversion would change the value. Only a float type may
+    round values. Values that INT32 refuses are 0.5, NaN, "1" and 2**31. ``name``: the input's name in errors.
     """
     dtype = None if datatype is None else dtype_of(datatype)
     if datatype == "BF16" and dtype == DTYPES["UINT16"]:

@@ -27,8 +27,8 @@ from tensord.workers.requests.timeline import RequestTimeline
 class ModelCall:
     """A call of another model by a model's code.
 
-    Call ``begin`` once, then ``next`` until it returns the last response. Only the thread of the worker's loop may call
-    ``answered`` and set ``abandoned``.
+    Call ``begin`` once, then ``next`` until it returns the last response. Only the worker's loop may call ``answered``, and set
+    ``abandoned``, after which responses are discarded.
     """
 
     caller: Caller
@@ -141,9 +141,9 @@ class ModelCall:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Asks the called model to end its stream early. Responses still arrive.
+        """Asks the called model to end its stream of responses early. Responses that the model still sends arrive.
 
-        If the called model does not stream in a thread, the call is cancelled instead.
+        If the called model cannot be asked to stop, the call is cancelled instead.
         """
         if not self._over:
             self._server.stop(self)

@@ -284,7 +284,6 @@ def _fitting(tensors: list[TensorSpec], max_byte_size: int) -> int:
 
 
 def _leaves(parameters: Any) -> dict[str, Any]:
-    """Returns name -> array, for the parameters that have derivatives."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     arrays = [
         (parameter_name(keys), leaf) for keys, leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray, np.generic))

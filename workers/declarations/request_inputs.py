@@ -102,7 +102,10 @@ class RequestInputs:
 
 
 class KnownParameters:
-    """The request parameters that a model version knows. Others are refused with ``strict_parameters``, else logged once."""
+    """Checks whether a model version knows the parameters of a request.
+
+    If model.py sets ``strict_parameters``, a request with an unknown parameter is refused. Otherwise the parameter is logged.
+    """
 
     def __init__(self, config: ModelConfig, module: ModuleType, options: Options) -> None:
         """Collects the request parameters that a model knows, from its model.py and from the patterns of forwarded headers.
@@ -132,9 +135,9 @@ class KnownParameters:
 
 
 def request_inputs(config: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns the properties of requests that model.py declares to be inputs of its model; None: it declares none.
+    """Reads from model.py which properties of a request, such as its id or a parameter, are passed to the model as inputs.
 
-    Raises InvalidArgument: a declaration is malformed.
+    Returns None if model.py names no property. Raises InvalidArgument if model.py is wrong, or if the model's answers are cached.
     """
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = config.name, config.max_batch_size > 0

@@ -204,7 +204,10 @@ class MadeInputs:
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
     def arrays(self, request: RequestTensors, record: RequestRecord) -> dict[str, Array]:
-        """Returns the inputs that the worker adds to a request, by name. Raises InvalidArgument: a value does not fit."""
+        """Returns the inputs that the worker adds to a request.
+
+        Raises InvalidArgument if a parameter of the request has a wrong type or value.
+        """
         made: dict[str, Array] = {}
         if self.controls is not None:
             made = self.controls.arrays(request.controls)

@@ -107,7 +107,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Sends responses to the request in ``slot`` separately from now on. Adds its responses so far to the statistics."""
+        """Sends later responses to the request in ``slot`` alone, not together with other requests' responses."""
         member = self.members.pop(slot, None)
         if member is None:
             return

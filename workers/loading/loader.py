@@ -316,7 +316,6 @@ class Loader:
     def _with_derivatives(
         self, made: _Runnable, load: VersionLoad, declared: DeclaredVersion, function: Created, order: int
     ) -> _Runnable:
-        """Loads a version's derivatives. Those that cannot be traced are left out and logged."""
         config, module, first, jitted = load.config, load.module, load.of is None, made.jitted
         assert jitted is not None
         apply, parameters, _ = function

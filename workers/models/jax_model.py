@@ -135,9 +135,9 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model that ``count`` threads may run at the same time, with this model's programs and no state.
+        """Returns a second model that ``count`` threads may run at the same time. It has the same programs, and no state.
 
-        ``alone``: whether a call of a program runs only a single request, if the model has no batch dimension.
+        ``alone``: whether each request to a model without a batch dimension needs its own call of a program.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 

@@ -66,7 +66,10 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number, which rises with each call, for a set that is used now. Sets with low numbers are evicted first."""
+        """Returns a number for a parameter set that is used now. The number rises with each call.
+
+        The parameter set with the lowest number is evicted first.
+        """
         return next(self._uses)
 
     @property

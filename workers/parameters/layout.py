@@ -189,13 +189,13 @@ def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
 
 
 def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> list[Part]:
-    """Lays leaves out in safetensors' layout. Returns the parts that memory with this layout consists of, in order.
+    """Returns the parts of a block of memory in safetensors format. The first part is the header, and each other part is a leaf.
 
     Args:
-      leaves: each leaf, and the function that copies its bytes.
-      limit: the most bytes that all parts together may have.
+      leaves: each leaf, and the function that copies the leaf's bytes.
+      limit: the most bytes that the parts may have together.
       what: names the leaves in errors.
-    Raises InvalidArgument: the parts have too many bytes, or an element type has no name in the layout.
+    Raises InvalidArgument if the parts have too many bytes, or if safetensors has no name for a leaf's dtype.
     """
     # Whole multiples of the alignment come first, so that all of them are aligned.
     ordered = sorted(leaves, key=lambda each: each[0].byte_size % ALIGNMENT != 0)

@@ -83,7 +83,7 @@ class Making:
         self.fd = -1
 
     def lease(self, region: AnyRegion) -> None:
-        """Keeps a region open until this object is closed, because ``make`` copies pushed parameters from it."""
+        """Keeps ``region`` open until ``close`` is called, because this object copies parameters from the region."""
         region.lease()
         self._regions.append(region)
 

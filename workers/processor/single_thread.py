@@ -199,7 +199,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Logs ``error``. Programs that are compiled from now on use all threads, as large ones do."""
+        """Logs ``error``. From now on, no further program is compiled for the CPU device with one thread."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False
@@ -209,7 +209,6 @@ class SmallPrograms:
 
 
 def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:
-    """Returns whether the program has dimensions of arrays that are known only after compiling."""
     module: Any = lowered.compiler_ir("stablehlo")
     functions = [op for op in module.body.operations if "function_type" in op.attributes]
     return any("?" in str(function.attributes["function_type"]) for function in functions)

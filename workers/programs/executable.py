@@ -281,9 +281,9 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes of the answer's memory to reserve before the run; None: the run needs none.
+        """Returns how many bytes of memory to reserve for each output, by its name, before the program runs.
 
-        ``whole``: whether a single request gets all rows of the program's outputs.
+        Returns None if no memory is to be reserved. ``whole``: whether all rows of the program's outputs belong to one request.
         """
 
     def offer(self, places: Places) -> None:

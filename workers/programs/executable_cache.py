@@ -153,9 +153,9 @@ class ExecutableCache:
             return self.make(key, what, make), True
 
     def make(self, key: str, what: str, make: Callable[[], CompiledProgram]) -> CompiledProgram:
-        """Compiles a program with ``make`` and stores it under a key. Returns it with its size.
+        """Compiles a program by a call of ``make``, stores the program in the cache under ``key``, and returns the program.
 
-        Errors of ``make`` are raised unchanged. ``what``: names the program in the log.
+        ``what``: the program's name in the log. Errors of ``make`` are raised unchanged.
         """
         # JAX's own cache is bypassed: an executable from it can be serialised again and loaded, but then lacks functions when
         # it is run (measured with jaxlib 0.10.2 on CPU).

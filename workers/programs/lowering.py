@@ -133,10 +133,9 @@ def warn_of_undeclared(signature: Signature, made: Any) -> None:
 def check_output(
     model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any], hint: str = ""
 ) -> None:
-    """Raises Internal if the datatype or shape of a computed output is not as declared.
+    """Raises Internal if a computed output has another datatype or shape than its declaration ``spec``.
 
-    ``rows``: the expected batch size. ``shape``: the shape of the computed output, with the batch if ``batches``. ``hint``: the
-    end of the error.
+    ``batches``: whether ``shape`` must begin with a batch dimension of size ``rows``. ``hint``: the end of the error message.
     """
     inner = shape[1:] if batches else shape
     fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))

@@ -39,7 +39,10 @@ def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., An
 
 
 def starts(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the byte offset of each output in the packed output. ``arrays``: the outputs in the order of the signature."""
+    """Returns at which byte each output begins in the buffer that has all outputs of a program.
+
+    ``arrays``: the outputs, in the order in which the buffer has them.
+    """
     found, at = dict[str, int](), 0
     for name, array in arrays.items():
         found[name] = at

@@ -126,7 +126,7 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns how many bytes of the parameters ``host`` a CPU's programs read without a copy. On a GPU this is 0."""
+        """Returns the total bytes of the arrays in ``host`` that programs read without a copy. On a GPU this is always 0."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)

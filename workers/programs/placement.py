@@ -76,7 +76,7 @@ class Placement(NamedTuple):
 
 
 class CompiledProgram(NamedTuple):
-    """A program that was compiled or loaded from the cache, with its placement."""
+    """A program that was compiled or loaded from the cache, with the devices and parameter sets for which it was compiled."""
 
     #: Takes parameters and inputs.
     call: jax.stages.Compiled

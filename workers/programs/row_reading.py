@@ -19,7 +19,7 @@ _UNTRIED = re.compile("(?<!pure_)callback|ffi_call|custom_call|pallas")
 
 
 class Reading(NamedTuple):
-    """Facts about a traced program, which ``read`` found."""
+    """Facts about a program that JAX has traced, for example whether the program has loops."""
 
     may_be_tried: bool
     #: Whether it has ``while`` loops.

@@ -62,11 +62,11 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """Compiles nothing yet.
+        """Compiles nothing yet. ``source``: the model's source code, a part of the cache's keys.
 
-        ``slots``: how many requests the carry of ``programs`` holds. ``step_slots``: the numbers of slots that ``step`` is
-        compiled for, ascending; the last one is ``slots``. ``insert_rows``: how many requests ``insert`` takes; 0: one, whose
-        arrays have no dimension for requests. ``source``: the model's source code, part of the cache's keys.
+        ``slots``: for how many requests the model's state has room. ``step_slots``: the numbers of slots that ``step`` is
+        compiled for, ascending up to ``slots``. ``insert_rows``: how many requests one call of ``insert`` adds. If it is 0, a
+        call adds one request, whose arrays have no axis for requests.
         """
         self._step_slots = step_slots
         self._signature = signature

@@ -330,9 +330,9 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Returns whether a model answers requests now. ``model_version``: the version to ask about; "": any version.
+    """Returns whether a model answers requests now. If ``model_version`` is "", any version of the model counts.
 
-    Raises TritonModelException: ``model_version`` is not a number above 0, or the caller is no model that loads or serves.
+    Raises TritonModelException if ``model_version`` is not a number above 0, or if the caller is not the code of a model.
     """
     number = 0
     if model_version:

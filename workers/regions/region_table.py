@@ -53,11 +53,11 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Opens a client's system region and adds it to the table. Returns the region and its use.
+        """Opens a client's system region and adds the region to the table. Returns the region, and how its memory is used.
 
-        The use is "snapshot" if the memory is only copied. If it is mapped, it is "sealed" or, if it may shrink, "guarded".
-        ``fd``: the object's descriptor, if another worker has opened and checked the object. If it is None, this worker opens and
-        checks the object.
+        The use is "snapshot" if the worker copies the memory, "sealed" if the worker maps memory that cannot shrink, and else
+        "guarded". ``fd``: the object's descriptor, if another worker has opened and checked the object. If it is None, this
+        worker opens and checks the object.
         Raises AlreadyExists if the name is taken. Raises InvalidArgument or Internal if the object is refused, or cannot be
         mapped. Raises Unavailable if the process has too many open files.
         """

@@ -93,7 +93,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """What was found when inputs of a request were checked for one load of a model version."""
+    """Facts about a request's inputs, found by a check. The facts hold until the model version is loaded again."""
 
     #: The value that requests must have in common to run together.
     key: Hashable

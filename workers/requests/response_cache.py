@@ -82,7 +82,7 @@ class Question(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The number of bytes of all inputs."""
+        """Returns how many bytes the inputs in this cache key have together."""
         return sum(each.content.nbytes for each in self.inputs)
 
 

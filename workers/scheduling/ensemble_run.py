@@ -191,7 +191,7 @@ class EnsembleRun(Generic[T]):
         return out
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that the counts of uses and of running steps are right."""
+        """Asserts that the counters of this run are consistent. Only tests call it."""
         assert self._values.keys() == self._left.keys() >= self._controls.keys()
         assert all(left > 0 for left in self._left.values())
         assert self.running >= sum(self._open.values())

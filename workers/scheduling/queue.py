@@ -565,10 +565,9 @@ class ParkedRequests(Generic[W]):
         return len(self.requests)
 
     def add(self, request: W) -> Replacement[W] | None:
-        """Adds a request that has just arrived. Of two requests with the same replace key only the newer one stays.
+        """Adds a request to the queue. Of two requests with the same replace key, the queue keeps only the newer request.
 
-        Returns both requests if one was discarded, else None.
-        Raises Unavailable: as many requests wait here as may wait in the queue.
+        Returns both requests if one was discarded, otherwise None. Raises Unavailable if the queue is full.
         """
         at = self._at.get(request.replace_key)
         if at is not None:

@@ -226,14 +226,13 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], flags: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Handles what the device has returned for a step. Frees the slots of finished requests.
+        """Returns the answers that a finished step on the device gives to requests. Frees the slots of finished requests.
 
-        Returns two lists. The first has the answers to send one by one. The second has the slots of the other requests with an
-        output, and these outputs are sent together.
+        The first list has the answers that are sent one by one. The second list has the slots whose outputs are sent together.
         Args:
           step: the oldest step on the device.
           flags: the flags of each slot. EMITS means that its request has an output, and FINISHED that its request is over.
-          joined: for each slot, whether its outputs may be sent together with others. If it is empty, no outputs may be.
+          joined: for each slot, whether its output may be sent together with other outputs. If it is empty, each is sent alone.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []

@@ -236,7 +236,10 @@ def parse_declaration(what: str, text: object) -> Declared:
 def declare(
     config: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
 ) -> None:
-    """Adds tensors that the file ``where`` declares to a configuration. Raises InvalidArgument: the two contradict each other."""
+    """Adds the inputs and outputs that the file ``where`` declares to ``config``, the model's configuration.
+
+    Raises InvalidArgument if the file and the configuration contradict each other.
+    """
     for kind, fields, declared in (("input", config.input, inputs), ("output", config.output, outputs)):
         known = {field.name: field for field in fields}
         for name, tensor in declared.items():

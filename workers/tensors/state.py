@@ -25,9 +25,9 @@ from tensord.workers.tensors.signature import StateSpec, agree, parse_declaratio
 
 
 def declare_state(config: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds the state that model.py declares to a configuration. Returns state name -> the names of its axes.
+    """Extends a model's configuration by the sequence state that model.py declares. Returns the names of each state's axes.
 
-    Raises InvalidArgument: declaration and configuration contradict each other, or the model has no sequences.
+    Raises InvalidArgument if model.py and the configuration contradict each other, or if the model has no sequences.
     """
     declared = getattr(module, "state", {})
     what = f"model '{config.name}': state"
@@ -110,7 +110,6 @@ def initial_state(config: ModelConfig, specs: tuple[StateSpec, ...], created: ob
 
 
 def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
-    """Returns an initial value in the state's shape. A single number fills the shape."""
     made = given = np.asarray(value)
     if given.dtype.kind in "biuf" and (given.ndim == 0 or not hasattr(value, "dtype")):
         # Numbers have no datatype of their own.
