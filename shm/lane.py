@@ -371,7 +371,7 @@ class WorkerLane(LaneEnd):
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that was received elsewhere. Returns the records for the dispatcher, in their order.
+        """Decodes a datagram that the caller received on the lane's socket. Returns the records for the dispatcher in order.
 
         Records that give back leases or tell of segments are handled here and not returned.
 

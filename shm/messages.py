@@ -66,7 +66,7 @@ Buffer = bytes | memoryview
 class PreparedTensor(Record, frozen=True, tag="t"):
     """Describes a tensor without its content.
 
-    The content of a BYTES tensor is each element after its length, a little-endian u32.
+    In the content of a BYTES tensor, the length of each element, a little-endian u32, stands before the element.
     """
 
     name: str

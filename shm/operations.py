@@ -282,7 +282,8 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 class PushParameters(Record, frozen=True, tag="c.push"):
     """Asks the supervisor to push new parameters of a set to every worker that has the model version.
 
-    If one worker refuses them, no worker uses them. The reply is JSON {"model", "version", "set", "number", "byte_size"}.
+    If one worker refuses the parameters, no worker uses them.
+    The reply is JSON {"model", "version", "set", "number", "byte_size"}. Its "number" is the push's number.
     """
 
     model: str

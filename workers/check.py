@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Answers the calls of models that are loaded only to be checked: refuses requests, and says that any model is ready."""
+    """Handles the calls that a model makes to other models while the model is loaded only to be checked.
+
+    Refuses inference requests, and says that any model is ready.
+    """
 
     def __init__(self, explicit: bool) -> None:
         """Stores whether the daemon loads models only on request. Only then may models ask it to load others."""

@@ -58,7 +58,7 @@ class ParameterPushes:
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """Begins without pushes. ``thread``: copies, stages and frees parameters. ``agenda``: the agenda of the worker's loop."""
+        """``thread``: copies, stages and frees parameters. ``agenda``: calls functions at given times in the worker's loop."""
         self._models = models
         self._regions = regions
         self._thread = thread

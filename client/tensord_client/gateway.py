@@ -163,7 +163,10 @@ def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
 
 
 def array(what: str, dtype: np.dtype[Any], shape: Any, content: Any) -> Array:
-    """Views what a client sent as an array, named ``what``. Raises InvalidArgument if it is not the bytes of that shape."""
+    """Returns a client's bytes (``content``) as a read-only array, without a copy. ``what``: names the array in errors.
+
+    Raises InvalidArgument if ``content`` is not bytes, or has another size than an array of this dtype and shape.
+    """
     size = byte_size(what, dtype, shape)
     given = len(content) if isinstance(content, bytes) else type(content).__name__
     if given != size:

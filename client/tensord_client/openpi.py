@@ -66,7 +66,7 @@ _KINDS = "b", "iu", "fV", "SUO"
 
 
 class Robot(ServerConnection):
-    """The connection of one robot. It bounds the bytes of the robot's messages that nobody has read, and their time."""
+    """The WebSocket connection of one robot. It is closed if too many bytes wait in it, or if a message comes too slowly."""
 
     gateway: RobotGateway
     policy: Policy

@@ -85,7 +85,7 @@ class Slots:
             return slot
 
     def add(self, slot: Slot) -> None:
-        """Keeps the memory of an answered request for a later one. If too many bytes are kept, older memory is dropped."""
+        """Keeps the shared memory ``slot`` of an answered request for a later request of the same kind."""
         with self._lock:
             self._free.setdefault(slot.kind, []).append(slot)
             self._free.move_to_end(slot.kind)

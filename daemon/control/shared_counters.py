@@ -81,7 +81,11 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many prepared requests of the front with row ``row`` have numbers, ever got one, and lost theirs."""
+        """Returns three counts of prepared requests of the front whose counters are in row ``row``.
+
+        The first counts requests that have a number now. The second counts requests that ever got a number. The third counts
+        requests that lost their number to make room for other requests.
+        """
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 

@@ -74,9 +74,9 @@ class ConnectionEnd:
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Yields a descriptor that becomes readable when the connection ends. It is open in the ``with`` block only.
+        """Yields a file descriptor that becomes readable when the client's connection ends. The ``with`` block's end closes it.
 
-        Raises Unavailable if no descriptors are left.
+        Raises Unavailable if the process can open no further descriptor.
         """
         try:
             if self._reader < 0:
@@ -92,7 +92,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """Signals that the connection has ended. May be called again."""
+        """Makes every descriptor from ``descriptor`` readable, because the client's connection has ended. May be called again."""
         self._closed = True
         self._release()
 

@@ -38,7 +38,7 @@ class Call(ABC):
     def message(self, content: Buffer, start: int, end: int) -> None:
         """Handles one message from the client: the bytes ``start`` to ``end`` of ``content``.
 
-        If the call keeps the message, it must copy these bytes, unless they are all of ``content``.
+        A call that keeps the message must copy the bytes. If the message is all of ``content``, the call may keep ``content``.
         """
 
     @abstractmethod

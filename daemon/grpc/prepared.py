@@ -31,7 +31,7 @@ from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
 
 class Understood(NamedTuple):
-    """Holds a message that was decoded in full, and the state of its model."""
+    """A fully decoded gRPC inference request, and the front's description of the requested model version."""
 
     head: DecodedHead
     client_id: str

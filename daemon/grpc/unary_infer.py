@@ -216,7 +216,7 @@ class UnaryInfer(InferCall):
 
 
 class StepOrder:
-    """Sends the requests of each sequence in order, for the unary calls of one connection."""
+    """Sends the requests of each sequence to workers in order, if the requests came in unary calls on one gRPC connection."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 

@@ -158,10 +158,10 @@ def request_coding(value: bytes) -> str | None:
 
 
 def answer_coding(accept: bytes) -> str:
-    """Chooses the coding of an answer: "gzip", "deflate", or "" for no compression.
+    """Chooses the compression of an HTTP answer. Returns "gzip", "deflate", or "" for no compression.
 
-    ``accept``: the Accept-Encoding header of the request. The supported coding with the highest q is chosen. If two have the
-    same q, the first of them is chosen. ``*`` and names in capitals are ignored, as by Triton.
+    ``accept``: the request's Accept-Encoding header. The supported coding with the highest q wins. If two codings have equal q,
+    the coding that stands first in the header wins. ``*`` and names in capitals are ignored, as by Triton.
     """
     best, highest = "", 0.0
     for entry in accept.split(b",", _MAX_CODINGS)[:_MAX_CODINGS]:

@@ -47,8 +47,8 @@ class Http1Connection(asyncio.Protocol):
 
     Args:
       connections: the open connections of this front. The connection adds and removes itself.
-      owner: the client (a host, or a user on a unix socket) whose share of the arenas the memory of this connection counts
-      against.
+      owner: the client, which is a host, or a user on a unix socket. The connection's memory counts against the client's share of
+      the arenas.
     """
 
     __slots__ = ("_connections", "_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
@@ -237,7 +237,7 @@ class Http1Connection(asyncio.Protocol):
         self.order.resume_writing()
 
     def check(self, now: float) -> None:
-        """Refuses a request that comes too slowly, and closes a connection whose client has missed another deadline.
+        """Answers 408 if a request arrives too slowly. Closes the connection if the client reads too slowly or idles too long.
 
         ``now``: monotonic seconds.
         """

@@ -34,7 +34,7 @@ WINDOW_NS = 5 * 10**9
 
 
 class BusyPart:
-    """Measures the part of the last seconds in which workers were running models."""
+    """Measures the fraction of the last 5 seconds in which the workers ran models."""
 
     def __init__(self) -> None:
         #: When it was looked, and the busy time of all workers so far, in ns.
@@ -85,11 +85,11 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
 
 
 class Agent:
-    """Answers HAProxy's agent-checks on a listening socket: each connection gets one line about the daemon.
+    """Answers HAProxy's agent checks on a TCP port. Each connection gets one line about the daemon's state.
 
     Args:
-      state: returns whether the daemon is being drained, and why it is not ready, or "".
-      look: puts how busy the workers have been, which the line says, into a ``BusyPart``.
+      state: returns whether the daemon is being drained, and why the daemon is not ready ("" if the daemon is ready).
+      look: stores in a ``BusyPart`` how busy the workers have been, for the line.
     """
 
     def __init__(

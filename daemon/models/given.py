@@ -165,7 +165,10 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns a client's configuration (JSON) for this model, or "" if none came, or none since the model's files changed."""
+        """Returns the configuration (JSON) that a client sent for the model, or "" if no client sent a configuration.
+
+        Also returns "" if the model's files have changed since the client sent the configuration.
+        """
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 

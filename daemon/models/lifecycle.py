@@ -61,7 +61,10 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Outdate:
-    """Instruction to give what is loaded anew none of the parameters that clients sent so far to what serves."""
+    """Instruction to exclude the parameters that clients have pushed so far from later loads of a model version.
+
+    The copy of the model version that serves now keeps these parameters.
+    """
 
     name: str
     version: int
@@ -490,10 +493,10 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
-        """Gives up each version that can run on none of the devices in ``usable``. Returns what the caller must do.
+        """Gives up each model version that can run on none of the devices in ``usable``. Returns instructions for the caller.
 
-        A worker that starts later on a device of a given-up version loads that version.
-        ``why``: the reason in errors; "": that no worker can use the version's devices.
+        A worker that starts later on a device of a given-up version loads the version.
+        ``why``: the reason for error messages. If it is "", error messages say that no worker can use the version's devices.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):

@@ -31,12 +31,12 @@ _LEAST_SHARE = 4
 
 
 def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
-    """Returns the devices whose workers load a model. An isolated model has a worker of its own on each of them.
+    """Returns the devices whose workers load a model. For an isolated model, each device has a worker that runs only this model.
 
     Args:
-      devices: the devices of the workers that several models share.
+      devices: the devices of the workers that run more than one model.
       rate_limited: if true, a model that needs rate-limiter resources is loaded only by workers that count these resources.
-      each: how many GPUs each worker has. Its device is the first of them.
+      each: how many GPUs each worker has. A worker's first GPU counts as the worker's device.
     Raises InvalidArgument if the model names GPUs that no worker has, or if its settings contradict each other.
     """
     chosen = _shared(config, devices, rate_limited, each)

@@ -270,7 +270,7 @@ def poll(path: Path) -> FoundModel:
 
 
 def taken_name(name: str) -> str:
-    """Returns why no model's folder may have this name, which is a derivative's; "": it is none's."""
+    """Returns an error text if ``name`` is reserved for a model's derivative, or "" if a model's folder may have this name."""
     kind = of_model(name)[1]
     return kind and f"its name must not end in .{kind}, as the names of models' derivatives do"
 

@@ -111,7 +111,10 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns for each version the number of pushed sets, and the number of the newest push into ``main`` (0: none)."""
+        """Returns for each model version the number of pushed sets, and the serial number of the newest push into ``main``.
+
+        The serial number is 0 if no client has pushed into the version's set ``main``.
+        """
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
@@ -176,7 +179,10 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey, outdated: bool = False) -> list[str]:
-        """Removes all parameter sets of a model version, or only those that are ``outdated``, and returns their names."""
+        """Removes the parameter sets of a model version, and returns the names of the removed sets.
+
+        ``outdated``: if true, keeps each set into which a client has pushed since the last call of ``outdate``.
+        """
         names = [name for name, found in self.of(key).items() if found.outdated or not outdated]
         for name in names:
             self.drop(key, name)

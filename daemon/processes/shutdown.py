@@ -41,7 +41,7 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Asks the daemon to stop, because a SIGTERM or SIGINT came. A second one has child processes killed at once."""
+        """Notes a SIGTERM or SIGINT. The first signal stops the daemon. The second signal also kills its child processes."""
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()

@@ -225,9 +225,9 @@ class WorkerPool:
         await self.results_of(Settle())
 
     async def results_of(self, operation: Operation) -> list[bytes]:
-        """Calls an operation of every ready worker, and returns the results of those that did not die meanwhile.
+        """Calls an operation of every ready worker, and returns the workers' results.
 
-        Raises ServingError if a worker answered with an error other than Unavailable.
+        Leaves out workers that die or answer with Unavailable. Raises ServingError if a worker answers with another error.
         """
         calls = (worker.result_of(operation) for worker in self.ready())
         answers = await asyncio.gather(*calls, return_exceptions=True)

@@ -42,7 +42,7 @@ class Holdings:
 class ClientAccount(Holdings):
     """Counts the arena bytes that all connections of one client hold, and remembers which requests get large answers.
 
-    ``sizes``: the bytes of the largest small lease, of the largest medium lease, and of the arena.
+    ``sizes``: the greatest size of a small lease, the greatest size of a medium lease, and the arena's size, in bytes.
     """
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")

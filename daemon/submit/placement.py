@@ -52,7 +52,7 @@ class Unconverted(Protocol):
 
 
 class UnsentRequest(msgspec.Struct):
-    """A parsed request of either protocol, until it is sent."""
+    """A parsed HTTP or gRPC request that has not been sent to a worker yet."""
 
     #: The constant part of the request, which many requests have in common: all but id, scheduling and contents.
     prepared: PreparedRequest

@@ -25,7 +25,7 @@ _MAX_FILES, _MAX_BYTE_SIZE = 256, 128 << 20
 
 
 class Asked(Arguments, total=False):
-    """The keyword arguments of a call to another model: the fields of any request, and the model's version."""
+    """The keyword arguments with which a model calls another model. Adds the called model's version to ``Arguments``."""
 
     #: 0: the newest.
     version: int

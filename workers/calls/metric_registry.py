@@ -167,9 +167,9 @@ class MetricRegistry:
             value.sum = to
 
     def observe(self, kind: MetricKind, value: Value, observed: float) -> None:
-        """Counts the number ``observed`` in a histogram's ``value``.
+        """Adds the number ``observed`` to a histogram. ``value``: holds the histogram's counts. ``kind``: the kind of the metric.
 
-        Raises InvalidArgument: the number is NaN. Raises Unsupported: the metric is no histogram.
+        Raises InvalidArgument if ``observed`` is NaN. Raises Unsupported if the metric is not a histogram.
         """
         if kind is not MetricKind.HISTOGRAM:
             raise _unsupported()

@@ -177,10 +177,10 @@ def derivatives(
 
 
 def named_lacking(config: ModelConfig, lacking: Mapping[str, str], failed: Mapping[str, str]) -> dict[str, str]:
-    """Returns derivative's name -> why a model does not have it. Logs those that were expected and ``failed``.
+    """Returns why a model lacks derivatives, by the full name of each missing derivative. Logs the reasons in ``failed``.
 
-    ``lacking`` and ``failed``: kind -> why.
-    Raises InvalidArgument: the model has no derivative, or a sample of ``model_warmup`` is of one that it does not have.
+    ``lacking``: kind of derivative -> why the model cannot have it. ``failed``: kind of derivative -> error while it was made.
+    Raises InvalidArgument if a model that declares derivatives got none, or if a sample of ``model_warmup`` needs a missing one.
     """
     said = "; ".join(f"it has no {kind}: {why}" for kind, why in failed.items())
     if not of_model(config.name)[0] and {PULL_BACK, PUSH_FORWARD} <= failed.keys():

@@ -63,7 +63,11 @@ class CallCircles:
     """Finds calls between a worker's models that are deadlocked, because each waits for another one to end."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """Prepares to find deadlocks. ``calls``: unfinished calls between models, oldest first. The caller updates this dict."""
+        """Stores the objects that tell ``find`` which requests and instances wait for each other.
+
+        ``calls``: unfinished calls between models, oldest first. The caller updates this dict.
+        ``ensembles``: knows the unfinished steps of ensembles' requests. ``limiter``: knows the instances that run now.
+        """
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter

@@ -64,9 +64,9 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many more requests from clients' lanes ``wait`` may answer itself. The worker's loop gets all later requests.
+        """Lets ``wait`` answer ``most`` more requests from clients' lanes itself. The worker's loop gets all later requests.
 
-        ``most``: this number. ``joins``: whether the worker's loop must answer each request that belongs to a client's trace.
+        ``joins``: if true, the worker's loop also gets every request that belongs to a client's trace.
         """
 
     def close(self) -> None:

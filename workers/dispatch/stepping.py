@@ -73,7 +73,10 @@ class _JoinedAnswers(NamedTuple):
 
 
 class StepRows:
-    """Sends the responses of one step to several requests together. ``joined[slot]``: whether the slot's request is included."""
+    """Sends the responses of each model step to several streaming requests together.
+
+    ``joined``: for each slot, whether the request in the slot gets its responses from this object.
+    """
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots

@@ -339,7 +339,7 @@ class PlainNames:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Does nothing, because a placeholder has no content."""
+        """Runs no code, because ``module`` is only a placeholder for the module that each model has under this name."""
 
 
 def asking_model() -> ModelImports | None:

@@ -47,9 +47,10 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Undoes changes of process-wide settings, such as JAX's, before and after the ``with`` block that loads model ``who``.
+        """Restores process-wide settings, such as JAX's, when the ``with`` block begins and again when the block ends.
 
-        The log attributes changes found after the block to ``who``, and changes found before it to models that run.
+        ``who``: the model that the block loads. The log blames this model for changes during the block, and running models for
+        earlier changes.
         """
         with self._lock:
             if self._known:

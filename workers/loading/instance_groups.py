@@ -30,10 +30,11 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Lets only one model at a time be compiled and first run. Waits for the turn, which lasts until the ``with`` block ends.
+    """Waits for the only turn to compile and first run a model. The turn lasts until the ``with`` block ends.
 
-    ``aside``: makes a context manager around the wait and the block, during which other models go on loading. Sets
-    ``progress.renew``, a function that the block calls at each step of its work. Raises Cancelled if the load was cancelled.
+    ``aside``: makes a context manager around the wait and the block, during which other models go on loading.
+    The function sets ``progress.renew``. The block calls ``progress.renew`` when a step of its work begins, to time the step.
+    Raises Cancelled if the load was cancelled.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:

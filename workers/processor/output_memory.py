@@ -36,9 +36,10 @@ _attached = False
 
 
 def attach() -> bool:
-    """Redirects XLA's allocations, so that XLA can write outputs to memory of our choice. XLA's back end must be open already.
+    """Redirects XLA's allocations, so that XLA can write outputs straight to memory that the worker chooses.
 
-    Returns whether a test has succeeded. If not, outputs are copied to their places, and the reason is logged.
+    Returns False if the redirection fails a test with a small program, or if the C extension is missing. Outputs must then be
+    copied to their places, and the log says why. XLA's back end must be open already.
     """
     global _attached
     if not available:

@@ -88,9 +88,9 @@ def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> objec
 
 
 def line_of(chain: Sequence[Any]) -> str:
-    """Returns the line of model code that an operation comes from, such as `` (model.py, line 7, in apply)``; "": none is known.
+    """Returns where an operation stands in the model's code, such as `` (model.py, line 7, in apply)``, or "" if this is unknown.
 
-    ``chain``: the operation, last, and before it the operations that contain it, such as loops.
+    ``chain``: nested operations, from the outermost one, such as a loop, to the operation itself.
     """
     tracebacks = [each.source_info.traceback for each in reversed(chain)]
     for frame in [frame for each in tracebacks if each is not None for frame in each.frames]:

@@ -212,11 +212,12 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
 
 
 def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilon: float) -> tuple[Array, float]:
-    """Returns a mask of the elements in which ``one`` and ``other``, two outputs that should be equal, differ too much.
+    """Returns a mask of the elements in which two outputs differ by more than rounding and noise, and a scale.
 
-    Too much is more than rounding and noise explain. Rounding is estimated from ``epsilon``, the relative rounding error, and the
-    largest absolute value in ``made``, which is returned as well (0.0 for integers). Noise is the distance between ``made`` and
-    the arrays in ``noisy``, outputs of the same program for the same or nearly the same inputs.
+    ``one``, ``other``: the two outputs, which should be equal. ``made``: a third output of the same program.
+    The scale is the largest absolute value in ``made``, or 0.0 for integers. Rounding is estimated from the scale and from
+    ``epsilon``, the relative rounding error. ``noisy``: outputs for nearly the same inputs as ``made``. The largest distance from
+    ``made`` to these outputs counts as noise.
     """
     noise = max(np.max(distances(made, each), initial=0.0) for each in noisy)
     scale = 0.0 if made.dtype.kind in "biu" else np.max(distances(made, 0), initial=0.0)

@@ -105,7 +105,7 @@ class Checked(NamedTuple):
 
 
 class CheckedInputs(dict[Inputs, Checked]):
-    """A bounded cache of inputs that were checked for one load of a model version."""
+    """A bounded cache of check results for one load of a model version. Its keys are names, datatypes and shapes of inputs."""
 
     __slots__ = ()
 
@@ -125,7 +125,7 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """``number``: the number of ``prepared`` on its lane; ``INLINE``: it has none, and came inside one request."""
+        """``number``: stands for ``prepared`` in later requests. It is ``INLINE`` if ``prepared`` came inside a request."""
         self.number = number
         self.prepared = prepared
         #: True if all of its tensors are each request's own, and none lies in a region.

@@ -129,9 +129,9 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """Stores what is known of a prepared request under its number in ``record``. Replaces another with the same number.
+        """Stores ``preparation`` for later requests that give the number ``record.number``. Replaces an older entry.
 
-        Raises InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
+        Raises InvalidArgument if the number is out of bounds, or if a client's prepared requests take too many bytes.
         """
         self.preparations.learn(record.number, preparation)
         if self.segments is not None:

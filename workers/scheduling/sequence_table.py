@@ -69,7 +69,7 @@ class Expiries(Generic[S]):
 
     @property
     def earliest_ns(self) -> int | None:
-        """The earliest time in ns at which ``next`` may find a request; None: no request has a deadline or a timeout."""
+        """The earliest time in ns at which a request may expire, or None if no request has a deadline or a queue timeout."""
         # Requests that wait no more are let go of, with the memory that they are in, unless one that waits is before them.
         while self._moments and self._moments[0][2].line < 0:
             heapq.heappop(self._moments)

@@ -19,7 +19,7 @@ NOTHING: Mapping[str, Array] = {}
 
 
 class RequestTensors(Sequenced):
-    """The attributes of a request that programs read. The subclass ``Request`` sets all of them."""
+    """The base class of ``Request`` that gives access to a request's input tensors. ``Request`` sets the attributes."""
 
     __slots__ = ("_added", "_arrays", "contents", "copied_byte_size", "prepared")
 
