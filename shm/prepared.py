@@ -131,7 +131,7 @@ class PublishedNumbers(set[Numbered[T]]):
         self.renumbered = 0
 
     def publish(self, numbered: Numbered[T]) -> None:
-        """Adds ``numbered`` to this set, and queues a record that tells the other end of the lane its number and content."""
+        """Adds ``numbered`` to this set. Queues a record that tells the number and the content to the other end of the lane."""
         self._channel.put(self._record(numbered.number, numbered.prepared))
         former = self._numbers.get(numbered.number)
         if former is not None:

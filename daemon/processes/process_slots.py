@@ -44,7 +44,7 @@ class MemoryKills:
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
-        """Returns whether the kernel has killed a process of the cgroup for lack of memory since the last call."""
+        """Returns whether the kernel has killed a process of this object's cgroup for lack of memory since the last call."""
         before, self._last = self._last, self._count()
         return self._last > before
 
@@ -113,7 +113,7 @@ class ProcessSlots:
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Calls ``start`` after a delay, to start a new process in place of ``dead``.
 
-        If ``start`` raises OSError, it is called again after another delay. It is not called once the process is not needed.
+        If ``start`` raises OSError, it is called again later. It is not called if the process is no longer needed by then.
         If no process of this name was ever ready, the daemon is asked to stop in two cases: ``dead`` reported that it cannot use
         its device, or five processes of this name have died. If the daemon stops, ``start`` is not called.
         ``doing``: what ``dead`` did, for the log, such as " while loading model 'm' version 1", or "" if unknown.

@@ -78,7 +78,7 @@ def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict
 def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
     """Returns an error message that says why the model has no derivative of this kind.
 
-    ``lacking``: the name of a derivative -> why the model lacks it, although it declares it.
+    ``lacking``: the name of a derivative that the model declares -> why the model does not have this derivative.
     """
     name, order = original(model)
     if kind not in KINDS:

@@ -25,9 +25,9 @@ Created = tuple[Callable[..., Any], Any, object]
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> Created:
-    """Checks the result of ``create`` in model.py. Returns its function, its parameters, and its first state (None: no state).
+    """Checks the tuple that ``create`` of model.py returned. Returns a function, parameters, and a first state or None.
 
-    The function in the result takes and returns dicts of named arrays.
+    The returned function takes and returns dicts of named arrays.
     Args:
       module: the imported model.py.
       described: the model's signature.

@@ -249,7 +249,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes, to be cut into answers later. Returns None if the bytes are too many."""
+        """Returns the results of ``run`` as bytes, to be cut into answers later. Returns None above ``UNCUT_BYTE_SIZE`` bytes."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:

@@ -125,8 +125,8 @@ class Planner(ABC, Generic[P]):
     def at_once(self, key: Hashable) -> Sequence[range]:
         """Returns the numbers of waiting rows that ``take`` puts into one batch at once, such as [range(1, 5), range(8, 9)].
 
-        In this example, 4 waiting rows become one batch, but 5 do not. ``key``: the batching key of the rows.
-        The last number is the largest batch. Returns () if the model's requests are delayed, or never share a batch.
+        In this example, 4 waiting rows become one batch, but 5 do not, and a batch has at most 8 rows.
+        ``key``: the batching key of the rows. Returns () if the model's requests are delayed, or never share a batch.
         """
         return ()
 

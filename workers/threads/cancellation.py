@@ -42,7 +42,7 @@ class Cancellation:
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Registers ``interrupt`` as a callback for the ``with`` block. Whoever cancels the load during the block calls it.
+        """If a thread cancels the load while the ``with`` block runs, this thread calls ``interrupt``.
 
         Raises Cancelled if the load was cancelled before the block.
         """
