@@ -35,7 +35,7 @@ _OF_SYSTEMD, _NO_EXEC = 200, 203
 
 
 class Unusable(Exception):
-    """Raised if ``tensord check`` cannot run as the wanted user, who does not exist or is not allowed to execute tensord."""
+    """Raised if ``tensord check`` cannot run as the requested user, who does not exist or may not execute tensord."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,7 +322,7 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns a request's parameters. The parameter set's name is from ``own``, and all other parameters from ``prepared``."""
+    """Joins all parameters of a request. ``own`` gives the name of the parameter set, and ``prepared`` all other parameters."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 

@@ -120,7 +120,7 @@ class Gateway:
         return not self._headers or sum([hmac.compare_digest(header, one) for header in self._headers]) > 0
 
     async def model(self, asked: tuple[str, int], age: float = _FRESH) -> Any:
-        """Calls ``self.make`` with a model's name and version (``asked``). A result is returned again for ``age`` seconds."""
+        """Returns the result of ``self.make`` for a model's name and version. A result is used again for ``age`` seconds."""
         async with self._looking_up:  # so that one connection to the daemon is enough
             if asked not in self._made or time.monotonic() - self._made[asked][0] > age:
                 self._made.pop(asked, None)

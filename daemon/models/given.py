@@ -96,7 +96,7 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether a folder with client-sent files of the model ``name`` is in ``needed``, which lists folders."""
+        """Returns whether ``needed`` lists a folder with files that clients sent for the model ``name``."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:

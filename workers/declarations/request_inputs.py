@@ -137,7 +137,7 @@ class KnownParameters:
 def request_inputs(config: ModelConfig, module: ModuleType) -> RequestInputs | None:
     """Reads from model.py which properties of a request, such as its id or a parameter, are passed to the model as inputs.
 
-    Returns None if model.py names no property. Raises InvalidArgument if model.py is wrong, or if the model's answers are cached.
+    Returns None if there are none. Raises InvalidArgument if the declaration is wrong, or if the model's answers are cached.
     """
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = config.name, config.max_batch_size > 0

@@ -204,7 +204,7 @@ class MadeInputs:
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
     def arrays(self, request: RequestTensors, record: RequestRecord) -> dict[str, Array]:
-        """Returns the inputs that the worker adds to a request.
+        """Returns the inputs that the worker adds to a request, by name: control inputs, and properties of the request.
 
         Raises InvalidArgument if a parameter of the request has a wrong type or value.
         """

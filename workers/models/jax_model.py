@@ -135,7 +135,7 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a second model that ``count`` threads may run at the same time. It has the same programs, and no state.
+        """Returns a model with the same programs and no state, which ``count`` threads may run at the same time.
 
         ``alone``: whether each request to a model without a batch dimension needs its own call of a program.
         """

@@ -75,7 +75,7 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """Begins without requests. ``rows``: the layout of a request's outputs. ``remote``: whether the device has own memory."""
+        """Has no requests yet. ``rows``: the layout of a request's outputs. ``remote``: whether the device has its own memory."""
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather

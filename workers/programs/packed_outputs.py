@@ -39,9 +39,9 @@ def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., An
 
 
 def starts(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Returns at which byte each output begins in the buffer that has all outputs of a program.
+    """Returns the byte offset of each output in a buffer that holds all outputs of a program.
 
-    ``arrays``: the outputs, in the order in which the buffer has them.
+    ``arrays``: the outputs by name, in the order of the buffer.
     """
     found, at = dict[str, int](), 0
     for name, array in arrays.items():

@@ -277,7 +277,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if a user's answers take too much memory, and the lane of ``submitter`` holds its share or more."""
+        """Raises Unavailable if this user has too many bytes of answers, and ``submitter`` has at least ``share`` bytes."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
