@@ -260,7 +260,7 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
     """Tells a worker to make a loaded version available to requests. The reply is JSON {}, once the version is available.
 
-    If the worker keeps no such version from requests, the reply is the same.
+    If the worker has no such version, it replies {} at once.
     """
 
     model: str
@@ -338,7 +338,7 @@ class Settle(Record, frozen=True, tag="c.settle"):
     """Asks for an empty reply, which is sent once earlier state changes have taken effect.
 
     If a front asks the supervisor, the reply is sent once all fronts have applied the state changes that this front knows.
-    If the supervisor asks a worker, the worker has handled all earlier records of the supervisor when it replies.
+    If the supervisor asks a worker, the worker replies at once, because it has handled all earlier records by then.
     """
 
 

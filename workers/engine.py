@@ -40,7 +40,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes a ``ModelVersion``. The rate limiter counts the version's instances until the ``ModelVersion`` is closed."""
+        """Makes the ``ModelVersion`` of ``loaded``. The rate limiter has the version's instances until the version is closed."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

@@ -254,7 +254,7 @@ class AsyncPrepared:
 class AsyncLatest(Newest[Answer]):
     """Sends inputs to a model by ``put``, which does not wait. ``await get()`` returns the newest answer.
 
-    At most two requests are in flight. Until one of them ends, ``put`` only stores its inputs in place of those stored before.
+    While two requests are in flight, ``put`` stores its inputs to send them later, in place of inputs that were stored before.
     If an event loop is closed, the requests that were sent from this loop end.
     """
 

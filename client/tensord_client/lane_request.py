@@ -361,7 +361,7 @@ class Sender:
             self.claimed.discard(pending)
 
     def send_again_soon(self, pending: LaneRequest) -> None:
-        """Lets a background thread send a request again, or end it with an error. There is one thread for each model."""
+        """Lets the background thread of the request's model send a request again. If that fails, the request gets an error."""
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)

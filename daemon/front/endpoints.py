@@ -164,7 +164,8 @@ class Endpoints:
     async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
         """Unloads a model.
 
-        ``parameters``: if ``unload_dependents`` is true, the models that only this model, an ensemble, uses are unloaded too.
+        ``parameters``: if ``unload_dependents`` is true and the model is an ensemble, this also unloads the models that only the
+        ensemble uses.
         Raises ServingError if a parameter is wrong, or if the model could not be unloaded.
         """
         dependents = parameters.get("unload_dependents", False)

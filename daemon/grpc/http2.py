@@ -85,7 +85,7 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 class Http2:
     """Owns the streams of one HTTP/2 connection, and the bytes that wait to be sent to the client.
 
-    These bytes are in ``out``. If ``is_flushing`` is true, they are sent without a further call of ``connection.flush``.
+    These bytes are in ``out``. If ``is_flushing`` is true, ``connection.flush`` is going to send them and need not be scheduled.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:

@@ -127,9 +127,9 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that must be loaded again after the model ``name`` was loaded. All of them use this model.
+        """Returns the ensembles that use the model ``name`` and must be loaded again after this model was loaded.
 
-        An ensemble is left out if it also uses another model that waits for the load of ``name``. It is loaded after that model.
+        Leaves out an ensemble if another of its models waits for this load. The ensemble is loaded again after that other model.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]

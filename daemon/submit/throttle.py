@@ -165,7 +165,7 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        If a connection has no request in flight, its first request for whose answer later answers wait (``holds_up``) may be.
+        A connection without a request in flight may always send its first request for whose answer later answers wait.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

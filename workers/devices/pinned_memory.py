@@ -48,7 +48,7 @@ class PinnedBudget:
         return fits
 
     def give_back(self, byte_size: int) -> None:
-        """Subtracts ``byte_size`` from the number of page-locked bytes."""
+        """Subtracts ``byte_size`` from the number of page-locked bytes that this object counts."""
         with self._lock:
             self.byte_size -= byte_size
 

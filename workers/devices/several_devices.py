@@ -20,7 +20,7 @@ _RUNNING = threading.Lock()
 
 
 class SeveralDevices:
-    """The JAX devices of a model version that does not run on the worker's first device alone."""
+    """The devices of a model version that runs on several devices, or on a single one other than the worker's first."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)

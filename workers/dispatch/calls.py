@@ -274,7 +274,7 @@ class Calls:
                 self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:
-        """Searches for calls between models that wait for each other in a circle, and fails one. Schedules the next search."""
+        """If calls between models wait for each other in a circle, fails one of them with Internal. Schedules the next check."""
         # Searches only after a call has begun, was answered or has ended, and at intervals while calls wait.
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)

@@ -288,7 +288,7 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Tells the planner of batches the largest batch size that a program has, for each input shape without a bucket."""
+        """For each input shape without a bucket, tells the planner the largest batch size for which there is a program."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:

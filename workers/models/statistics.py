@@ -381,7 +381,7 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Stores a copy of the counts of the version's earlier load. Must be called when the earlier load is closed."""
+        """Stores the final counts of the version's earlier load (see ``succeed``). Call this method once that load is closed."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None

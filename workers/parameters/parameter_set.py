@@ -432,7 +432,7 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns the set with this name and number. Raises NotFound unless it is the newest of this name or the last before."""
+        """Returns the set with this name and number. Raises NotFound unless it is the newest of its name or the one before."""
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:
                 return found

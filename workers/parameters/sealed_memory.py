@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns a part of new memory that gets a copy of ``content``, which must be contiguous."""
+    """Returns a ``Part`` that copies the bytes of ``content`` into new memory. ``content`` must be contiguous."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
 

@@ -145,7 +145,7 @@ class SetStack:
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Returns descriptions of the arguments of ``set_stack.put``, for which JAX compiles this function.
+        """Returns descriptions of the arguments of ``set_stack.put``, which JAX needs to compile this function.
 
         The arguments are the stack's arrays, the leaves of one set, and an index in the stack.
         ``spec``: returns the description of an array with the given shape and dtype.

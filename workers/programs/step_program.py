@@ -47,9 +47,9 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """Lays out all outputs that one step of a model has for one request as a row of bytes.
+    """Describes a row of bytes that holds all outputs of one step of a model for one request.
 
-    The last byte of the row says whether the outputs are sent to the client, and whether the request ends.
+    The last byte says whether these outputs are sent to the client, and whether the request ends after the step.
     """
 
     def __init__(self, signature: Signature) -> None:

@@ -270,7 +270,7 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """The bytes of answers that one lane may hold if all lanes of this user together hold more than ``max_byte_size``.
+        """The bytes of answers that one lane may hold if the user's lanes together hold more than ``max_byte_size``.
 
         The number is (2 * ``max_byte_size`` - bytes that the user's lanes hold) / number of the user's lanes.
         """

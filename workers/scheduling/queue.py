@@ -344,7 +344,7 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """Iterates over the waiting requests that have ``key``, in the order of ``take``. The queue must not change meanwhile."""
+        """Iterates over the waiting requests with this batching key in ``take``'s order. The queue must not change meanwhile."""
         for number in self._order:
             owners = self._lines[number].get(key)
             if owners is not None:

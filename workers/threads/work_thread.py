@@ -56,7 +56,7 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Lets the worker's event loop call a function later. The functions that run in a ``WorkThread`` may use this."""
+        """Schedules ``call`` on the worker's loop, and returns at once. A function that this thread runs may use it."""
         self._inbox.post(call)
 
     @contextlib.contextmanager
