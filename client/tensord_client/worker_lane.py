@@ -178,7 +178,7 @@ class ClientLane:
     def announce(self, segments: Sequence[int]) -> None:
         """Tells the worker which segments the client has closed, and sends the segments in ``segments`` that the worker lacks.
 
-        The client's next request uses ``segments``, which are numbers of segments. The caller must hold ``self.lock``.
+        ``segments`` are the numbers of the segments that the client's next request uses. The caller must hold ``self.lock``.
         """
         if self.memory.closures[0] is not self.known_closures[0]:
             self.known_closures[0] = self.memory.closures[0]

@@ -131,7 +131,7 @@ def derivatives(
     max_byte_size: int,
     whole: bool,
 ) -> tuple[list[DeclaredDerivative], dict[str, str]]:
-    """Returns a model's derivatives, and a dict from each kind of derivative that the model lacks to the reason.
+    """Returns a model's derivatives, and a reason for each kind of derivative that the model lacks.
 
     Args:
       config: the model's complete configuration.

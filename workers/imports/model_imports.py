@@ -317,7 +317,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Import finder for a module name that several models use. The name stands for a different module in each model.
+    """Imports a module name that stands for a different module in each of several models.
 
     Importing the name gives a ``PlainName``, which has the attributes of the calling model's own module. The finder must be last
     on ``sys.meta_path``.

@@ -59,13 +59,13 @@ class Instance:
         check: CheckDevice = works,
         code: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Prepares an instance. ``start`` starts its thread.
+        """Prepares an instance. ``start`` starts the instance's thread.
 
         Args:
-          create: makes the model; called in the thread.
+          create: makes the model in the thread.
           inbox: passes functions from the thread to the worker's loop.
           page: the status page in which the thread notes the batch that it runs.
-          warm: warms the model up before the instance counts as started, in the thread; None: there is no warmup.
+          warm: warms the model up in the thread before the instance counts as started. If it is None, there is no warmup.
           check: raises an error if the model's device has failed.
           code: returns a context manager with the model's settings of JAX. The thread is inside it from start to end.
         """

@@ -194,9 +194,9 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the program that can run a request of ``rows`` rows by itself.
+        """Returns the compiled program for a request of ``rows`` rows whose inputs have ``shapes``.
 
-        Returns None if the request needs more than the program, such as state, or outputs that must be cut.
+        Returns None if the program alone does not make the answer, for example if the model has state or its outputs must be cut.
         """
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:

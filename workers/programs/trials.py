@@ -25,8 +25,8 @@ def trials(
     """Runs each compiled program of a model on generated inputs. Yields a dictionary of measurements for each program.
 
     ``ask(inputs, count)`` runs the model on inputs of ``count`` rows. If ``ask`` raises a ServingError, nothing is yielded for
-    the program. "difference" says how the outputs differ from the outputs of the model's own function. It is "" if rounding
-    explains the difference.
+    the program. The key "difference" says how the outputs differ from the outputs of the model's own function, or is "" if
+    rounding explains the difference.
     """
     several = executables.several
     for wanted, executable in executables.made.items():
