@@ -62,10 +62,7 @@ class SampleCounter(Passes):
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes ownership of ``fd``, the file descriptor of a shared counter that ``create`` made with the same ``rate``.
-
-        One request of ``rate`` requests is sampled.
-        """
+        """Takes ownership of the counter ``fd`` from ``create``. One request in every ``rate`` is sampled, as for ``create``."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.

@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Handles the calls that a model makes to other models while the model is loaded only to be checked.
-
-    Refuses inference requests, and says that any model is ready.
-    """
+    """Answers a model's calls while the model is loaded only to be checked. Refuses inference. Says that every model is ready."""
 
     def __init__(self, explicit: bool) -> None:
         """Stores whether the daemon loads models only on request. Only then may models ask it to load others."""

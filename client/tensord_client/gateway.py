@@ -163,10 +163,7 @@ def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
 
 
 def array(what: str, dtype: np.dtype[Any], shape: Any, content: Any) -> Array:
-    """Returns a client's bytes (``content``) as a read-only array, without a copy. ``what``: names the array in errors.
-
-    Raises InvalidArgument if ``content`` is not bytes, or has another size than an array of this dtype and shape.
-    """
+    """Returns a client's bytes as a read-only array. If the size is wrong, raises InvalidArgument with the name ``what``."""
     size = byte_size(what, dtype, shape)
     given = len(content) if isinstance(content, bytes) else type(content).__name__
     if given != size:

@@ -165,10 +165,7 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration (JSON) that a client sent for the model, or "" if no client sent a configuration.
-
-        Also returns "" if the model's files have changed since the client sent the configuration.
-        """
+        """Returns the configuration (JSON) that a client sent for the model's present files, or "" if no client sent one."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 

@@ -61,10 +61,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Outdate:
-    """Instruction to exclude the parameters that clients have pushed so far from later loads of a model version.
-
-    The copy of the model version that serves now keeps these parameters.
-    """
+    """Instruction to exclude the parameters that clients have pushed so far from later loads of a model version."""
 
     name: str
     version: int

@@ -111,10 +111,7 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns for each model version the number of pushed sets, and the serial number of the newest push into ``main``.
-
-        The serial number is 0 if no client has pushed into the version's set ``main``.
-        """
+        """Returns by version the number of pushed sets, and the serial number of the newest push into ``main`` (or else 0)."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
@@ -179,10 +176,7 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey, outdated: bool = False) -> list[str]:
-        """Removes the parameter sets of a model version, and returns the names of the removed sets.
-
-        ``outdated``: if true, keeps each set into which a client has pushed since the last call of ``outdate``.
-        """
+        """Removes a version's sets and returns their names. If ``outdated``, keeps sets pushed after the last ``outdate()``."""
         names = [name for name, found in self.of(key).items() if found.outdated or not outdated]
         for name in names:
             self.drop(key, name)

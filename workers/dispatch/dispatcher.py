@@ -292,10 +292,7 @@ class Dispatcher:
         self._outbox.drop(submitter)
 
     def end_sequence(self, submitter: SubmitterLink[Request], record: EndSequence) -> None:
-        """Ends a sequence if the latest request of the sequence came from ``submitter``.
-
-        ``record``: names the model and the sequence. Raises InvalidArgument if ``submitter`` is a front.
-        """
+        """Ends a sequence if its latest request came from ``submitter``. Raises InvalidArgument if ``submitter`` is a front."""
         if submitter.segments is None:
             raise InvalidArgument("only clients end sequences without a request")
         for version in self._models:

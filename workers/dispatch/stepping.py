@@ -73,10 +73,7 @@ class _JoinedAnswers(NamedTuple):
 
 
 class StepRows:
-    """Sends the responses of each model step to several streaming requests together.
-
-    ``joined``: for each slot, whether the request in the slot gets its responses from this object.
-    """
+    """Sends each model step's responses to several requests at once. A request takes part if ``joined`` is true for its slot."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
