@@ -275,11 +275,11 @@ def fetch(
 ) -> None:
     """Bring the model at URL into FOLDER, whose name is the model's, such as models/digits.
 
-    URL names a folder (s3://, gs://, hf:// or a path) or an archive (the same or https://) whose name ends in .tar,
-    .tar.gz or .zip. The model is downloaded next to FOLDER, checked as by `tensord check` (with --read-only without
-    running its code), and then replaces FOLDER by one rename. A fetch that was interrupted goes on with the files that
-    are missing. If FOLDER already holds what is at URL, nothing is done. Exit status 0: the model is in FOLDER. 1: it
-    is not, and FOLDER is unchanged. 2: the configuration is wrong.
+    URL is a path, or begins with s3://, gs:// or hf://. It names a folder, or an archive if it ends in .tar, .tar.gz or
+    .zip. The URL of an archive may also begin with https://. The model is downloaded next to FOLDER, checked as by
+    `tensord check` (with --read-only without running its code), and then replaces FOLDER by one rename. A fetch that was
+    interrupted goes on with the files that are missing. If FOLDER already holds what is at URL, nothing is done. The exit
+    status is 0 if the model is in FOLDER, 1 if it is not and FOLDER is unchanged, and 2 if the configuration is wrong.
     """
     from tensord.daemon import fetch as fetching
 

@@ -75,7 +75,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """The client that asks, as the kernel knows it from the client's socket."""
+    """Identifies the client of an operation: a user and process on this host, or the address of a TCP client."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"

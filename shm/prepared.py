@@ -88,7 +88,7 @@ class Numbers(Generic[T]):
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a request or answer with its number, or None if no equal request or answer was passed before."""
+        """Returns ``prepared`` with a number. Returns None at the first call with an equal request or answer."""
         key = encoder.encode(prepared)
         known = self._known.get(key)
         if known is not None:

@@ -48,7 +48,7 @@ _MOST_MODELS = 1024
 
 
 class SequenceKeys:
-    """Computes the 128-bit keys under which workers publish a model version's sequences, the same in each process.
+    """Computes the 128-bit keys under which workers publish a model version's sequences. All processes compute the same keys.
 
     If two sequences have the same key by chance, a request may be sent to the wrong worker, where it fails.
     """

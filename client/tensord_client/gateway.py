@@ -178,7 +178,7 @@ def rows(model: AsyncModel) -> list[dict[str, Tensor]]:
 
 
 def for_client(values: Array, tensor: Tensor | None) -> Array:
-    """Returns the values of an output for clients: as float32 if they are BF16, else unchanged. None: of no known output."""
+    """Returns an output's values for clients: BF16 as float32, others unchanged. If ``tensor`` is None, nothing changes."""
     if tensor is None or tensor.datatype != "BF16":
         return values
     made: Array = (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -45,8 +45,8 @@ def jax(
     It can be differentiated, forwards and in reverse, as far as the model has derivatives.
 
     Args:
-      shapes: output name -> the output's shape, without axes that ``vmap`` adds. It is needed for an output that is BYTES, or
-        that has a variable size other than the batch's in the model's metadata.
+      shapes: the shapes of outputs by output name, without axes that ``vmap`` adds. Give the shape of each output that is BYTES,
+        or that has an axis of variable size besides the batch axis.
     Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
       shape is not known, or if it is differentiated and the model has no such derivative. When the compiled program runs, it
       raises the server's errors.

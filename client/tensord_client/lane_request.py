@@ -179,9 +179,9 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Starts to read answers from this request's new lane, after the request was sent a second time.
+        """Starts to read answers from the lane over which this request was sent again.
 
-        If the request was cancelled meanwhile, this method tells the worker of the new lane.
+        If the request was cancelled meanwhile, this method cancels the request on that lane too.
         """
         lane = self.lane
         if lane is None:

@@ -180,7 +180,7 @@ class TesseractModel:
 
 
 class TesseractGateway(gateway.Gateway):
-    """Serves a daemon's models to programs that use ``tesseract-core``, as an ASGI application. Bounds the bytes of requests."""
+    """Serves models to ``tesseract-core`` as an ASGI application. Limits the total bytes of requests and answers in progress."""
 
     def __init__(self, client: AsyncClient, options: Namespace) -> None:
         super().__init__(client, options, lambda key: b"Basic " + base64.b64encode(b"api-key:" + key))

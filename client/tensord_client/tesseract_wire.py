@@ -138,7 +138,7 @@ class Point:
           values: the parsed JSON value of each input, by the input's name.
           tensors: the model's inputs by name.
           batched: whether inputs may have an additional first axis, which counts rows.
-          most: how many bytes one input may have, and how many bytes all inputs may have together.
+          most: how many bytes all inputs may have together.
           abstract: whether a value may be only a shape and a dtype.
         Raises InvalidArgument if a value does not fit its input.
         """

@@ -611,7 +611,7 @@ class OpenedModel:
 
     @property
     def is_told(self) -> bool:
-        """Returns whether the daemon sent this answer at most 0.25 s ago."""
+        """Returns whether the daemon sent the model's description at most 0.25 s ago."""
         return time.monotonic() - self.opened_at <= _JUST
 
     @property

@@ -53,7 +53,7 @@ class Refusals:
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Notes for the log, but not for the metrics, that the mistake of a client made a request to ``model`` fail.
+        """Counts a request to ``model`` that failed by a client's mistake, only for the log. No metric counts the request.
 
         ``code``: the HTTP status in digits, or the name of the gRPC status. ``message``: the text of the error.
         """

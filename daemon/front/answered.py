@@ -63,9 +63,9 @@ class Answered:
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts an inference answer without error. If it is one of those to log, writes a line to the access log.
+        """Counts a successful inference answer, and logs every n-th such answer, where ``log_every`` has set n.
 
-        ``version``: the version of the model, or 0 if it is not known. ``answer``: its bytes; the line says how many they are.
+        ``version``: the version of the model, or 0 if it is unknown. ``answer``: the answer's bytes, whose number is logged.
         """
         words, at = self._words, self._good
         words[at] = count = words[at] + 1

@@ -319,8 +319,8 @@ class SocketTransport(asyncio.Transport):
 class SocketWatch:
     """Watches the client sockets of a front with epoll, and reads and writes the sockets that are ready.
 
-    ``heeds_end`` is about clients that end their sending while reading is paused. If True, the protocol's ``eof_received`` is
-    called at once. If False, the protocol first gets all bytes that the client has sent.
+    ``heeds_end``: whether a protocol that has paused reading learns at once that the client has ended its sending. If False,
+    the protocol learns it after it has read all bytes that the client has sent.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:

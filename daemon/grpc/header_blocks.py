@@ -149,7 +149,7 @@ def _timeout_ns(text: str) -> int:
 
 
 def check_common(fields: Iterable[Field]) -> None:
-    """Checks the header fields that many calls share. Raises Malformed if they break a rule of HTTP/2."""
+    """Checks the header fields that clients send alike in each call. Raises Malformed if they break a rule of HTTP/2."""
     pseudo: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:

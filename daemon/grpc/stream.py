@@ -579,10 +579,10 @@ class Stream:
     def stop(self, now: float, direct: int) -> None:
         """Ends the call once its accepted requests are answered, or if the client pauses too long in the middle of a message.
 
-        Called repeatedly while the server stops, until the call has ended.
+        While the server stops, this method is called repeatedly until the call has ended.
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes of the arriving message have come, but will be counted only by the next call of ``advance``.
+          direct: how many bytes of an incomplete message have come and were not yet passed to ``advance``.
         """
         call = self.call
         if self._finished or call is None:

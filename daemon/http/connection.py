@@ -253,10 +253,10 @@ class Http1Connection(asyncio.Protocol):
             order.leave()
 
     def shutdown(self) -> None:
-        """Closes the connection because the server stops.
+        """Closes an idle connection, or lets a busy connection close after the answer to its last request.
 
-        An idle connection is closed at once, any other after the answer to its last request. Call this method repeatedly while
-        the server stops, because an incomplete request is refused with 503 once no more bytes of the request come.
+        While the server stops, call this method repeatedly. An incomplete request is refused with 503 when a call finds that
+        the client has stopped sending the request.
         """
         order = self.order
         if self.idle:

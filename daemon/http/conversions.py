@@ -27,7 +27,7 @@ class Job:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Cancels the conversion, so that neither callback will be called.
+        """Stops the conversion. ``Conversions.run`` then calls neither ``done`` nor ``failed`` for the conversion.
 
         The memory that the conversion uses may then be freed.
         """

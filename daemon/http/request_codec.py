@@ -102,14 +102,14 @@ def decode_exactly(
 def decode_head(
     request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
-    """Checks a parsed JSON head and decodes it to a request.
+    """Checks the parsed JSON of an inference request, and returns the decoded request.
 
     Args:
       apart: the large data that was cut out of the JSON, or None.
       tail_size: the number of bytes of all binary tensors that follow the JSON.
-    Raises InvalidArgument if the head is not in the protocol's format, or contradicts itself.
+    Raises InvalidArgument if the JSON is not in the protocol's format, or contradicts itself.
     Raises Unsupported if a sequence id is a string and too long.
-    Raises UnusualText if only the exact JSON parser can convert the data of an input.
+    Raises UnusualText if an input has data that the fast JSON parser cannot convert. Parse the JSON with the exact parser then.
     """
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:

@@ -66,7 +66,7 @@ class Routes:
         self._arriving = ArrivingParameters()
 
     def table(self) -> list[Endpoint]:
-        """Returns all documented routes: method, path, handler, and the name of the call for rules of access."""
+        """Returns (method, path, handler, call) for each documented route. Access rules name calls, such as "ModelInfer"."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
         table: list[Endpoint] = [

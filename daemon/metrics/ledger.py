@@ -142,9 +142,9 @@ class OwnMetricsLedger:
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Adds the counters of ended workers to the sums, and drops the sums of models that are not in ``served``.
+        """Adds the counters and histograms of ended workers to the ledger's totals, and removes the totals of unserved models.
 
-        ``incarnations``: the numbers of the worker processes that have not ended.
+        ``incarnations``: the numbers of the worker processes that still run. ``served``: name and version of each served model.
         """
         for incarnation in self._workers.keys() - incarnations:
             for family in self._workers.pop(incarnation)[1]:

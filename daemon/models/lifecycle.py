@@ -315,9 +315,9 @@ class Lifecycle:
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns instructions to load version ``number`` on the workers that lack it, because its parameters were pushed.
+        """Returns instructions to load version ``number`` on each worker that should have the version and does not.
 
-        The list is empty while the version is being loaded.
+        Call it when a push has brought the parameters that these workers lacked. Returns [] while the model is being loaded.
         """
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:
@@ -610,7 +610,7 @@ class Lifecycle:
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Returns the numbers of all versions of each model and of each derivative, by the name of the model or derivative."""
+        """Returns all version numbers by model name. A model that computes another model's derivatives has a name of its own."""
         found: dict[str, list[int]] = {name: list(model.versions) for name, model in self.models.items()}
         for state in self.states():
             for each in state.derivatives:

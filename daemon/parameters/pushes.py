@@ -465,9 +465,9 @@ class Parameters:
         return msgspec.structs.replace(load, held=True)
 
     def outdate(self, name: str, version: int) -> None:
-        """Call it when a version that serves begins to be loaded from its files. What was pushed so far is not given to the load.
+        """Keeps the values pushed so far out of a reload of a version from its files. Call this method when the reload begins.
 
-        What serves goes on with it, also if the load fails.
+        The workers that serve the version keep the pushed values, even if the reload fails.
         """
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)

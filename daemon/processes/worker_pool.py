@@ -93,7 +93,7 @@ class WorkerPool:
 
     @property
     def devices(self) -> list[str]:
-        """Returns the devices of the workers that models share."""
+        """Returns the device name of each worker that models share. Workers that run one isolated model are left out."""
         return [device.name for device in self._shared_slots.values()]
 
     @property

@@ -37,9 +37,9 @@ class CallServer(Protocol):
         """Cancels a call that a model has begun. ``call.answered`` is then called with the error Cancelled."""
 
     def stop(self, call: Any) -> None:
-        """Asks the called model to end its stream early. Responses still arrive.
+        """Asks the called model to end its stream of responses early. Responses that the model still sends arrive.
 
-        If the called model does not stream in a thread, the call is cancelled instead.
+        Only a streaming model that runs in a thread can be asked. A call of another model is cancelled.
         """
 
     def took(self, call: Any) -> None:
@@ -176,9 +176,9 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns the ``Caller`` of the model whose code called this function; None: no model's code did.
+    """Returns the ``Caller`` of the model whose code called this function, or None if no model's code did.
 
-    Raises InvalidArgument: the calling process was forked by the model, where no answer can reach it.
+    Raises InvalidArgument if the model forked the calling process, because answers reach only the worker's own process.
     """
     found = caller()
     if found is not None and found.port.process != (here := os.getpid()):

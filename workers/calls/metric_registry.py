@@ -120,11 +120,11 @@ class MetricRegistry:
         """Returns the value of the metric with these labels in the family ``name``. Makes the metric if there is none.
 
         Args:
-          buckets: upper bounds of a histogram's buckets; None: the metric is no histogram.
-          held: the labels of the metrics that the caller uses. If ``labels`` are not among them, they are added, and the caller
-            counts as one more user of the metric.
-        Raises InvalidArgument: labels or buckets are malformed, or the metric has other buckets.
-        Raises Unavailable: there are too many metrics.
+          buckets: upper bounds of a histogram's buckets. It is None if the metric is no histogram.
+          held: the labels of all metrics that the caller uses in this family. This method adds ``labels`` to ``held``. If
+            ``held`` did not have them, the metric gets one more holder.
+        Raises InvalidArgument if labels or buckets are malformed, or if the metric has other buckets.
+        Raises Unavailable if there are too many metrics.
         """
         key = _checked_labels(name, labels)
         with self._lock:

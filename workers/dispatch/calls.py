@@ -213,6 +213,7 @@ class Calls:
         """Stores the worker's objects and functions that calls between models use.
 
         Args:
+          ensembles, limiter: tell which requests wait for each other, so that deadlocked calls are found.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           post: asks the worker's loop to call a function. Any thread may call ``post``.
           enter: queues the request of a call. The last argument is the time in ns when the call was made.

@@ -90,7 +90,7 @@ class LaneAnswers:
         self.let_pass()
 
     def trace(self, record: TraceChanged | TraceCleared, fds: list[int]) -> None:
-        """Changes how requests are sampled for traces. Takes over the descriptors ``fds`` of the shared counters."""
+        """Applies new trace settings. Takes over ``fds``, the descriptors of the counters that select requests for traces."""
         self.passed()
         if isinstance(record, TraceChanged):
             self.tracer.changed(record, fds)

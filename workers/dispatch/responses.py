@@ -58,10 +58,11 @@ class Responses(ResponseReceiver):
         """Makes an object that sends models' responses to clients by ``outbox``. It holds no response yet.
 
         Args:
+          options: sets the size up to which a response needs no arena, and how long a response waits for room in the arena.
           post: makes the worker's loop call a function. Any thread may use it.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
-          agenda: stores when the worker's loop next calls this object. If it is None, no loop calls the object.
+          agenda: the worker's loop reads here when it must call this object. If it is None, the loop is never told.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size
@@ -105,13 +106,13 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, after the sender's earlier ones.
+        """Gives the worker's loop a response to send, after the earlier responses of ``sender``.
 
         Args:
-          result: the response; None: no response follows.
-          final: whether it is the sender's last.
-          byte_size: how many bytes it counts until it is sent.
-          wake: whether to wake the loop; False: a later call of ``gather`` takes the response.
+          result: the response. None means that no response follows.
+          final: whether the response is the last response of ``sender``.
+          byte_size: the response's bytes. They count against the request's limit until the client has taken the response.
+          wake: whether to wake the loop now. If not, the loop sends the response when ``gather`` is called.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.

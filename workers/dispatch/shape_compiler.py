@@ -55,7 +55,8 @@ class ShapeCompiler:
 
         Args:
           thread: the thread that compiles programs.
-          max_shapes: for how many new shapes of one model version programs may be queued or in compilation.
+          outbox: sends errors to requests whose program cannot be compiled.
+          max_shapes: how many programs for new shapes of one model version may be unfinished at a time.
           check: raises an error if the worker's device has failed.
           restore: puts requests back into the queue of their version.
         """

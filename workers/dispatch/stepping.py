@@ -124,7 +124,7 @@ class StepRows:
             self._joined.clear()
 
     def leave_all(self) -> None:
-        """Ends the joint answering of steps: the responses of each request are sent separately from now on."""
+        """Removes all requests from this object. From now on the responses to each request are sent separately."""
         for slot in list(self.members):
             self.leave(slot)
 

@@ -118,9 +118,9 @@ class _Names(NamedTuple):
 
 
 def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
-    """Completes and checks the configuration of a version that is being loaded. Returns what it and model.py declare together.
+    """Completes and checks a loading version's configuration. Returns what the configuration and the version's model.py declare.
 
-    Raises InvalidArgument, Unsupported: the model cannot be served here. Errors of the model's ``auto_complete_config`` are
+    Raises InvalidArgument or Unsupported if the model cannot be served here. Errors of the model's ``auto_complete_config`` are
     raised unchanged.
     """
     names = _declared_names(load)

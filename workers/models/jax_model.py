@@ -93,8 +93,8 @@ class JaxModel:
     ) -> None:
         """Makes a model of compiled programs. Raises Unsupported if a tensor has a datatype that JAX cannot compile.
 
-        ``instances``: how many threads run the model. ``alone``: forbids that one call of a program computes several requests to
-        a model without batches. ``free_state``: the sequences' state, if the size of this state varies.
+        ``instances``: how many threads run the model. ``alone``: whether each request has a program call for itself, if the model
+        has no batch axis. ``free_state``: handles the state of sequences, if the size of this state varies.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -160,11 +160,11 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the programs that the C extension may run for inputs with the shapes ``key``, or [] if it may run none.
+        """Returns the programs that the C extension may run for batches of 1 to ``most`` rows with inputs of the shapes ``key``.
 
-        The list has ``most`` entries. Entry i is the program for a batch of i + 1 rows, or None if there is no such program.
-        If a model without a batch axis can run several requests in one call, the list has ``grouped_calls.MOST`` entries instead,
-        and entry i is the program for i + 1 waiting requests.
+        None stands for a number of rows without a program. The list is empty if the C extension may run no program.
+        If the model has no batch axis and can run several requests in one call, the list has the programs for 1 to
+        ``grouped_calls.MOST`` requests, and ``most`` is ignored.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
@@ -390,6 +390,6 @@ class JittedInstance(Instantiated):
         return self._model.describe(error)
 
     def close(self) -> None:
-        """Frees the memory in which this instance puts the inputs of a batch together."""
+        """Frees the instance's memory for the inputs of batches."""
         self._twins.clear()
         self._device.close()

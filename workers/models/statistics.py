@@ -75,7 +75,7 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of each request's response at index ``number``, or None from ``MAX_RESPONSES`` on."""
+        """Returns the statistics of all requests' responses at position ``number``, or None from ``MAX_RESPONSES`` on."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())

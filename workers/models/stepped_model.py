@@ -55,7 +55,7 @@ class DeviceRun(NamedTuple):
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits for the results: UINT8[rows, size], laid out as in ``Rows``. Errors of the program are raised unchanged."""
+        """Waits for the program. Returns its results, UINT8[rows, Rows.byte_size]. Errors of the program are raised unchanged."""
         return np.asarray(self.made)
 
 

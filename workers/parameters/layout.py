@@ -118,16 +118,15 @@ def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None 
 
 
 def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves | None = None) -> dict[str, Place]:
-    """Reads safetensors' header. Returns leaf name -> place, in the order of the places.
+    """Reads a safetensors header. Returns by leaf name where the bytes of each leaf are, sorted by offset.
 
     Args:
       header: the header's bytes, without the length in front of them.
       byte_size: the number of bytes of the parameters, which the tensors must fill to the end.
       what: names the parameters in errors.
-      leaves: the model's leaves, with which the header must agree; None: that is not checked.
-    Raises InvalidArgument: the header is not in safetensors' layout, the tensors leave holes, or a tensor has an unsupported
-    type.
-    Raises InvalidArgument: the model has no such leaf, or has it with another datatype or shape.
+      leaves: the model's leaves, with which the header must agree. If it is None, the header is not compared with a model.
+    Raises InvalidArgument if the header is not in safetensors' layout, if the tensors leave holes, or if a type is unsupported.
+    Raises InvalidArgument if the model has no such leaf, or has it with another datatype or shape.
     """
     first = at = LENGTH + len(header)
     found: dict[str, Place] = {}

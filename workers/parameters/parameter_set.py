@@ -300,9 +300,9 @@ class ParameterSets:
 
         Args:
           placer: copies values to the device.
-          tree: the values of ``main`` on the device, with None for values in ``stack``. Ignored if ``on_demand`` is true.
+          tree: the values of ``main`` on the device, but None for a value that ``stack`` has. Ignored if ``on_demand`` is true.
           room: the device memory that pushed parameters may use. If it is None, they may use none.
-          host: the leaves of ``tree`` in host memory. If it is None, ``main`` has no values in host memory.
+          host: the values of ``main`` in host memory, in the order of the leaves. If it is None, no value is in host memory.
           stack: holds several sets for batches that mix sets. If it is None, all rows of a batch use the same set.
           on_demand: whether ``main`` may leave the device. If so, the caller copies it to the device by ``main.prepare``.
         """

@@ -339,7 +339,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns, after a test, whether ``_Memory.is_free`` works with this kernel."""
+    """Returns whether this kernel can tell that no process uses lent memory any more."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

@@ -111,7 +111,7 @@ def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, boo
     """Returns a program's argument INT32[2, rows], which tells the program about the sequence of each row.
 
     The first value for a row is the place of its sequence's state in the array of states. The second is 1 if the sequence
-    begins, else 0. ``used``: these two values for each row of a request. The other rows get places outside of the array.
+    begins, else 0. ``used``: these two values for each row that has a request. All other rows are padding without a state.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(

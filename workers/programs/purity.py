@@ -31,12 +31,15 @@ _Reached = frozenset[int]
 
 
 def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
-    """Examines a traced program, whose first arguments are parameters and a dict of inputs. Returns four sentences.
+    """Looks for four oddities in a model's traced function. Returns a sentence for each oddity, or "" if it was not found.
 
-    They say: (1) why the same request may have another effect or answer when it runs again, (2) which random numbers are the same
-    for all requests, (3) how large the constants of the model's ``programs`` programs are, (4) on which inputs no output depends.
-    A sentence is "" if nothing was found. ``again``: a second trace, to compare with; ``traced`` itself: none is compared.
-    Raises Internal: the program uses a value of an earlier trace.
+    The oddities are: (1) the same request may have another effect or answer when it runs again, (2) random numbers are the same
+    for all requests, (3) the model's programs have large constants, (4) no output depends on some inputs.
+    Args:
+      traced: the function's first trace. The function's first arguments are parameters and a dict of inputs.
+      again: a second trace, which is compared with the first. If it is ``traced`` itself, nothing is compared.
+      programs: how many programs the model has, each with the constants.
+    Raises Internal if the function uses a value of an earlier trace.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
     followed = [_Reached([at] if path[0].idx else []) for at, path in enumerate(arguments)]
@@ -104,12 +107,13 @@ def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), oute
     """Yields (chain, operands) for each operation of a JAX program and of the programs nested in it.
 
     The last element of ``chain`` is the operation. The elements before it are the operations that contain it, outermost first.
-    ``operands`` has a pair (numbers, value) for each operand: the numbers of all arguments from which the operand is computed,
-    and the operand's value if it is a constant, else None. At the end it yields (``outer``, such pairs for the results).
+    ``operands`` has a pair (numbers, value) for each operand. ``numbers`` are the numbers of the arguments from which the operand
+    is computed. ``value`` is the operand's value if it is a constant, else None. The last item that this yields is ``outer`` and
+    such a pair for each result of ``program``.
     Args:
       arguments: a set of numbers for each argument of ``program``. The caller chooses the numbers.
       outer: the operations that contain ``program``, outermost first.
-    Returns the set of numbers of each result of ``program``.
+    Returns the numbers of each result of ``program``, when all is yielded.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)

@@ -191,7 +191,7 @@ class _Asking(Saying):
 
 
 class Logger:
-    """Writes messages of four levels to the daemon's log. The settings of the log switch each level on or off."""
+    """Writes messages of four levels to the daemon's log. The daemon's settings say which levels are logged."""
 
     class LogLevel(enum.Enum):
         """The levels of log messages."""

@@ -57,7 +57,7 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Returns where a GPU can write outputs by itself, by name: host memory, or a CUDA region and an offset in bytes."""
+        """Returns by output name the memory that a GPU can write itself: host memory, or a CUDA region and an offset in bytes."""
         found: dict[str, memoryview | tuple[CudaRegion, int]] = {}
         for name, size in self.sizes.items():
             place, region = self.in_regions.get(name, (None, None))

@@ -109,7 +109,10 @@ class RegionTable:
         return region
 
     def leave_private(self, region: Region) -> None:
-        """Closes a region of ``open_private`` once no request uses it. The caller lets no new request find it."""
+        """Closes a region that ``open_private`` returned, as soon as no request uses the region any more.
+
+        The caller must not give the region to a new request.
+        """
         self.private_byte_size -= region.byte_size
         self.leaving.append(region)
         self.settle()

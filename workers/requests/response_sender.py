@@ -106,7 +106,7 @@ class ResponseKind:
 
 
 class EncodedResponses:
-    """Encoded responses to one request on their way from a model's thread to the worker's loop, without the last response."""
+    """Carries encoded responses to one request from the model's thread to the worker's loop, except for the last response."""
 
     __slots__ = ("_records", "kind", "taken")
 

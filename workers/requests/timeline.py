@@ -171,9 +171,9 @@ def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -
 
 
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
-    """Returns the bytes after the timestamps in an encoded ``Timeline`` that has no further field except ``parameters``.
+    """Returns the last bytes of an encoded ``Timeline``, which follow the timestamps and contain the parameter set.
 
-    ``parameters``: name and number of the pushed parameter set that the request ran with; None: it ran with none.
+    ``parameters``: name and number of the pushed parameter set that the request used, or None if the request used none.
     """
     return encoder.encode(Timeline((), parameters=parameters))[_UP_TO_MOMENTS:]
 

@@ -42,7 +42,8 @@ class Expiries(Generic[S]):
     def watch(self, request: S, waiting: int) -> None:
         """Makes ``request`` expire at the deadline and, if the request's sequence has no slot yet, also at the queue timeout.
 
-        ``waiting``: how many requests wait now. If far more times are stored, the times of other requests are removed.
+        ``waiting``: how many requests wait now. If far more times are stored, this method removes the times of requests that wait
+        no longer.
         """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
@@ -420,9 +421,9 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences whose idle time is over at ``now_ns``. If it is None, ends all sequences that have no request now.
+        """Ends sequences that have had no request for the allowed idle time. Returns the waiting sequences that get their slots.
 
-        Returns the waiting sequences that get the slots of the ended sequences.
+        ``now_ns``: the time at which idle times are judged. If it is None, all sequences without a request end at once.
         """
         ready: list[LiveSequence[S]] = []
         while self._idle:
