@@ -58,7 +58,7 @@ class Responses(ResponseReceiver):
         """Makes an object that sends models' responses to clients by ``outbox``. It holds no response yet.
 
         Args:
-          options: sets the size up to which a response needs no arena, and how long a response waits for room in the arena.
+          options: sets the size up to which an output needs no arena, and how long a response waits for room in the arena.
           post: makes the worker's loop call a function. Any thread may use it.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
