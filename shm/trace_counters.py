@@ -62,7 +62,7 @@ class SampleCounter(Passes):
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes ownership of the counter ``fd`` from ``create``. One request in every ``rate`` is sampled, as for ``create``."""
+        """Takes ownership of ``fd``, a counter that ``create`` made to sample one request in every ``rate``."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.

@@ -41,7 +41,7 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Notes a SIGTERM or SIGINT. The first signal stops the daemon. The second signal also kills its child processes."""
+        """Notes a SIGTERM or SIGINT. The first signal stops the daemon. At the second signal, child processes are killed."""
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()

@@ -125,7 +125,7 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """``number``: stands for ``prepared`` in later requests. It is ``INLINE`` if ``prepared`` came inside a request."""
+        """Starts without results. ``number``: stands for ``prepared`` on the lane; ``INLINE`` if ``prepared`` has no number."""
         self.number = number
         self.prepared = prepared
         #: True if all of its tensors are each request's own, and none lies in a region.
