@@ -61,7 +61,7 @@ class ModelStates:
         self._changed(state.name)
 
     def remove(self, gone: ModelGone) -> None:
-        """Removes the state of a version that has gone, and the states of the models that compute the version's derivatives."""
+        """Removes the state of the version in ``gone``, and the states of the models that compute the version's derivatives."""
         state = self._remove(gone.name, gone.version)
         for each in () if state is None else state.derivatives:
             self._remove(each.name, gone.version)

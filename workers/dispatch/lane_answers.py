@@ -90,7 +90,7 @@ class LaneAnswers:
         self.let_pass()
 
     def trace(self, record: TraceChanged | TraceCleared, fds: list[int]) -> None:
-        """Applies new trace settings. Takes over ``fds``, the descriptors of the counters that select requests for traces."""
+        """Applies new trace settings. Takes over ``fds``, the descriptors of counters that decide which requests are traced."""
         self.passed()
         if isinstance(record, TraceChanged):
             self.tracer.changed(record, fds)

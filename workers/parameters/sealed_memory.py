@@ -339,7 +339,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns whether this kernel can tell that no process uses lent memory any more."""
+    """Returns whether this kernel can tell when other processes no longer use memory that was lent to them."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

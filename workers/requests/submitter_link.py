@@ -146,7 +146,7 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts the bytes that have come of a record. Raises InvalidArgument if the user's requests have too many bytes."""
+        """Counts the bytes of an incomplete record. Raises InvalidArgument if the requests of the user have too many bytes."""
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 
