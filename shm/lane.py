@@ -416,10 +416,7 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter knows the segment of ``lease``, and knows of every segment that this worker has closed.
-
-        If so, an answer that uses ``lease`` can be sent without a record about segments.
-        """
+        """Returns whether the submitter knows the segment of ``lease`` and all segments that this worker has closed."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

@@ -195,10 +195,7 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Replaces the trace settings of the model ``record.model`` by ``record``.
-
-        ``fds`` are the file descriptors that came with ``record``. The tracer closes them later.
-        """
+        """Replaces the trace settings of the model ``record.model``. The tracer later closes ``fds``, sent with ``record``."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()

@@ -153,11 +153,7 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens an account, which counts the arena bytes that a new connection holds.
-
-        ``owner`` names the connection's client: the user on a unix socket, or the host on TCP. A client may have many
-        connections.
-        """
+        """Opens an account of the arena bytes that a connection holds. ``owner`` is the client, a user (unix) or a host (TCP)."""
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()

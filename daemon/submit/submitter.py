@@ -209,10 +209,7 @@ class Submitter:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def look_again(self) -> None:
-        """Sends the held requests, if this front has read all records from the supervisor.
-
-        A request is held if it may depend on a record that the front has not read.
-        """
+        """Sends the held requests, if this front has read all records that the supervisor has sent."""
         if (self._refused or self._unread) and not self._is_behind():
             refused, self._refused, self._unread = self._refused, {}, False
             for request, (worker, answer) in refused.items():

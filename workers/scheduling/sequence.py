@@ -103,10 +103,7 @@ class IterativeIds:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """Returns the controls for the first run of a request, given the ``controls`` that the client sent.
-
-        A request without correlation id gets a new id and START. A request with an id keeps its id and START. END is removed.
-        """
+        """Returns the controls of a request's first run, without END. A request without an id gets a new id and START."""
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)
