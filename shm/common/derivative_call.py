@@ -34,7 +34,7 @@ class DerivativeCall:
         Raises InvalidArgument if a value cannot be an array, or if ``more`` has a name too many or too few.
         """
         found, what = arrays(inputs, self._inputs), self._prefix.rstrip("2.")
-        values = flat(more, self._of, f"{what}s")
+        values = flat(more, self._of, what)
         if wrong := sorted(values.keys() ^ self._of.keys()):
             fault = "missing" if wrong[0] in self._of else "not known"
             raise InvalidArgument(f"the {what} of '{wrong[0]}' is {fault}: those of {[*self._of]} are expected")

@@ -86,23 +86,23 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
     return {name: array(name, value, datatypes.get(name)) for name, value in flat(inputs, datatypes).items()}
 
 
-def flat(inputs: Any, known: Collection[str], what: str = "inputs") -> dict[str, Any]:
+def flat(inputs: Any, known: Collection[str], what: str = "input") -> dict[str, Any]:
     """Flattens nested mappings and sequences of inputs. Returns the values by input name.
 
     An input's name is the keys on the way to its value, joined by "/". If the model has no such input, but has one with "."
-    in place of "/", that name is used. ``known`` are the names of the model's inputs. ``what`` names the inputs in errors.
+    in place of "/", that name is used. ``known`` are the names of the model's inputs. ``what`` is what errors call an input.
 
     Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
     found: dict[str, Any] = {}
     if not isinstance(inputs, Mapping):
-        raise InvalidArgument(f"{what} are {type(inputs).__name__}, a mapping of names to arrays is expected")
+        raise InvalidArgument(f"{what}s are {type(inputs).__name__}, a mapping of names to arrays is expected")
     for path, value in _given(inputs.items(), (), known):
         name = "/".join(path)
         if len(path) > 1 and name not in known and ".".join(path) in known:
             name = ".".join(path)
         if name in found:
-            raise InvalidArgument(f"{what}: '{name}' is given twice")
+            raise InvalidArgument(f"{what} '{name}' is given twice")
         found[name] = value
     return found
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensord_client import openpi
+from tensord_client import gateway, openpi
 
 from tensord.config.options import Grpc, Http
 from tests.daemon_process import DaemonProcess
@@ -118,8 +118,8 @@ def test_the_gateway_s_unit_uses_flags_and_times_that_it_has() -> None:
     (command,) = re.findall(
         r"^ExecStart=/opt/tensord/openpi/bin/python -m tensord_client.openpi (.+)$", unit, re.MULTILINE
     )
-    options = openpi.options(command.split())
-    assert options.address == openpi.options([]).address
+    options, defaults = (gateway.options("m", openpi.__doc__, openpi.FLAGS, given) for given in (command.split(), []))
+    assert options.address == defaults.address
     for key, needed in (("TimeoutStartSec", options.wait), ("TimeoutStopSec", options.stop_timeout)):
         (allowed,) = re.findall(rf"^{key}=(\d+)$", unit, re.MULTILINE)
         assert int(allowed) > needed
