@@ -126,13 +126,12 @@ class StatusPage(Page):
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Writes to the page that a thread starts to run requests at ``now_ns``.
+        """Records the requests that one of the worker's threads begins to run.
 
         Args:
-          slot: the number of the thread. The main loop has LOOP_SLOT, and its state becomes EXECUTING. For a number of SLOTS or
-            more, nothing is written.
+          slot: the thread's number. Nothing is recorded if it is SLOTS or more. LOOP_SLOT also sets the page's state EXECUTING.
           requests: the submitter's number and the request id of each request.
-          model: the ``model_key`` of the requests' model.
+          model: the result of ``model_key`` for the model version that runs the requests.
         """
         if slot >= SLOTS:
             return

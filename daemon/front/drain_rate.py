@@ -19,11 +19,11 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client has received at most ``rate`` bytes a second for ``seconds``.
+        """Returns whether the client has received at most ``rate * seconds`` bytes during the last ``seconds``.
 
-        Call it regularly, because it compares values of ``left``. Returns False until the first value is ``seconds`` old.
+        Returns False in the first ``seconds`` after ``since``. Call this method regularly while bytes wait for the client.
         Args:
-          since: when bytes began to wait for the client, in seconds on the clock of ``now``. It is 0 if no bytes wait.
+          since: the time from which on bytes have been waiting for the client, on the clock of ``now``. It is 0 if no bytes wait.
           left: any number that falls by one for each byte that the client receives, such as the number of bytes that wait.
         """
         if not since:

@@ -66,10 +66,10 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes the connection's next HPACK block. Returns the block's header fields in two parts.
+        """Decodes the next HPACK block of the connection, and returns the header fields as a pair (common, others).
 
-        The first part has the fields with a name in ``COMMON``, as bytes that ``fields`` unpacks. The second part lists all other
-        fields. It also has each pseudo-header (``:path``, ...) that wrongly follows a field of the second part.
+        ``common``: the fields with a name in ``COMMON``, as bytes that ``fields`` unpacks. ``others``: all other fields. A
+        pseudo-header, such as ``:path``, that the client sends after a field of ``others`` is put into ``others`` too.
         Raises ValueError if ``block`` is malformed. Raises OverflowError if its header fields are larger than allowed.
         """
         try:

@@ -544,11 +544,10 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- bounds
 
     def check(self, now: float, direct: int) -> None:
-        """Ends the call if its client is too slow in sending a message, or in receiving responses.
+        """Ends the call if the client sends a message too slowly, or takes responses too slowly.
 
-        Args:
-          now: seconds of the event loop's clock.
-          direct: the number of received bytes of the arriving message that were not yet passed to ``advance``.
+        ``now``: the event loop's time, in seconds.
+        ``direct``: how many bytes of the arriving message have come since the last call of ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):

@@ -103,9 +103,9 @@ class ExactOutput:
 
 @dataclass(slots=True)
 class ExactRequest:
-    """Holds the JSON object of an inference request, parsed by ``exact``.
+    """Holds the JSON part of an inference request. The function ``exact`` creates this object from JSON text.
 
-    Iterating over ``inputs`` or ``outputs`` checks each entry, and raises InvalidArgument at the first mistake.
+    Iterating over ``inputs`` or ``outputs`` checks each entry, and raises InvalidArgument at the first wrong entry.
     """
 
     id: str

@@ -208,9 +208,9 @@ class WorkerPool:
         return msgspec.structs.replace(options, response_cache=cache)
 
     def missing(self) -> list[str]:
-        """Returns the names of workers that are not ready, or that have not loaded all their models yet.
+        """Returns the names of workers that are not ready, and of ready workers that have not yet loaded all their models.
 
-        Omits each worker that is not ready and is reserved for one model, because the model has the parameter ``isolated``.
+        A worker that runs only one model (a model with the parameter ``isolated``) is left out until it is ready.
         """
         ready = [worker for worker in self if worker.ready]
         loading = {worker.name for worker in ready if worker.owed}

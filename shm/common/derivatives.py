@@ -76,9 +76,9 @@ def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict
 
 
 def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
-    """Returns an error message that says why the model has no derivative of this kind.
+    """Returns the error message for a client that asks for a derivative (a gradient, for example) that the model lacks.
 
-    ``lacking``: the name of a derivative that the model declares -> why the model does not have this derivative.
+    ``kind``: such as ``pull_back``. ``lacking``: a derivative's full name, such as ``m.pull_back`` -> why the model lacks it.
     """
     name, order = original(model)
     if kind not in KINDS:

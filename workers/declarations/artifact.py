@@ -109,7 +109,7 @@ class ProgramFile:
         self._check()
 
     def call(self, parameters: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Calls the exported program in a function that JAX traces. Arguments and results are arrays by name."""
+        """Calls the exported program with arrays or JAX tracers, and returns the program's outputs by name."""
         leaves = [*(parameters[leaf.name] for leaf in self.parameters), *(inputs[leaf.name] for leaf in self.inputs)]
         positional, keywords = jax.tree.unflatten(self._exported.in_tree, leaves)
         made = jax.tree.leaves(self._exported.call(*positional, **keywords))

@@ -53,7 +53,7 @@ class Poller:
         """Forgets the prepared part that ``submitter`` sent with this number, because the submitter sends a new one."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Until ``learn`` is called again, ``wait`` itself answers none of the submitter's requests."""
+        """Makes ``wait`` pass the submitter's requests to the worker's loop, until ``learn`` lets ``wait`` answer some again."""
 
     def forget_gone(self) -> None:
         """Stops ``wait`` from answering requests to models that were unloaded."""

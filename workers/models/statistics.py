@@ -138,7 +138,10 @@ class NativeRuns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> NativeRuns:
-        """Copies these counts for one model of an ensemble. The copy has ``share / whole`` of the compute time."""
+        """Returns the counts of one model in an ensemble, if this object has the counts of the whole ensemble.
+
+        The model has as many requests and runs as the ensemble, and ``share / whole`` of the ensemble's compute time.
+        """
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
         return NativeRuns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)

@@ -40,9 +40,9 @@ _ASKED, _STEPS = 4, 3
 
 
 class DeviceRun(NamedTuple):
-    """Holds the results of a program that the device is running or has run.
+    """Holds the results of a program that the device is still running or has finished.
 
-    The program either adds requests to a stepped batch or computes one step of the batch.
+    A stepped model computes a batch in many steps. The program either adds new requests to the batch or computes one step.
     """
 
     made: Any

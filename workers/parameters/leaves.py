@@ -95,14 +95,14 @@ class Leaves:
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Checks pushed arrays against the model's leaves. Returns the arrays in the order of the leaves.
+        """Checks pushed arrays against the model's leaves, and returns the arrays in the order of the leaves.
 
-        The result has None for each leaf that cannot be pushed, because safetensors lacks the leaf's datatype.
+        The result has None for each leaf that a client cannot push, because safetensors lacks the leaf's datatype.
         Args:
           found: leaf name -> pushed array.
           what: a name for the pushed arrays in error messages.
-          named: whether the set is not ``main``. Then the result also has None for each leaf that all sets share.
-        Raises InvalidArgument if a leaf is missing or unknown, or if an array has another datatype or shape than its leaf.
+          named: whether the set is not ``main``. Leaves that all sets share are then not in ``found``, and None in the result.
+        Raises InvalidArgument if a leaf is missing or must not be pushed, or if an array's datatype or shape is not the leaf's.
         Raises Unsupported if no leaf of the model can be pushed.
         """
         self.check_named()

@@ -98,10 +98,9 @@ class SetStack:
     """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Creates a stack without arrays. The first batch makes the arrays.
+        """Creates an empty stack that can hold ``slots`` parameter sets of one model version at the same time.
 
-        ``leaves``: describes the leaves of each parameter set. ``structure``: the tree of these leaves, as JAX describes it.
-        ``slots``: how many parameter sets the stack has room for. A batch cannot have more rows.
+        ``leaves``: describes the arrays of a parameter set. ``structure``: the ``jax.tree.structure`` of a parameter set.
         """
         self.slots = slots
         self._structure = structure

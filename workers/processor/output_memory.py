@@ -148,9 +148,9 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program by ``call``. Returns the program's outputs, and an ``OutputMemory`` for the outputs ``names``.
+    """Runs a program once, and records the memory that XLA allocates during the run.
 
-    With the ``OutputMemory``, later runs of the program can write these outputs directly into a client's memory.
+    Returns the outputs, and an ``OutputMemory`` with which later runs can write the outputs ``names`` to given addresses.
     """
     _native.watch_allocations()
     try:

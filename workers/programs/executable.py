@@ -100,9 +100,9 @@ class ExecutionDevice(ABC):
         """Waits for outputs of a program, and returns their contents on the host. Errors of the run are raised unchanged."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns the object that runs a model's small programs on one CPU thread, or None if the device runs all programs alike.
+        """Returns an object that finds a model's programs with few operations, and compiles these for one CPU thread.
 
-        ``sets``: the parameter sets of the model.
+        Returns None if this device runs such programs like all others. ``sets``: the parameter sets of the model.
         """
         return None
 

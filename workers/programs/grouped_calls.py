@@ -249,7 +249,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes, to be cut into answers later. Returns None above ``UNCUT_BYTE_SIZE`` bytes."""
+        """Converts ``stacks``, the results of ``run``, to bytes. Returns None above ``UNCUT_BYTE_SIZE`` bytes."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:
@@ -276,9 +276,9 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns for each number in ``lengths`` the argument with which ``compile`` makes a program for so many requests.
+        """Returns the argument of ``compile`` for each length. A length is a number of requests that one call of a program runs.
 
-        The argument is None if one program can run any number of requests.
+        Returns {2: 2, 4: 4} for the lengths 2 and 4, or {2: None, 4: None} if one program can run any number of requests.
         """
         return {length: length if self._one_for_each else None for length in lengths}
 

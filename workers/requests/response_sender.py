@@ -117,9 +117,9 @@ class EncodedResponses:
         self.taken = False
 
     def add(self, record: bytes) -> bool:
-        """Adds one encoded response. Only the model's thread calls this method.
+        """Adds an encoded response to this object in any case. Only the model's thread calls this method.
 
-        Returns False if the worker's loop has already taken this object. The caller must then pass this object to the loop again.
+        Returns False if the worker's loop has called ``take``. The caller must then pass this object to the loop once more.
         """
         self._records.append(record)
         return not self.taken

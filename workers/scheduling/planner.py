@@ -123,10 +123,10 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns the numbers of waiting rows that ``take`` puts into one batch at once, such as [range(1, 5), range(8, 9)].
+        """Returns how many rows may wait so that ``take`` puts all of them into one batch without delay.
 
-        In this example, 4 waiting rows become one batch, but 5 do not, and a batch has at most 8 rows.
-        ``key``: the batching key of the rows. Returns () if the model's requests are delayed, or never share a batch.
+        For example, [range(1, 5), range(8, 9)] means that 1, 2, 3, 4 or 8 waiting rows become one batch, but 5, 6 or 7 do not.
+        ``key``: the batching key of the waiting rows. Returns () if the planner delays requests, or never puts requests together.
         """
         return ()
 

@@ -426,9 +426,9 @@ class RequestQueue(Generic[W]):
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns the requests that must fail because they have waited too long.
+        """Removes and returns the requests whose queue timeout or deadline has passed.
 
-        If the queue policy of a request says ``delay``, an expired request stays until its deadline, behind all requests in time.
+        If the queue policy says ``delay``, a request with a passed queue timeout stays, but runs after the requests in time.
         """
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:

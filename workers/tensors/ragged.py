@@ -57,13 +57,13 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape of the input ``spec`` for a whole batch of requests.
+    """Returns the shape that the input ``spec`` has for all requests of a batch together.
 
     Args:
-      spec: a ragged input, or an input that the worker computes from a ragged input.
-      source: the ragged input from which the worker computes ``spec``. If ``spec`` is ragged, ``source`` is ``spec`` too.
-      rows: the number of rows of the batch.
-      units: the number of elements of ``source`` in the padded batch, divided by ``unit(source)``.
+      spec: a ragged input, or an input that the worker computes from a ragged input, such as the length of each request.
+      source: the ragged input from which the worker computes ``spec``. If ``spec`` itself is ragged, this is ``spec``.
+      rows: the number of rows in the batch.
+      units: the number of elements of ``source`` in the padded batch, divided by the product of the fixed dims of ``source``.
       most: the number of elements of ``source`` in the batch's largest request, with padding.
     """
     if spec.of_batch is None:

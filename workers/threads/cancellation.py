@@ -42,9 +42,9 @@ class Cancellation:
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """If a thread cancels the load while the ``with`` block runs, this thread calls ``interrupt``.
+        """Calls ``interrupt`` if the load is cancelled during the ``with`` block, in the thread that cancels the load.
 
-        Raises Cancelled if the load was cancelled before the block.
+        Raises Cancelled at the start of the block if the load is cancelled already.
         """
         with self._lock:
             self.check()
