@@ -354,8 +354,8 @@ def export_model(model: Path, folder: Path, platforms: str, derivatives: int) ->
     """Write the newest version of the JAX model in the folder MODEL into FOLDER, as a model without Python files.
 
     The new model consists of a program of jax.export for the given platforms (the default is the one on which this runs) and a
-    file of parameters. Any tensord can serve the new model, and any JAX can call its program. This command runs the model's code
-    as the user who calls it.
+    file of parameters. Any tensord can serve the new model, and any JAX can call its program. The program can be differentiated
+    as often as --derivatives says. This command runs the model's code as the user who calls it.
     """
     from tensord.daemon import check as model_check
     from tensord.daemon.models import repository

@@ -72,9 +72,10 @@ def installed() -> Service | None:
 
 
 def settings(unit: str) -> list[str]:
-    """Returns the lines of a systemd unit file by which another program can run as the service runs, such as in the same sandbox.
+    """Returns the settings of a systemd service that suit another program too, such as its user and its sandbox.
 
-    ``unit``: the text of the file. Lines about the service's own process, such as ExecStart=, are left out.
+    ``unit``: the text of the service's unit file. The lines KEY=VALUE of its section [Service] are returned, except settings
+    that only concern the service's own process, such as ExecStart=.
     """
     found, section = [], ""
     for line in map(str.strip, unit.replace("\\\n", " ").splitlines()):

@@ -476,7 +476,7 @@ def _refuse_descriptors(fds: list[int]) -> None:
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns how many bytes a response counts until the client has taken the response. The sum of such bytes is limited."""
+    """Returns the bytes of ``contents`` and a constant, for a limit on the bytes of responses that a client has not taken yet."""
     size = _RESPONSE_BYTE_SIZE
     for content in contents:
         size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]

@@ -64,10 +64,7 @@ Buffer = bytes | memoryview
 
 
 class PreparedTensor(Record, frozen=True, tag="t"):
-    """Describes a tensor without its content.
-
-    In the content of a BYTES tensor, the length of each element, a little-endian u32, stands before the element.
-    """
+    """The name, datatype, shape and region of a tensor in a prepared request or answer. The content is sent separately."""
 
     name: str
     datatype: str

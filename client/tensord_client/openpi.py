@@ -66,7 +66,7 @@ _KINDS = "b", "iu", "fV", "SUO"
 
 
 class Robot(ServerConnection):
-    """The WebSocket connection of one robot. It is closed if too many bytes wait in it, or if a message comes too slowly."""
+    """One client's WebSocket connection. It is closed if too many bytes wait in it, or if a message comes too slowly."""
 
     gateway: RobotGateway
     policy: Policy

@@ -174,8 +174,8 @@ class ClientLanes:
     ) -> tuple[OpenAnswer, list[socket.socket]]:
         """Opens a lane between a client and each worker that serves a model version. Existing lanes of the client are kept.
 
-        Returns the answer to the client, and the client's sockets for the new lanes, which the caller must close. Answers to two
-        clients begin with lanes to different workers. After an error no new lane is open.
+        Returns the answer to the client, and the client's ends of the new lanes, which the caller must close. The answers to
+        different clients list different workers first, to spread the load. If this method raises an error, no new lane is open.
         ``wanted``: the client's request for lanes. ``state``: the state of the model version.
         Raises Unavailable if there are too many lanes or no free file descriptor. Raises Unsupported if the model's metadata is
         too long for an answer.

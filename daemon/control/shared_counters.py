@@ -133,10 +133,7 @@ class FrontCounters:
         self.read = 0
 
     def is_behind(self) -> bool:
-        """Returns whether the supervisor has sent this front a record that the front has not read.
-
-        If the result is False, no other process has newer information from the supervisor than this front has.
-        """
+        """Returns whether the supervisor has sent this front a record that this front has not read yet."""
         return self.read < int(self._words[self._at + _SENT])
 
     def serve(self, serving: bool) -> None:

@@ -33,12 +33,12 @@ _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Accepts connections on a front's listening sockets, and closes these sockets in ``close``.
+    """Accepts clients' connections on a front's listening sockets, and hands each connection to ``open_``.
 
-    Leaves some connections to other fronts, if these have fewer connections than this front.
+    While another front has clearly fewer connections, this front accepts none, so that the other front gets new clients.
     Args:
-      counters: the number of open connections of each front. The protocol of a connection, not ``Acceptor``, counts it there.
-      open_: opens an accepted socket. Its second argument is the name of the client (``Peer.owner``).
+      counters: tell how many connections each front has. ``Acceptor`` only reads these numbers, so ``open_`` must update them.
+      open_: is called with the accepted socket and the name of the client (``Peer.owner``).
       opening: the accepted connections that are not in ``counters`` yet.
     """
 

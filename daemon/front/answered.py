@@ -37,13 +37,13 @@ class Answered:
     """Counts the answers of one front by status, writes its access log, and remembers its last errors."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """Begins without remembered errors.
+        """Starts with an empty list of recent errors.
 
         Args:
-          counters: the front's counters in shared memory.
+          counters: the front's counters in shared memory, in which the answers are counted.
           refusals: counts the errors of clients by model.
           protocol: "http" or "grpc".
-          access: every ``access``-th successful inference answer is logged, and errors are logged. If it is 0, nothing is logged.
+          access: every ``access``-th successful inference answer is logged, and each error. If it is 0, nothing is logged.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol

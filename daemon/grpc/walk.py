@@ -46,9 +46,10 @@ else:
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the tag, the offset, the content's offset and the content's size of each field in an encoded Protobuf message.
+    """Iterates over the fields 1 to 7 of the encoded Protobuf message ``content[:end]``, if their wire type is LEN.
 
-    ``content[:end]``: the message. The iteration ends silently before a field that is cut short or has an unknown tag.
+    Yields the field's tag byte, the offset of this byte, the offset of the field's content, and the content's size in bytes.
+    Stops without an error at the first field that has another number or wire type, or that is incomplete.
     """
     at = 0
     while at < end and content[at] in _TAGS:

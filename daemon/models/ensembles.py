@@ -127,9 +127,9 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that use the model ``name`` and must be loaded again after this model was loaded.
+        """Returns the ensembles that use the model ``name`` and are loaded again as soon as this model has been loaded.
 
-        Leaves out an ensemble if another of its models waits for this load. The ensemble is loaded again after that other model.
+        Leaves out an ensemble that also uses a second model, if the second model's load waits for the load of ``name``.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]

@@ -49,9 +49,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Instruction to forget the parameters that clients pushed to a model version.
+    """Instruction to delete the parameter sets that clients have pushed to a model version.
 
-    ``outdated``: whether to keep the parameters that clients pushed after the version's newest ``Outdate`` instruction.
+    If ``outdated`` is true, sets with a push since the last ``Outdate`` instruction for this version are kept.
     """
 
     name: str

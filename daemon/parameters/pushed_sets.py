@@ -176,7 +176,7 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey, outdated: bool = False) -> list[str]:
-        """Removes a version's sets and returns their names. If ``outdated``, keeps sets pushed since ``outdate`` was called."""
+        """Removes a version's sets, or if ``outdated`` only sets marked by ``outdate``. Returns the names of the removed sets."""
         names = [name for name, found in self.of(key).items() if found.outdated or not outdated]
         for name in names:
             self.drop(key, name)

@@ -456,7 +456,7 @@ class MissingParts:
     """Logs which optional parts child processes lack. A C extension is such a part."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Begins each warning with the text ``what``."""
+        """``what``: the beginning of each warning, before the list of parts that are missing."""
         self._what = what
         self._said: tuple[str, ...] = ()
 

@@ -37,9 +37,9 @@ class ListenError(Exception):
 
 @contextlib.contextmanager
 def named(section: str, port: str = "port") -> Iterator[None]:
-    """Adds the name of the wrong option, such as ``http.port``, to a ListenError that the ``with`` block raises.
+    """Adds the name of the wrong option, such as ``http.port``, to the text of a ListenError that the ``with`` block raises.
 
-    The option is ``section`` and the error's ``key``, joined by a dot. If the key is "port", ``port`` takes its place.
+    The name is ``section``, a dot and the error's ``key``. ``port``: how this section calls its option for the port.
     """
     try:
         yield

@@ -40,9 +40,9 @@ class Holdings:
 
 
 class ClientAccount(Holdings):
-    """Counts the arena bytes that all connections of one client hold, and remembers which requests get large answers.
+    """Counts the arena bytes that one client holds with all connections, because each client has a limit.
 
-    ``sizes``: the greatest size of a small lease, the greatest size of a medium lease, and the arena's size, in bytes.
+    ``sizes``: the bytes of the largest small lease, of the largest medium lease, and of the whole arena (see ``limit_of``).
     """
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
@@ -141,9 +141,9 @@ class Accounts:
     """Opens and closes the accounts of a front's connections. Each counts the arena bytes that its connection holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Begins without accounts. ``options``: the configured limits on arena memory.
+        """Starts without any connection's account. ``options``: the configured limits on arena memory.
 
-        ``small_byte_size``: the most bytes of a small lease. ``medium_byte_size``: the most bytes of a medium lease.
+        A lease of up to ``small_byte_size`` bytes is small, and a larger lease of up to ``medium_byte_size`` bytes is medium.
         """
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)

@@ -64,9 +64,9 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Lets ``wait`` answer ``most`` more requests from clients' lanes itself. The worker's loop gets all later requests.
+        """Sets how many more requests from clients' lanes ``wait`` may answer itself, before it leaves them to the worker's loop.
 
-        ``joins``: if true, the worker's loop also gets every request that belongs to a client's trace.
+        If ``joins`` is true, ``wait`` also leaves every request that belongs to a client's trace to the worker's loop.
         """
 
     def close(self) -> None:

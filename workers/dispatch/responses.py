@@ -219,7 +219,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends the responses that other threads have queued, if they are due at ``now_ns`` (a time of CLOCK_MONOTONIC)."""
+        """Sends other threads' queued responses, if the time to collect responses is over at ``now_ns`` (CLOCK_MONOTONIC)."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()

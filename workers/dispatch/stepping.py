@@ -73,7 +73,7 @@ class _JoinedAnswers(NamedTuple):
 
 
 class StepRows:
-    """Sends each model step's responses to several requests at once. A request takes part if ``joined`` is true for its slot."""
+    """After each step of a model, sends the step's responses to all streaming requests that have joined, in one go."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots

@@ -339,7 +339,7 @@ class PlainNames:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Runs no code, because ``module`` is only a placeholder for the module that each model has under this name."""
+        """Does nothing, because a ``PlainName`` has no code. Its attributes come from the calling model's own module."""
 
 
 def asking_model() -> ModelImports | None:

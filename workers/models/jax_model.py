@@ -135,9 +135,9 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model with the same programs and no state, which ``count`` threads may run at the same time.
+        """Returns a copy of this model without state, whose programs ``count`` threads may run at the same time.
 
-        ``alone``: whether each request to a model without a batch dimension needs its own call of a program.
+        A model without a batch dimension may run several requests in one program call, but not if ``alone`` is true.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 

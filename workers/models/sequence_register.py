@@ -50,7 +50,7 @@ class SequenceRegister:
             each.publish_slots()
 
     def left(self) -> None:
-        """Removes ended sequences from the sequence page. Call it after the last answers of these sequences have been sent."""
+        """Removes ended sequences from the shared memory ``page``. The last answers of these sequences must have been sent."""
         if self.ended:
             self.settle()
 

@@ -81,10 +81,10 @@ class ResponsesByNumber:
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts successful responses that one request got in a row.
+        """Counts several consecutive successful responses to one request, and adds up the waiting times before them.
 
-        ``first`` is the index of the first of these responses among the responses to the request. ``waited_ns`` is INT64[count]:
-        the time between each response and the response before it. The time to write a response counts as 0.
+        ``first``: the index of the first of these responses among all responses to the request. ``waited_ns`` is INT64[count]:
+        the time between each of these responses and the response before it, in ns.
         """
         if not len(self._counts):
             self._open()

@@ -211,16 +211,15 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
     return found
 
 
-def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilon: float) -> tuple[Array, float]:
-    """Returns a mask of the elements in which two outputs differ by more than rounding and noise, and a scale.
+def beyond(one: Array, other: Array, reference: Array, nearby: Sequence[Array], epsilon: float) -> tuple[Array, float]:
+    """Compares two outputs that should be equal, and returns a mask of elements that differ by too much, and a scale.
 
-    ``one``, ``other``: the two outputs, which should be equal. ``made``: a third output of the same program.
-    The scale is the largest absolute value in ``made``, or 0.0 for integers. Rounding is estimated from the scale and from
-    ``epsilon``, the relative rounding error. ``noisy``: outputs for nearly the same inputs as ``made``. The largest distance from
-    ``made`` to these outputs counts as noise.
+    ``reference``: another output of the same program. The scale is its largest absolute value, or 0.0 for integers.
+    ``nearby``: outputs for nearly the same inputs as ``reference``. Their largest distance from ``reference`` is the noise.
+    An element differs too much if rounding and noise do not explain the difference. ``epsilon``: the relative rounding error.
     """
-    noise = max(np.max(distances(made, each), initial=0.0) for each in noisy)
-    scale = 0.0 if made.dtype.kind in "biu" else np.max(distances(made, 0), initial=0.0)
+    noise = max(np.max(distances(reference, each), initial=0.0) for each in nearby)
+    scale = 0.0 if reference.dtype.kind in "biu" else np.max(distances(reference, 0), initial=0.0)
     return distances(one, other) > max(math.sqrt(epsilon) * scale, _TIMES * noise), scale
 
 

@@ -62,11 +62,12 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """Compiles nothing yet. ``source``: the model's source code, a part of the cache's keys.
+        """Stores how to compile the programs, and compiles nothing yet. ``source``: the model's code, a part of the cache's keys.
 
-        ``slots``: for how many requests the model's state has room. ``step_slots``: the numbers of slots that ``step`` is
-        compiled for, ascending up to ``slots``. ``insert_rows``: how many requests one call of ``insert`` adds. If it is 0, a
-        call adds one request, whose arrays have no axis for requests.
+        ``slots``: how many requests can run at the same time. Each running request has a slot in the model's state.
+        ``step_slots``: how many of the first slots each program of ``step`` runs, ascending up to ``slots``.
+        ``insert_rows``: how many new requests one call of ``insert`` takes. If it is 0, a call takes one request, whose arrays
+        have no axis for requests.
         """
         self._step_slots = step_slots
         self._signature = signature

@@ -53,13 +53,13 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Opens a client's system region and adds the region to the table. Returns the region, and how its memory is used.
+        """Opens a client's POSIX shared memory, and adds the memory to the table as a region. Returns the region, and a word.
 
-        The use is "snapshot" if the worker copies the memory, "sealed" if the worker maps memory that cannot shrink, and else
-        "guarded". ``fd``: the object's descriptor, if another worker has opened and checked the object. If it is None, this
-        worker opens and checks the object.
-        Raises AlreadyExists if the name is taken. Raises InvalidArgument or Internal if the object is refused, or cannot be
-        mapped. Raises Unavailable if the process has too many open files.
+        The word is "snapshot" if the worker copies the memory before each use. If the worker maps the memory, the word is
+        "sealed" if the client cannot shrink the memory, and else "guarded". ``fd``: a descriptor of the memory, if another worker
+        has opened and checked the memory. If ``fd`` is None, this worker does both.
+        Raises AlreadyExists if the region's name is taken. Raises InvalidArgument or Internal if the memory is refused, or cannot
+        be mapped. Raises Unavailable if the process has too many open files.
         """
         access = record.access
         try:

@@ -93,7 +93,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """Facts about a request's inputs, found by a check. The facts hold until the model version is loaded again."""
+    """The result of checking the names, datatypes and shapes of a request's inputs, valid until the model is loaded again."""
 
     #: The value that requests must have in common to run together.
     key: Hashable
@@ -125,7 +125,7 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """Starts without results. ``number``: stands for ``prepared`` on the lane; ``INLINE`` if ``prepared`` has no number."""
+        """``number``: the number that stands for ``prepared`` on a lane, or ``INLINE`` if ``prepared`` has no number."""
         self.number = number
         self.prepared = prepared
         #: True if all of its tensors are each request's own, and none lies in a region.

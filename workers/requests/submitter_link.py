@@ -277,7 +277,10 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if this user has too many bytes of answers, and ``submitter`` has at least ``share`` bytes."""
+        """Raises Unavailable if the user's lanes together hold more than ``self.max_byte_size`` bytes of answers.
+
+        Does not raise if the answers on the lane of ``submitter`` take fewer than ``self.share`` bytes.
+        """
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(

@@ -40,9 +40,9 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Sets whether the worker's loop checks this queue by itself (``looks``), or must be woken when a function is added.
+        """Sets whether the worker's loop calls ``run`` by itself (``looks`` is true), or only after ``post`` has woken the loop.
 
-        Returns True if ``looks`` is False and the queue has functions. The loop must then call ``run`` before it waits.
+        Returns True if the loop must call ``run`` before it sleeps, because ``post`` may have added functions without waking it.
         """
         self._looks = looks
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
