@@ -64,7 +64,7 @@ Buffer = bytes | memoryview
 
 
 class PreparedTensor(Record, frozen=True, tag="t"):
-    """The name, datatype, shape and region of a tensor in a prepared request or answer. The content is sent separately."""
+    """The name, datatype, shape and region of a tensor in a prepared request or answer, without the tensor's content."""
 
     name: str
     datatype: str

@@ -35,7 +35,7 @@ _MAX_ALONE = 15
 class Acceptor:
     """Accepts clients' connections on a front's listening sockets, and hands each connection to ``open_``.
 
-    While another front has clearly fewer connections, this front accepts none, so that the other front gets new clients.
+    If another front has clearly fewer connections, this front waits for a moment, so that new clients go to the other front.
     Args:
       counters: tell how many connections each front has. ``Acceptor`` only reads these numbers, so ``open_`` must update them.
       open_: is called with the accepted socket and the name of the client (``Peer.owner``).
