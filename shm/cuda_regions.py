@@ -348,8 +348,8 @@ class CudaRegion(Leased):
           context: the context of the GPU that the worker uses.
           raw_handle: the cudaIpcMemHandle_t, 64 bytes.
           byte_size: how many bytes of the allocation, from its start, are registered.
-          elsewhere: if the memory is on another GPU than the context, the daemon's numbers of these two GPUs, in this order. The
-            GPUs must have access to each other.
+          elsewhere: None if the allocation is on the GPU of ``context``. Else two of the daemon's GPU numbers: of the
+            allocation's GPU, and of the GPU of ``context``. The GPUs must have access to each other.
         Raises: InvalidArgument: the handle opens no allocation, or the allocation has fewer than ``byte_size`` bytes.
         """
         try:

@@ -160,7 +160,7 @@ class StatusPage(Page):
                 words[0], words[1], words[2] = self.resting, now_ns, now_ns
 
     def executing(self) -> set[tuple[int, int]]:
-        """Returns the submitter's number and the request id of each request that runs, or ran when the worker died."""
+        """Returns (submitter's number, request id) of each request that the worker executes, or executed when it died."""
         found: set[tuple[int, int]] = set()
         for slot in range(SLOTS):
             at = self.word(slot)

@@ -304,9 +304,7 @@ class LaneConnection(Sender):
         return pending
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request whose caller waits in this thread. Returns the answer if it came at once, else a ``Pending``.
-
-        A ``Pending`` is an object that waits for the answer.
+        """Sends a request. Returns the answer if it came at once, or a ``Pending`` by which this thread waits for the answer.
 
         Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process uses as many answers as it may.
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is

@@ -95,7 +95,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the cached message ``known`` has ``raws`` raw tensors, and its model still serves."""
+        """Returns whether ``known``, a cached message, has ``raws`` raw input contents, and the model of ``known`` serves."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:

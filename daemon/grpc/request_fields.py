@@ -145,7 +145,7 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
 
 
 def client_id_of(message: Buffer) -> str:
-    """Returns the request id in an encoded message. Raises RefusedRequest if the message is malformed."""
+    """Returns the request id that the client set in ``message``, or "". Raises RefusedRequest if ``message`` is malformed."""
     return split(message)[1].decode("utf-8", "replace")
 
 

@@ -100,7 +100,7 @@ class Messages:
         self.body_left = 0
 
     def close(self) -> None:
-        """Drops the parser, because the connection is closed. Also closes the ``ConnectionEnd``."""
+        """Drops the HTTP parser, and tells all holders of the ``ConnectionEnd`` that the client's connection has been closed."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 

@@ -117,12 +117,13 @@ async def serve(
 ) -> None:
     """Reads an HTTP request and answers it: with metrics (/metrics), the status page (/), or an error.
 
-    Returns when the client has closed its side or sent too much, or if it sent no request. The caller closes the connection.
+    After the answer, waits until the client closes its side or has sent too much. Then the caller closes the connection.
+    If the client sends no request, it gets no answer.
     Args:
       snapshot: gathers what the metrics show. Its argument says whether to gather traced requests too, for exemplars.
       thread: the executor in which the text is written.
       describe: returns what the status page shows. If it is None, / is answered with 404.
-    Raises OSError if the client closed the connection before it was answered.
+    Raises OSError if the client closes the connection before the answer is sent.
     """
     request = _Request()
     if not await request.read(reader):

@@ -150,9 +150,9 @@ class Ensembles:
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
     def failed(self, found: FoundModel) -> None:
-        """Notes that an ensemble could not be loaded again.
+        """Records that loading the ensemble ``found`` again has failed.
 
-        It is loaded again when its missing members serve or, if none is missing, when a member is replaced.
+        ``returned`` lists the ensemble when missing members serve again or, if none was missing, when a member is replaced.
         """
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)

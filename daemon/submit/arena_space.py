@@ -89,7 +89,6 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether a waiting request must get memory before a new request for ``byte_size`` bytes from ``account``."""
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 

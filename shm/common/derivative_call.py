@@ -29,8 +29,9 @@ class DerivativeCall:
         self._lifts = not max_batch_size and kind != PARAMETER_GRADIENT
 
     def arrays(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the derivative's inputs. ``more`` are cotangents by output name, or tangents by input name.
+        """Returns the derivative's inputs by name, made of the model's ``inputs`` and of ``more``.
 
+        ``more``: the cotangents by the model's output name, or the tangents by the model's input name.
         Raises InvalidArgument if a value cannot be an array, or if ``more`` has a name too many or too few.
         """
         found, what = arrays(inputs, self._inputs), self._prefix.rstrip("2.")

@@ -240,7 +240,7 @@ def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
 
 
 def ours(error: Any) -> ServingError:
-    """Converts a worker's error to this package's error of the same code, and removes Triton's additions from the message."""
+    """Returns a client's ServingError with the code of ``error``, a worker's exception, and with the message in plain words."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 

@@ -141,9 +141,9 @@ class ModelCall:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Asks the called model to end its stream of responses early. Responses that the model still sends arrive.
+        """Tells the called model that it may stop sending responses. The caller gets each response that the model still sends.
 
-        If the called model cannot be asked to stop, the call is cancelled instead.
+        If the called model cannot be told, the call is cancelled instead.
         """
         if not self._over:
             self._server.stop(self)

@@ -118,7 +118,7 @@ class LaneAnswers:
         self._passed = count
 
     def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
-        """Begins a trace of a client's request if it is sampled. Returns the request's record, with the trace's level in it."""
+        """Begins a trace if the request is sampled. Returns ``record`` or, if it is traced, a copy with the trace's level."""
         tracer, said = self.tracer, submitter.parent
         submitter.parent = None
         parent = ""

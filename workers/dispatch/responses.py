@@ -187,7 +187,7 @@ class Responses(ResponseReceiver):
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts the next response as taken by the caller in this worker, so that the called model may send more."""
+        """Counts a response to ``request``, which comes from another model, as taken. The called model may then send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:

@@ -21,7 +21,7 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, config: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """Makes an ensemble from its configuration. Before it serves, it must be completed by the function ``joined``."""
+    """Makes an ensemble from its configuration. Pass the result to ``joined`` once the models of the ensemble's steps serve."""
     model_config.complete(config)
     model_checks.check(config, whole=True)
     return LoadedModel(

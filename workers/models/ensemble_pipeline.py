@@ -76,7 +76,7 @@ class EnsemblePipeline:
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
-        """Runs a batch by ``program``, and stores its results. Errors of the program are raised unchanged."""
+        """Runs ``program`` for the requests in ``execution``, and stores the outputs there. Raises the program's errors."""
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
@@ -112,7 +112,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Adds runs that C has done to the statistics of each model in the pipeline, with the model's share of the time."""
+        """Adds requests that C code answered to the statistics of each step's model, with the time that this model took."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):

@@ -99,7 +99,7 @@ class ModelTable:
             self.add(version)
 
     def discard_held(self, name: str, number: int) -> None:
-        """Ends the version that ``hold`` keeps from requests. Does nothing if there is none."""
+        """Unloads version ``number`` of the model ``name`` if it was loaded but gets no requests yet. Otherwise does nothing."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.discard(version)

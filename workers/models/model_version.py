@@ -337,7 +337,6 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _end_processes(self) -> bool:
-        """Ends processes that the model's code has left. Returns whether none is left."""
         # If another load uses the code, the processes stay.
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:

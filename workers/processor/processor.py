@@ -217,7 +217,7 @@ class Processor(ExecutionDevice):
     remote = False
 
     def __init__(self, single: SingleThreadDevice | None = None) -> None:
-        """Makes the device. ``single``: a device with one thread for small programs; None: all programs use all threads."""
+        """Makes the device. ``single`` runs small programs in one thread. If it is None, small programs run like all others."""
         self._single = single
 
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:

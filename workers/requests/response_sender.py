@@ -150,9 +150,9 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the encoder for responses with the datatypes and shapes of ``result``. Any thread may call this method.
+        """Returns the ResponseKind that encodes responses with the datatypes and shapes of ``result``, which ``sender`` sends.
 
-        Returns None if only the worker's loop can encode such responses. ``sender``: sends the responses to one request.
+        Any thread may call this method. Returns None if only the worker's loop can encode such responses.
         """
         return None
 
@@ -465,7 +465,7 @@ class ResponseSender:
         call()
 
     def end(self) -> None:
-        """Records that the last response was sent, or that nobody receives responses. A waiting ``send`` continues."""
+        """Records that the client gets no further response. A thread that waits in ``send`` for the client waits no longer."""
         self.ended = True
         self.wake()
 

@@ -40,10 +40,10 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Makes ``request`` expire at the deadline and, if the request's sequence has no slot yet, also at the queue timeout.
+        """Makes ``next`` return ``request`` when the request's deadline passes.
 
-        ``waiting``: how many requests wait now. If far more times are stored, this method removes the times of requests that wait
-        no longer.
+        If the request's sequence has no slot in the model yet, ``next`` also returns ``request`` when its queue timeout passes.
+        ``waiting``: the number of requests that wait now. It shows this method when most of the stored times are outdated.
         """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:

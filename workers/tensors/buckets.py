@@ -172,7 +172,6 @@ class Buckets:
 
 
 def _ragged_axis(spec: TensorSpec) -> str | None:
-    """Returns the name of a ragged input's only varying axis, or None."""
     names = [axis for axis, dim in zip(spec.axes, spec.model_dims, strict=True) if dim == -1]
     return names[0] if len(names) == 1 else None
 

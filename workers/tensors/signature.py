@@ -138,7 +138,7 @@ class StateSpec:
     axes: tuple[str | None, ...] = ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether the state may have this shape, without the batch dimension."""
+        """Returns whether the state of one sequence may be an array of ``shape``, which has no batch dimension."""
         return _fits(shape, self.dims)
 
 
