@@ -98,10 +98,10 @@ ANONYMOUS = Peer()
 
 
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Registers part of a POSIX shared-memory object as a region.
+    """Registers a part of a POSIX shared-memory object as the region ``name``.
 
-    One worker gets this record first. It opens the object, and replies with the object's descriptor and the JSON {"access"}.
-    Then the other workers get the record with this descriptor and this ``access``.
+    The first worker that gets this record opens the object, and decides how workers use the region (``access``). It replies with
+    the object's descriptor and {"access": "guarded"}, for example. The other workers then get both with this record.
     """
 
     name: str
@@ -370,7 +370,7 @@ class RecentErrors(Record, frozen=True, tag="c.errors"):
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front for the exemplars of its duration histograms, one traced request for each bucket. The reply is JSON."""
+    """Asks a front, for each interval of its histograms of durations, for a traced request as an example. The reply is JSON."""
 
 
 class _ChangeSettings(Record, frozen=True):

@@ -179,10 +179,10 @@ class SequencePage(Page):
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the number that the worker stored under ``key``, or 0 if the page has no number under this key.
+        """Reads the number that the worker stored for a sequence or a model version. Returns 0 if the worker stored none.
 
-        A sequence has ``admitted << 2 | state``: the time of its admission in ns, and its ``SequenceState``. A model version has
-        ``edition << 42 | free << 22 | backlog << 2``, the fields of ``FreeSlots``.
+        For a sequence this is ``admitted << 2 | state``: its admission time in ns, and its ``SequenceState``. For a model version
+        it is ``edition << 42 | free << 22 | backlog << 2``: a count of updates, free slots, and waiting sequences.
         """
         low, high = key
         words = self._words

@@ -268,7 +268,7 @@ class Sampler:
     """Decides by the trace settings of one model, or of all models, which requests are traced. Writes the traces to a file."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """``fds``: counters that all processes share. The sampler closes them in ``close``. ``files``: writes the trace files."""
+        """Takes ownership of ``fds``. These shared eventfds choose requests for tracing, and count the traces if limited."""
         self.level = settings.level
         #: None: nothing is traced.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None

@@ -300,10 +300,10 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Handles records that arrived without their file descriptors, because this process has too many open files.
+        """Handles records whose file descriptors were lost because this process has too many open files.
 
-        Answers a call with the error Unavailable. Tells the supervisor that a new client's lane is closed. If a model was to get
-        new trace settings, removes the settings that it has. Raises InvalidArgument for any other record.
+        A call gets the error Unavailable as its reply. A client's new lane is closed again. A model with new trace settings is
+        traced by the settings for all models instead. Raises InvalidArgument for any other record.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:

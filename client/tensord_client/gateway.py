@@ -99,7 +99,7 @@ class Listening(socket.socket):
 
 
 class Gateway:
-    """Base class of gateways. Checks the keys of clients, and keeps for some time what ``make`` made of each model."""
+    """Base class of gateways. Checks the keys of clients, and caches the results of ``make``, which looks models up."""
 
     #: Looks a model up, and makes what is kept of it.
     make: Callable[[str, int], Awaitable[Any]]
@@ -131,9 +131,9 @@ class Gateway:
 
 
 async def ask(model: AsyncModel, inputs: Mapping[str, Any], **own: Any) -> Answer:
-    """Calls a model and returns its answer. Tries again as long as too many answers of this process are not released.
+    """Calls ``model`` and returns the answer. Repeats the call while this process uses too many earlier answers.
 
-    ``own``: the other arguments of the call.
+    ``own``: further keyword arguments of the call.
     """
     while True:
         try:

@@ -107,9 +107,9 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Updates ``unread``, the number of bytes of the robot's messages that have arrived, but were not read by the gateway.
+        """Counts how many bytes the robot has sent that the gateway has not read yet, and stores the number in ``unread``.
 
-        Call it whenever bytes arrive or are read. ``read``: the size of a message that the caller has just read.
+        Call it when bytes arrive, and when a message has been read. ``read``: the size of this message in bytes.
         """
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0

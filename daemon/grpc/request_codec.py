@@ -244,9 +244,9 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes scheduling parameters, such as the priority, from the bytes of a ModelInferRequest.
+    """Decodes the scheduling parameters of a gRPC request, such as the priority, from a ModelInferRequest with nothing else.
 
-    Returns None if a parameter is invalid, or does not concern scheduling.
+    Returns None if any parameter is invalid or is no scheduling parameter. The caller then decodes the whole request.
     """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters

@@ -49,15 +49,15 @@ class Heads(BoundedCache[bytes, InferHead]):
     def __init__(
         self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
     ) -> None:
-        """Creates a cache without heads.
+        """Creates an empty cache. A head is the request line and the headers of an HTTP request.
 
         Args:
-          max_byte_size: heads of more bytes are not cached.
-          max_fields: heads with more header fields are not cached.
-          cuts: whether the cache ignores header lines that the daemon does not read. It must be False if the operator has rules
-          for headers.
+          max_byte_size: a head with more bytes is not cached.
+          max_fields: a head with more headers is not cached.
+          cuts: whether heads count as equal if they differ only in headers that the daemon does not read. Must be False if the
+          operator has rules for headers.
           count: how many heads to cache, ``MAX_COUNT`` at most.
-          joins: whether the front reads the ``traceparent`` header.
+          joins: whether the daemon reads the header ``traceparent``. Then heads with other values of this header are different.
         """
         # Each by its bytes, and by what of them matters.
         super().__init__(2 * min(count, MAX_COUNT))

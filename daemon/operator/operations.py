@@ -94,12 +94,12 @@ class Operations:
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
 
     async def answer(self, operation: Operation, peer: Peer, end: int = -1, by_model: bool = False) -> bytes:
-        """Carries out an operation. Returns the result, as JSON or b"", once every front knows of the operation's effects.
+        """Carries out an operation. Returns its result, JSON or b"", when all fronts know of the operation's effects.
 
         Args:
           peer: the client that asks. If a model asks, the value has no meaning.
-          end: a file descriptor that came with the operation, or -1. The caller closes it. A registration's descriptor becomes
-          readable when the region is to be unregistered. A push has the parameters in the memory behind the descriptor.
+          end: a file descriptor sent with the operation, or -1. The caller closes it. For a push, it is the memory with the
+          parameters. For a registration, it becomes readable when the region is to be unregistered.
           by_model: whether a model asks, and not a client or an operator.
         Raises ServingError if the operation was refused or failed.
         """

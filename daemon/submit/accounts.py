@@ -109,10 +109,10 @@ class Account(Holdings):
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether the connection may send another request now. It may not while too many bytes of its answers are unread.
+        """Returns whether the connection may send a request now. ``kind``: the request's model, version and input shapes.
 
-        ``kind``: the request's model, version and input shapes. A kind with small answers may be sent even if the client's other
-        connections have too many unread bytes.
+        Returns False if the connection has too many unread bytes of answers. Also returns False if all connections of the client
+        together have too many unread bytes, and earlier requests of this ``kind`` had large answers.
         """
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 

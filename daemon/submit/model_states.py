@@ -47,7 +47,7 @@ class ModelStates:
         self.edition = 0
 
     def update(self, state: ModelState) -> None:
-        """Stores ``state`` for a model version, and for each model that is derived from it, in place of the earlier states."""
+        """Stores ``state`` for a model version and for its derivatives, such as "M.pull_back" for the model "M"."""
         former = self._models.get(state.name, {}).get(state.version)
         self._models.setdefault(state.name, {})[state.version] = state
         for gone in () if former is None else former.derivatives:

@@ -45,7 +45,7 @@ class Unconverted(Protocol):
 
     @property
     def byte_size(self) -> int:
-        """Returns an upper bound for the tensor's size in bytes, which is not known before the conversion."""
+        """Returns how many bytes the tensor has at most after its JSON is converted. The exact size is known only then."""
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
         """Converts the tensor's JSON and writes it to ``place``. Yields after each piece. Returns the tensor's size in bytes."""
@@ -140,10 +140,10 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts the input tensors that came as JSON, and writes them into the arena memory of ``lease``. Yields after each piece.
+    """Converts a request's JSON tensors to binary and writes them to the memory of ``lease``. Yields after each piece.
 
-    ``contents``: where each input that is in no region lies. For a tensor to convert this is a place in the memory of ``lease``.
-    Returns ``contents`` with the final sizes of these tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
+    ``contents``: the bytes of each input, or its place in shared memory. Inputs in regions are not in it. Returns ``contents``
+    with the exact sizes of the JSON tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]

@@ -228,7 +228,7 @@ def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Seque
 
 
 def is_meant_for(state: ModelState, gpu: str) -> bool:
-    """Returns whether workers on the GPU ``gpu`` are to load a model. Returns False if ``gpu`` is "", for want of a GPU."""
+    """Returns whether workers on the GPU ``gpu``, such as "cuda:1", are to load a model. Returns False if ``gpu`` is ""."""
     return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
 
 

@@ -110,7 +110,7 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns each request's control inputs. The list ends before a request whose sequence id the datatype cannot hold."""
+        """Returns each request's START, END and id as inputs for the model. The list ends before an id that does not fit."""
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:

@@ -404,11 +404,11 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Returns the response parameters of an ensemble (``before``) together with the parameters of one of its steps (``added``).
+    """Adds a step's response parameters (``added``) to the ensemble's response parameters (``before``). Returns the result.
 
-    These parameters say which parameter sets computed the answer. ``name``: the step's model. If this model is no ensemble,
-    ``name`` is added to the step's keys: "KEY.NAME". If both have a number under one key, the smaller number is kept.
-    ``ensemble``: whether the step's model is an ensemble.
+    These parameters tell the client the name and version number of each parameter set that computed the answer. ``name``: the
+    step's model. ``ensemble``: whether this model is an ensemble. If it is not, each key in ``added`` becomes "KEY.NAME". If both
+    have a version number under one key, the result has the smaller number.
     """
     said = dict(before)
     for key, value in added.items():

@@ -104,14 +104,14 @@ class Loader:
         server: CallServer | None = None,
         aside: Aside = contextlib.nullcontext,
     ) -> None:
-        """Loads nothing yet.
+        """Creates a loader that has loaded no model.
 
         Args:
           target: the device, cache and limits to load for.
           inbox: passes functions from the instances' threads to the worker's loop.
           page: the worker's status page.
           server: carries out calls that models make to other models. If it is None, models may not call others.
-          aside: returns a context manager. Loads enter it while they wait for something, so that other loads go on.
+          aside: returns a context manager. While a load waits in its block, another thread goes on with other loads.
         """
         own_flags.prepare()
         self._target = target

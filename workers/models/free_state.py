@@ -143,10 +143,10 @@ class FreeState:
         results: Sequence[Result],
         live: Callable[[], Iterable[LiveSequence[Any]]],
     ) -> list[Result]:
-        """Moves the new states from the results of a run to the requests' sequences. Returns the results without the states.
+        """Stores the new state of each request's sequence after a run. Returns the run's results without the states.
 
-        ``live``: returns all live sequences. If their states together would exceed the model's limit, a sequence keeps its former
-        state, and the request's result becomes the error Unavailable.
+        ``live``: returns all sequences of the model. If the states of all sequences would exceed the model's limit, a new state
+        is not stored, and its request's result becomes the error Unavailable.
         """
         return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

@@ -56,7 +56,7 @@ class Placer:
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns how many bytes of the arrays in ``host`` the device's programs read without a copy, in this base class 0."""
+        """Returns how many bytes programs read directly from the arrays in ``host``. This base class returns 0."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:

@@ -52,11 +52,11 @@ class Carry:
         self._arrays: dict[str, jax.Array] | None = None
 
     def run(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """Launches a batch on the device. Returns the outputs, which may not be computed yet.
+        """Starts the model's program for one batch. Returns the program's outputs by name before they are computed.
 
-        ``step``: the program with its parameters. ``argument``: an array from ``rows_argument``, which says for each row where
-        its sequence's state is, and whether the sequence begins. If waiting for the outputs fails, the caller calls ``failed``.
-        Raises StateLost if the run failed and the state of all sequences is lost. After any other error all state is as before.
+        ``step``: calls the program with the model's parameters. ``argument``: tells the program which sequence each row of the
+        batch belongs to. Raises StateLost if the states of all sequences are lost. After other errors the states are unchanged.
+        If the outputs cannot be computed after this method has returned, the caller must call ``failed``.
         """
         with precision(self._signature.wide):
             carry = self._open()

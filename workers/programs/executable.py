@@ -266,9 +266,9 @@ class Executable(ABC):
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits for a run and returns its outputs. Outputs stay on a GPU if they are large, or if a request's ``stays`` is True.
+        """Waits until the program has run, and returns its outputs. Large outputs stay on a GPU, others go to host memory.
 
-        ``arrays``: the result of ``call``: output name -> array. Errors of the run are raised unchanged.
+        ``arrays``: the result of ``call``. If any request's ``stays`` is True, no output leaves the GPU. Raises the run's errors.
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
@@ -306,11 +306,11 @@ class Executable(ABC):
         rows: int,
         regions: Mapping[str, Region],
     ) -> SingleRun | None:
-        """Returns an object that runs requests with one prepared part one at a time, or None if this executable cannot.
+        """Returns an object that runs requests with the same prepared part, one at a time.
 
-        ``lane``: the lane of the requests. ``inputs``: each input and its number of bytes. ``plan``: says how outputs become the
-        answer. ``names``: number of an output in ``plan`` -> the output's name. ``rows``: the number of rows of each request.
-        ``regions``: the regions that the requests name.
+        Returns None if this class has no such object, or if an input in a region is not aligned. ``lane``: the lane of the
+        requests. ``inputs``: each input and its size in bytes. ``plan``: says how numbered outputs become an answer. ``names``:
+        an output's number -> its name. ``rows``: the rows of each request. ``regions``: by name, the regions that requests use.
         """
         return None
 

@@ -33,9 +33,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_needed(program: Any, held: int | None = None) -> int | None:
-    """Returns how many bytes a compiled program needs for outputs and temporary values, or None if this is not known.
+    """Returns how many bytes of memory a run of a compiled program needs, or None if JAX does not know.
 
-    ``held``: how many bytes of the program's arguments are in memory already. If it is given, adds the other arguments' bytes.
+    Counts outputs and temporary values. If ``held`` is given, also counts all but ``held`` bytes of the program's arguments.
     """
     try:
         found: Any = program.memory_analysis()

@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of this plan, whose answers have the number of ``numbered`` in place of their prepared part."""
+        """Returns a copy of this plan, for answers that name their prepared part by its number."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
@@ -142,10 +142,10 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores how a request was checked, so that later requests with the same prepared part need no check.
+        """Stores the result of a request's check. Later requests with the same prepared part are then not checked again.
 
-        ``load``: stands for the present load of the model version. ``checked``: the result for the inputs, or None if they have
-        different shapes in each request. ``outputs``: the requested outputs by name. Removes the plans for an earlier load.
+        ``load``: identifies the load of the model version, for which the result is valid. ``checked``: the result for the inputs,
+        or None if each request has other shapes. ``outputs``: the requested outputs by name. Removes all stored answer plans.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None

@@ -157,14 +157,14 @@ class ResponseReceiver:
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Drops the next response to a request. Raises ``result`` if it is an error. Any thread may call this method.
+        """Drops a model's next response to a request, or raises ``result`` if it is an error. Any thread may call this method.
 
         Args:
           sender: the object by which the model sends the responses to this request.
-          result: the response or error, or None if the model only says that no response follows.
-          final: whether this is the last response.
-          byte_size: how many bytes the sender counts as unread by the client until ``sender.settle`` is called.
-          wake: whether to wake the worker's loop. It is False if something else is about to wake the loop.
+          result: the response or an error. It is None if the model only says that no response follows.
+          final: whether no response follows.
+          byte_size: the response's size, which ``sender.settle`` is told when the response was read by the client or dropped.
+          wake: whether to wake the worker's event loop. It is False if the caller wakes the loop.
         """
         sender.settle(byte_size)
         if isinstance(result, ServingError):

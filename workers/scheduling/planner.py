@@ -86,7 +86,7 @@ class Planner(ABC, Generic[P]):
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what a free instance is to do now, or None for nothing. The requests in a ``Refuse`` have left the queue."""
+        """Decides whether a free instance runs a batch, waits, refuses late requests, or has nothing to do (None)."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))

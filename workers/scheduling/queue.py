@@ -283,10 +283,10 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(sequence)
 
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
-        """Puts requests that the caller took but could not run back at the front of the queue, even if the queue is full.
+        """Queues requests again that the caller took but could not run, even if the queue is full.
 
-        ``requests`` must be in order of arrival, and must have arrived before all queued requests with the same batching key.
-        If a restored and a queued request have the same replace key, the older one is discarded. Returns all such pairs.
+        ``requests`` must be in order of arrival, and older than all waiting requests with the same batching key. If one of them
+        has the replace key of a waiting request, the queue keeps only the newer of the two. Returns these pairs.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):

@@ -449,9 +449,9 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns the time in ns at which the longest idle sequence will have been idle for as long as a sequence may be idle.
+        """Returns the time in ns at which the first idle sequence reaches the limit for idle sequences.
 
-        If no sequence is idle, the result is the time for a sequence that becomes idle at ``now_ns``.
+        If no sequence is idle, returns ``now_ns`` plus the limit.
         """
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 

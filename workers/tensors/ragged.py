@@ -188,12 +188,12 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns the signature ``described`` with the batch inputs and batch outputs that a checked configuration lists.
+    """Adds the batch inputs and batch outputs in ``config`` to a model's signature, and returns the new signature.
 
-    The worker itself makes batch inputs, which tell the model where each request's items are in a ragged input. Batch outputs are
-    divided among the requests like a ragged input. ``segments``: name of a batch input -> name of a ragged input. Such a batch
-    input is an array with one number for each item of the ragged input: the index of the request that has the item. Raises
-    InvalidArgument if a named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
+    The worker makes a batch input for each batch, to tell the model how many items each request has in a ragged input. A batch
+    output is split among the requests as a ragged input is. ``segments``: name of a batch input -> name of a ragged input. Such a
+    batch input has, for each item of the ragged input, the index of the item's request in the batch. Raises InvalidArgument if a
+    named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [
