@@ -416,7 +416,7 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter knows the segment of ``lease`` and all segments that this worker has closed."""
+        """Returns True if the submitter has the segment of ``lease``, and was told which of this lane's segments are closed."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

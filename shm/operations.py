@@ -335,10 +335,10 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks for an empty reply, which is sent once earlier state changes have taken effect.
+    """Asks for an empty reply that tells the sender when the records sent before have been handled.
 
-    If a front asks the supervisor, the reply is sent once all fronts have applied the state changes that this front knows.
-    If the supervisor asks a worker, the worker replies at once, because it has handled all earlier records by then.
+    A worker replies to the supervisor after the worker has handled all earlier records of the supervisor. The supervisor replies
+    to a front when every front has states of models that are at least as new as the asking front's.
     """
 
 

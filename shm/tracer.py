@@ -195,7 +195,7 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Replaces the trace settings of the model ``record.model``. The tracer later closes ``fds``, sent with ``record``."""
+        """Replaces a model's trace settings by ``record``, and takes over the descriptors ``fds`` of the trace counters."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()

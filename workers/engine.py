@@ -40,7 +40,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` of ``loaded``. The rate limiter has the version's instances until the version is closed."""
+        """Makes a ``ModelVersion``, and adds its instances to the rate limiter. Closing the version removes them from it."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

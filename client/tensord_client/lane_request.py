@@ -361,7 +361,7 @@ class Sender:
             self.claimed.discard(pending)
 
     def send_again_soon(self, pending: LaneRequest) -> None:
-        """Lets the background thread of the request's model send a request again. If that fails, the request gets an error."""
+        """Makes a background thread send a request whose lane has ended. If that fails, the request's caller gets the error."""
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)

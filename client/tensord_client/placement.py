@@ -105,7 +105,7 @@ class Slots:
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops the shared memory that this object keeps. A child process calls it after a fork."""
+        """Empties this object in a child process after a fork. The parent process keeps its shared memory."""
         # The old lock may be locked for ever.
         self._lock = threading.Lock()
         self.clear()

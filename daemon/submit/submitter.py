@@ -209,7 +209,10 @@ class Submitter:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def look_again(self) -> None:
-        """Sends the held requests, if this front has read all records that the supervisor has sent."""
+        """Sends the requests that wait until this front has read all records of the supervisor, if none is left to read.
+
+        Such a request waits because an unread record may say that the request's model is now on another worker.
+        """
         if (self._refused or self._unread) and not self._is_behind():
             refused, self._refused, self._unread = self._refused, {}, False
             for request, (worker, answer) in refused.items():

@@ -54,15 +54,11 @@ class Throttle:
     def hold(
         self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, record: AnswerRecord
     ) -> Sequence[Callable[[InFlight], bool]]:
-        """Counts an answer's bytes for its connection and its client, until ``leave`` is called.
+        """Adds an answer's bytes to the bytes that its connection and its client hold, until ``leave`` is called for ``key``.
 
-        Returns an empty sequence if the connection and the client are below their limits, else functions. The caller must then
-        withdraw each sent request for which one of these functions returns True.
-        Args:
-          worker: the worker that sent the answer.
-          key: the lease of the answer's memory.
-          request: the answered request. It is None if the request is no longer in flight. Then no client is charged.
-          record: the answer.
+        Returns an empty sequence if the connection and the client are below their limits, else conditions. The caller must ask
+        workers to give back each sent request for which a condition returns True. ``key``: the lease of the answer's memory.
+        ``request``: the answered request. If it is None, because the request has ended, no client's bytes grow.
         """
         size = 0
         for content in record.contents:
@@ -163,9 +159,9 @@ class Throttle:
         return going
 
     def let_all_go(self) -> list[InFlight]:
-        """Removes and returns the waiting requests of all connections that may be sent now.
+        """Takes the requests that may be sent now out of the waiting requests of all connections, and returns them.
 
-        A connection without a request in flight may always send its first request for whose answer later answers wait.
+        A request that delays its connection's other answers may be sent even if the connection's client is over its limit.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

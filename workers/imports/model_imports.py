@@ -317,10 +317,9 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Imports a module name that stands for a different module in each of several models.
+    """An import hook by which ``import name`` gives each model's code the model's own module of this name.
 
-    Importing the name gives a ``PlainName``, which has the attributes of the calling model's own module. The finder must be last
-    on ``sys.meta_path``.
+    The hook must be last on ``sys.meta_path``. It imports a ``PlainName``, whose attributes are those of the model's module.
     """
 
     @staticmethod

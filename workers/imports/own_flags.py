@@ -98,9 +98,9 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Changes a JAX setting for this model's code only. Does nothing if JAX has the value already.
+        """Sets the JAX setting ``name`` in this thread until ``stack`` is closed, and in later ``with`` blocks of ``code()``.
 
-        The new value applies until ``stack`` is closed. After that, it applies within each ``with code():`` block.
+        Does nothing if the setting already has this value. Code outside of these blocks never sees the value.
         """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))

@@ -112,10 +112,9 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that the instances of ``model`` run one at a time.
+        """Logs that the model's instances run one at a time, which the caller has to ensure.
 
-        Raises Unsupported if an instance needs resources of the rate limiter. ``kind`` is the subject of the error's text, such
-        as "a model with batch_sets".
+        Raises Unsupported if an instance needs resources of the rate limiter. ``kind`` describes the model in the error's text.
         """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")

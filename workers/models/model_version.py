@@ -203,9 +203,9 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts a pushed and prepared parameter set into use. Returns the objects that the caller must free after that.
+        """Replaces the parameter set of the same name by ``parameters``. Returns the replaced memory, which the caller must free.
 
-        ``moves``: if True, requests and sequences that have begun go on with the new parameters, else with the former ones.
+        ``moves``: if True, requests and sequences that have begun go on with the new parameter set, else with the replaced set.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)
@@ -288,7 +288,10 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """For each input shape without a bucket, tells the planner the largest batch size for which there is a program."""
+        """Limits the rows of batches for whose input shapes a program was compiled only when a request came.
+
+        A batch then has at most as many rows as the largest program for its input shapes.
+        """
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:

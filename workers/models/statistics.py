@@ -384,7 +384,7 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Stores the final counts of the version's earlier load (see ``succeed``). Call this method once that load is closed."""
+        """Copies the counts of the statistics that were given to ``succeed``. Call it when these counts no longer change."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None

@@ -93,7 +93,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Returns the memory in which the host gathers ``arguments``. Its ``fit`` is False if the arguments are too large."""
+        """Returns host memory for the values of ``arguments``. If its ``fit`` is False, it is too small and must not be used."""
 
     @abstractmethod
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:

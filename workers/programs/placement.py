@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The number of the programs' device. It is 1 for the CPU device with one thread, and 0 for the worker's device."""
+        """Returns 1 if the programs run on the CPU device with one thread, and 0 if they run on the worker's device."""
         return int(self.is_single_thread)
 
     @property

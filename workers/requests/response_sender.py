@@ -387,9 +387,9 @@ class ResponseSender:
 
     @property
     def leaves_as_it_is(self) -> bool:
-        """True if a small response is sent as one record, without a trace or a copy to a region.
+        """Returns True if a response to the request is only sent over the request's lane, and needs no other work.
 
-        False if outputs go into regions, or if the request is traced or was made inside this worker.
+        Returns False if, for example, outputs go into regions, the request is traced, or a model in this worker made the request.
         """
         return self.plain and self.request.timeline is None and self.request.sink is None
 

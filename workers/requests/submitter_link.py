@@ -270,9 +270,9 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """The bytes of answers that one lane may hold if the user's lanes together hold more than ``max_byte_size``.
+        """The bytes of answers that each lane of this user may hold while all of them together hold over ``max_byte_size``.
 
-        The number is (2 * ``max_byte_size`` - bytes that the user's lanes hold) / number of the user's lanes.
+        The share is ``max_byte_size`` / number of lanes at first, and shrinks to 0 when the lanes hold twice ``max_byte_size``.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 

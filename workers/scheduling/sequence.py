@@ -103,7 +103,10 @@ class IterativeIds:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """Returns the controls of a request's first run, without END. A request without an id gets a new id and START."""
+        """Returns the sequence id and flags for a request's first run, given those that the client sent as ``controls``.
+
+        The END flag is removed. If the client sent no sequence id, a new one and the START flag are added.
+        """
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)

@@ -50,7 +50,7 @@ class RequestTensors(Sequenced):
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
-        """Replaces the request's inputs by ``arrays``. Its keys are the names of the inputs. Each array has the model's shape."""
+        """Replaces the request's inputs. ``arrays`` has the new inputs by name, shaped as those in the property ``arrays``."""
         self._arrays, self.contents = arrays, None
 
     def add(self, inputs: Mapping[str, Array]) -> None:

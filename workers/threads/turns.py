@@ -21,10 +21,7 @@ class Turns:
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """``long_seconds``: when a thread has spent so many seconds on one step of its work, the next thread may begin.
-
-        If it is 0, the next thread waits until the first has done all of its work.
-        """
+        """If one step of a thread's work takes more than ``long_seconds``, the next thread begins meanwhile. 0 means never."""
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
