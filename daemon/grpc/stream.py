@@ -543,11 +543,11 @@ class Stream:
 
     # -------------------------------------------------------------------------------------------------- bounds
 
-    def check(self, now: float, direct: int) -> None:
+    def check(self, now: float, pending: int) -> None:
         """Ends the call if the client sends a message too slowly, or takes responses too slowly.
 
         ``now``: the event loop's time, in seconds.
-        ``direct``: how many bytes of the arriving message have come since the last call of ``advance``.
+        ``pending``: how many bytes of the arriving message have come since the last call of ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):
@@ -555,7 +555,7 @@ class Stream:
             self.abandon()
         elif self.partial_since and not self.waits_for_room:
             # Else it is we who hold it up, for ``arenas.wait`` at most.
-            elapsed, came = now - self.partial_since, direct + self._received_byte_size()
+            elapsed, came = now - self.partial_since, pending + self._received_byte_size()
             if elapsed > options.body_timeout:
                 self.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
             elif came < options.min_rate * (elapsed - GRACE_SECONDS) and not self.held:
@@ -575,19 +575,19 @@ class Stream:
         """Returns whether the call is open, no request message is arriving, and every request has its answer."""
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
-    def stop(self, now: float, direct: int) -> None:
+    def stop(self, now: float, pending: int) -> None:
         """Ends the call once its accepted requests are answered, or if the client pauses too long in the middle of a message.
 
         While the server stops, this method is called repeatedly until the call has ended.
         Args:
           now: seconds of the event loop's clock.
-          direct: how many bytes of an incomplete message have come and were not yet passed to ``advance``.
+          pending: how many bytes of an incomplete message have come and were not yet passed to ``advance``.
         """
         call = self.call
         if self._finished or call is None:
             return
         if not (self.half_closed or call.answers or self.waits_for_room or self.idle):
-            came = direct + self._received_byte_size()
+            came = pending + self._received_byte_size()
             if came != self._came:
                 self._came, self._silent_since = came, now
             elif now - self._silent_since > SILENCE_SECONDS:
