@@ -88,7 +88,7 @@ class Numbers(Generic[T]):
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns ``prepared`` with a number. Returns None at the first call with an equal request or answer."""
+        """Returns ``prepared`` with a number if an equal request or answer was passed to this method before, else None."""
         key = encoder.encode(prepared)
         known = self._known.get(key)
         if known is not None:

@@ -48,9 +48,9 @@ _MOST_MODELS = 1024
 
 
 class SequenceKeys:
-    """Computes the 128-bit keys under which workers publish a model version's sequences. All processes compute the same keys.
+    """Computes 128-bit keys for the sequences of one model version. All processes compute the same key for the same sequence.
 
-    If two sequences have the same key by chance, a request may be sent to the wrong worker, where it fails.
+    A worker lists its sequences under these keys in shared memory. Fronts look there to find the worker of a sequence.
     """
 
     __slots__ = ("_digest", "_known", "slots")

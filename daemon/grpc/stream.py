@@ -576,12 +576,12 @@ class Stream:
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, pending: int) -> None:
-        """Ends the call once its accepted requests are answered, or if the client pauses too long in the middle of a message.
+        """Ends the call when accepted requests are answered. A stopping server calls this method again until the call has ended.
 
-        While the server stops, this method is called repeatedly until the call has ended.
+        A call whose client stays silent in the middle of a message for ``SILENCE_SECONDS`` is ended at once.
         Args:
           now: seconds of the event loop's clock.
-          pending: how many bytes of an incomplete message have come and were not yet passed to ``advance``.
+          pending: how many received bytes of that message ``advance`` has not got yet. If it grows, the client is not silent.
         """
         call = self.call
         if self._finished or call is None:

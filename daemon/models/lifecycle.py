@@ -610,7 +610,7 @@ class Lifecycle:
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Returns all version numbers by model name. A model that computes another model's derivatives has a name of its own."""
+        """Returns the numbers of all versions, in any state, by model name. A derivative "M.pull_back" counts as a model, too."""
         found: dict[str, list[int]] = {name: list(model.versions) for name, model in self.models.items()}
         for state in self.states():
             for each in state.derivatives:

@@ -465,9 +465,9 @@ class Parameters:
         return msgspec.structs.replace(load, held=True)
 
     def outdate(self, name: str, version: int) -> None:
-        """Keeps the values pushed so far out of a reload of a version from its files. Call this method when the reload begins.
+        """Marks the values that clients pushed into a model version as outdated. Later loads of the version do not get them.
 
-        The workers that serve the version keep the pushed values, even if the reload fails.
+        Call this method when a reload from files begins. Workers that serve the version keep the values if the reload fails.
         """
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)

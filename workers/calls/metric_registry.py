@@ -117,12 +117,12 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None, held: set[Labels]) -> Value:
-        """Returns the value of the metric with these labels in the family ``name``. Makes the metric if there is none.
+        """Returns the value of the metric with these labels in the family ``name``. Creates the metric if it does not exist.
 
         Args:
           buckets: upper bounds of a histogram's buckets. It is None if the metric is no histogram.
-          held: the labels of all metrics that the caller uses in this family. This method adds ``labels`` to ``held``. If
-            ``held`` did not have them, the metric gets one more holder.
+          held: the labels of the family's metrics that the caller uses. This method adds ``labels``. The caller at last passes
+            the set to ``release``, which removes the metrics that no other caller uses.
         Raises InvalidArgument if labels or buckets are malformed, or if the metric has other buckets.
         Raises Unavailable if there are too many metrics.
         """

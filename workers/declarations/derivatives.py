@@ -177,9 +177,9 @@ def derivatives(
 
 
 def named_lacking(config: ModelConfig, lacking: Mapping[str, str], failed: Mapping[str, str]) -> dict[str, str]:
-    """Returns why a model lacks derivatives, by the full name of each missing derivative. Logs the reasons in ``failed``.
+    """Merges ``lacking`` and ``failed`` into one dict of reasons by the derivatives' full names ("M.pull_back"). Logs ``failed``.
 
-    ``lacking``: kind of derivative -> why the model cannot have it. ``failed``: kind of derivative -> error while it was made.
+    ``lacking``: why the model cannot have a derivative, by kind ("pull_back"). ``failed``: why the creation failed, by kind.
     Raises InvalidArgument if a model that declares derivatives got none, or if a sample of ``model_warmup`` needs a missing one.
     """
     said = "; ".join(f"it has no {kind}: {why}" for kind, why in failed.items())

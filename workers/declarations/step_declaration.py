@@ -86,7 +86,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(config: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument or Unsupported if a model that runs in steps cannot have this configuration or signature."""
+    """Raises InvalidArgument or Unsupported if a model with ``slots`` in model.py cannot have this configuration or signature."""
     what = f"model '{config.name}'"
     if config.max_batch_size:
         raise InvalidArgument(

@@ -90,7 +90,7 @@ class LaneAnswers:
         self.let_pass()
 
     def trace(self, record: TraceChanged | TraceCleared, fds: list[int]) -> None:
-        """Applies new trace settings. Takes over ``fds``, the descriptors of counters that decide which requests are traced."""
+        """Applies the trace settings in ``record``. ``fds``: file descriptors that came with it, which this object closes."""
         self.passed()
         if isinstance(record, TraceChanged):
             self.tracer.changed(record, fds)

@@ -55,14 +55,14 @@ class Responses(ResponseReceiver):
         max_ahead: int,
         agenda: Agenda[AgendaPart] | None = None,
     ) -> None:
-        """Makes an object that sends models' responses to clients by ``outbox``. It holds no response yet.
+        """Makes an object that sends models' responses to clients through ``outbox``. It holds no response yet.
 
         Args:
           options: sets the size up to which an output needs no arena, and how long a response waits for room in the arena.
-          post: makes the worker's loop call a function. Any thread may use it.
+          post: schedules a function call in the worker's loop. Any thread may use it.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
-          agenda: the worker's loop reads here when it must call this object. If it is None, the loop is never told.
+          agenda: tells the worker's loop at which times to call this object. If it is None, the loop learns no times.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size

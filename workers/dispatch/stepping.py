@@ -124,7 +124,7 @@ class StepRows:
             self._joined.clear()
 
     def leave_all(self) -> None:
-        """Removes all requests from this object. From now on the responses to each request are sent separately."""
+        """Ends the joint sending of responses to several requests. Until ``join`` is called, each response is sent alone."""
         for slot in list(self.members):
             self.leave(slot)
 

@@ -47,10 +47,9 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Restores process-wide settings, such as JAX's, when the ``with`` block begins and again when the block ends.
+        """Undoes changes of process-wide settings, such as JAX's, when the ``with`` block begins and again when the block ends.
 
-        ``who``: the model that the block loads. The log blames this model for changes during the block, and running models for
-        earlier changes.
+        The settings get the values that they had at the first call. The log blames ``who``, a model, for changes in the block.
         """
         with self._lock:
             if self._known:

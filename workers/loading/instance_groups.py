@@ -30,11 +30,11 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits for the only turn to compile and first run a model. The turn lasts until the ``with`` block ends.
+    """Lets one thread at a time compile a model. Waits for the thread's turn, which lasts until the ``with`` block ends.
 
-    ``aside``: makes a context manager around the wait and the block, during which other models go on loading.
-    The function sets ``progress.renew``. The block calls ``progress.renew`` when a step of its work begins, to time the step.
-    Raises Cancelled if the load was cancelled.
+    ``aside``: returns a context manager, which is open during the wait and the block. Meanwhile other models go on loading.
+    Sets ``progress.renew``, which the block calls when a step begins. If a step takes too long, the next thread's turn begins.
+    Raises Cancelled if the load is cancelled during the wait.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:

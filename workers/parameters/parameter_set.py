@@ -296,15 +296,15 @@ class ParameterSets:
         stack: SetStack | None = None,
         on_demand: bool = False,
     ) -> None:
-        """Begins with the parameter set ``main``, which has the values that the model was loaded with.
+        """Stores the values that the model was loaded with as the parameter set ``main``. There is no other set yet.
 
         Args:
-          placer: copies values to the device.
-          tree: the values of ``main`` on the device, but None for a value that ``stack`` has. Ignored if ``on_demand`` is true.
-          room: the device memory that pushed parameters may use. If it is None, they may use none.
-          host: the values of ``main`` in host memory, in the order of the leaves. If it is None, no value is in host memory.
-          stack: holds several sets for batches that mix sets. If it is None, all rows of a batch use the same set.
-          on_demand: whether ``main`` may leave the device. If so, the caller copies it to the device by ``main.prepare``.
+          placer: copies parameters from host memory to the device.
+          tree: the model's tree of parameters on the device. A parameter in ``stack`` is None here. Ignored if ``on_demand``.
+          room: limits how much device memory pushed parameters take. If it is None, they may take none.
+          host: a flat list of the model's parameters in host memory. If it is None, no parameters are in host memory.
+          stack: device memory for several sets, so that rows of one batch can use different sets. None if a batch uses one set.
+          on_demand: whether ``main`` is on the device only while it is needed. If so, the caller copies it by ``main.prepare``.
         """
         self.placer = placer
         self.leaves = placer.leaves

@@ -452,12 +452,12 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Compiles programs that each run several requests of the shape of ``single`` in one call. Thread-safe.
+        """Compiles programs that each run several requests with the input shapes of ``single`` in one call. Thread-safe.
 
-        Returns an empty list if such a call might compute other results than single runs, or if there is no memory.
-        ``lengths``: the numbers of requests for which programs are made. ``make``: is called with the input shapes, a number of
-        requests, and a function that compiles a program for this number. It returns a program. If the number is None, the program
-        runs any number of requests up to ``MOST``. Errors of tracing the model are raised unchanged.
+        Returns an empty list if one call might compute other results than several calls, or if there is not enough memory.
+        ``make``: compiles a program, or takes it from a cache. Its arguments are the input shapes, the number of requests of the
+        program (None: any number up to ``MOST``), and a function that compiles a program for the number passed to it.
+        ``lengths``: the numbers of requests for which programs are wanted. Errors of tracing the model are raised unchanged.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
         numbers, shapes = maker.numbers(lengths), single.wanted.shapes

@@ -31,14 +31,14 @@ _Reached = frozenset[int]
 
 
 def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
-    """Looks for four oddities in a model's traced function. Returns a sentence for each oddity, or "" if it was not found.
+    """Checks a model's function for four likely mistakes. Returns a list of four strings: a warning, or "", for each mistake.
 
-    The oddities are: (1) the same request may have another effect or answer when it runs again, (2) random numbers are the same
-    for all requests, (3) the model's programs have large constants, (4) no output depends on some inputs.
+    The mistakes are: (1) the same request may have another effect or answer when it runs again, (2) random numbers are the same
+    for all requests, (3) the function has large constants, (4) no output depends on some inputs.
     Args:
-      traced: the function's first trace. The function's first arguments are parameters and a dict of inputs.
-      again: a second trace, which is compared with the first. If it is ``traced`` itself, nothing is compared.
-      programs: how many programs the model has, each with the constants.
+      traced: the first trace of the function. The function's first two arguments are the parameters and a dict of inputs.
+      again: the second trace of the function. If it differs, that is mistake (1). Pass ``traced`` if there is no second trace.
+      programs: the number of programs that are compiled from the function. Warning (3) multiplies the constants' size by it.
     Raises Internal if the function uses a value of an earlier trace.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
@@ -104,16 +104,15 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
-    """Yields (chain, operands) for each operation of a JAX program and of the programs nested in it.
+    """Yields a pair (chain, operands) for each operation of a JAX program, also for operations of the programs nested in it.
 
-    The last element of ``chain`` is the operation. The elements before it are the operations that contain it, outermost first.
-    ``operands`` has a pair (numbers, value) for each operand. ``numbers`` are the numbers of the arguments from which the operand
-    is computed. ``value`` is the operand's value if it is a constant, else None. The last item that this yields is ``outer`` and
-    such a pair for each result of ``program``.
+    The caller labels the arguments of ``program`` with integers. Each value has the labels of the arguments that it depends on.
+    ``chain`` is a tuple of the operations that contain the operation, outermost first, and as its last element the operation.
+    ``operands`` is a list with a pair (labels, value) for each operand. ``value`` is None unless the operand is a constant.
+    At the end of a program, the generator yields such a pair for the program's results: ``chain`` lacks its last element then.
     Args:
-      arguments: a set of numbers for each argument of ``program``. The caller chooses the numbers.
-      outer: the operations that contain ``program``, outermost first.
-    Returns the numbers of each result of ``program``, when all is yielded.
+      arguments: the set of labels of each argument of ``program``. By default, no argument has a label.
+      outer: the operations that contain ``program``, outermost first. ``chain`` begins with these operations.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)

@@ -146,7 +146,10 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts the bytes of an incomplete record. Raises InvalidArgument if the requests of the user have too many bytes."""
+        """Counts the first ``byte_size`` bytes of a large record, of which the rest has not arrived yet.
+
+        Raises InvalidArgument if the requests of the client's user take too many bytes.
+        """
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 

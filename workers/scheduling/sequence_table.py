@@ -43,7 +43,7 @@ class Expiries(Generic[S]):
         """Makes ``next`` return ``request`` when the request's deadline passes.
 
         If the request's sequence has no slot in the model yet, ``next`` also returns ``request`` when its queue timeout passes.
-        ``waiting``: the number of requests that wait now. It shows this method when most of the stored times are outdated.
+        ``waiting``: how many requests wait now. If this object stores far more times than that, it drops times of other requests.
         """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
