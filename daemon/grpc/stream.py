@@ -579,9 +579,8 @@ class Stream:
         """Ends the call when accepted requests are answered. A stopping server calls this method again until the call has ended.
 
         A call whose client stays silent in the middle of a message for ``SILENCE_SECONDS`` is ended at once.
-        Args:
-          now: seconds of the event loop's clock.
-          pending: how many received bytes of that message ``advance`` has not got yet. If it grows, the client is not silent.
+        ``now``: the event loop's time, in seconds.
+        ``pending``: how many received bytes of that message ``advance`` has not got yet. If it grows, the client is not silent.
         """
         call = self.call
         if self._finished or call is None:
