@@ -20,8 +20,6 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class _FileNames(NamedTuple):
-    """Names the files of a memory control group, and two lines of ``memory.stat``."""
-
     limit: str
     used: str
     events: str

@@ -120,7 +120,6 @@ class _Daemon:
             _print_json({} if result is None else result)
 
     def show(self, repeat_seconds: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
-        """Sends a command to the daemon and prints the answer, again and again if ``repeat_seconds`` is not None."""
         while True:
             result = self.ask(command, **words)
             if repeat_seconds is not None:

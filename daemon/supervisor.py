@@ -531,7 +531,6 @@ class Supervisor:
         self.fronts.publish(RequestsRefused(refuses))
 
     async def _drain(self) -> None:
-        """Stops the daemon in order: it serves for the time of the drain, and then the fronts and the workers stop."""
         seconds = self.drain.time_left
         if seconds and self.phase is DaemonPhase.SERVING:
             _log.info("stopping: not ready from now on, and serving on for %g s", seconds)

@@ -515,7 +515,6 @@ class Models:
 
 
 def _refused_state(name: str, reason: str) -> ModelState:
-    """Builds the record of a model that was refused without asking a worker."""
     return ModelState(name, 0, "UNAVAILABLE", reason)
 
 

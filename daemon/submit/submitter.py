@@ -235,7 +235,6 @@ class Submitter:
         # sequence. If it were only left out, those behind it would run on another state.
 
     def _take_back(self, request: InFlight) -> None:
-        """Asks the worker of a request to cancel it."""
         assert request.worker is not None
         request.worker.lane.cancel(request.record.request_id)
         self._flush_later(request.worker)
@@ -443,7 +442,6 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a worker may give a request back unanswered, so that it runs later."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 

@@ -323,10 +323,6 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns the function that runs the programs, and the parameters by name.
-
-        The arguments are not used. Raises InvalidArgument: the parameters do not fit the programs.
-        """
         if any(leaf.datatype in WIDE for leaf in self._programs[0].parameters):
             jax.config.update("jax_enable_x64", True)  # for this model alone (``OwnFlags``)
         return self._apply, self._loaded()

@@ -119,8 +119,6 @@ class _Batch:
 
 
 class _Alone:
-    """Large requests of equal shapes, each of which the C extension runs alone."""
-
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
         self._model = model

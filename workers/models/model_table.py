@@ -81,7 +81,6 @@ class ModelTable:
         self._drain(version, done)
 
     def _take(self, name: str, number: int) -> ModelVersion | None:
-        """Removes a version and its derivatives from the serving ones. Returns the version."""
         version = self._serving.get((name, number))
         for each in () if version is None else version.family:
             self._serving.pop((each.name, each.version), None)

@@ -114,8 +114,6 @@ class Tensor:
 
 
 class _Capsule:
-    """Gives a DLPack capsule the methods by which libraries import an array."""
-
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
 

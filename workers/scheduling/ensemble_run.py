@@ -179,7 +179,6 @@ class EnsembleRun(Generic[T]):
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
     def _answers(self) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Returns the answers that have just become complete, in order."""
         out: list[StepStart[T] | EnsembleAnswer[T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(
