@@ -35,9 +35,9 @@ def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
 
 
 def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
-    """Returns the amounts of resources on a worker's device by name, or None if there is no rate limiter.
+    """Returns the amount of each rate-limiter resource on the GPU ``gpu``, by name. Returns None if rate limiting is off.
 
-    ``gpu`` is the number of the worker's GPU. If ``gpu`` is None, the amounts of device 0 count.
+    If ``gpu`` is None, the worker runs on the CPU, and the amounts of GPU 0 are returned.
     """
     return None if options.mode == "off" else of_device(parse(options.resources), gpu or 0)
 

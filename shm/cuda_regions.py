@@ -215,7 +215,7 @@ class Context:
         self.call(self._lasting.clear, pointer, 0, byte_size, self.stream())
 
     def synchronize(self) -> None:
-        """Waits until all work that the calling thread has queued is done."""
+        """Waits until the GPU has done all work that the calling thread has queued in this CUDA context."""
         self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:

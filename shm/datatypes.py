@@ -96,7 +96,7 @@ def check_shape(shape: Sequence[int], what: str) -> None:
 
 
 def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Returns the shape with a size in place of its variable dimension (-1), so that it has ``count`` elements.
+    """Returns ``shape`` with a size in place of its -1, so that an array of the returned shape has ``count`` elements.
 
     ``what`` names the shape in errors. Raises InvalidArgument if no size gives ``count`` elements.
     """

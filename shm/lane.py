@@ -355,13 +355,12 @@ class WorkerLane(LaneEnd):
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self.channel, PrepareAnswer)
 
     def receive(self) -> list[Instruction] | None:
-        """Receives a datagram and returns its records for the dispatcher, such as requests, in their order.
+        """Receives one datagram from the submitter and returns the datagram's requests and other records in order.
 
-        Returns None if no datagram is waiting. Returned leases and messages about segments are handled here, so the list may
-        be empty.
+        Returns None if no datagram waits. The list may be empty: this method itself handles records about leases and segments.
 
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
-          another version, or gives back a lease that does not exist.
+          another version, or ends a lease that does not exist.
         """
         try:
             received = self.channel.receive() if self._agreed else self._first()

@@ -394,7 +394,7 @@ class ChangeTrace(_ChangeSettings, frozen=True, tag="c.trace"):
     """Asks the supervisor to change trace settings of a model, or of all models if ``model`` is "".
 
     Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is dropped, so that the
-    value for all models counts. ``count`` -1 means any number of traces. The reply is JSON, the model's settings now.
+    value for all models counts. If ``count`` is -1, there is no limit of traces. The reply is the model's settings as JSON.
     """
 
     model: str = ""

@@ -232,9 +232,9 @@ class Region(_ObjectRegion):
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Stores whether a GPU's driver has page-locked the region. Call it with False before the driver unlocks the pages.
+        """Records whether a GPU's driver has page-locked the region. Any thread may call this method.
 
-        Any thread may call it.
+        Call it with True after the driver locks the pages, and with False before the driver unlocks them.
         """
         if self._guard is not None:
             self._guard.hold(held)

@@ -221,10 +221,9 @@ class SequencePage(Page):
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Sets the state of a sequence to ENDED, unless another sequence has the same key by now.
+        """Marks a sequence as ENDED in the page, unless a newer sequence with the same key has replaced it.
 
-        ``since_ns``: the time at which the ended sequence was admitted. The page removes ended sequences in ``settle``, or when
-        there are too many.
+        ``since_ns``: the time at which the ended sequence was admitted.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)

@@ -93,7 +93,6 @@ class ClientsSocket:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether the connection is closed."""
         return self._sock.fileno() < 0
 
 

@@ -456,7 +456,7 @@ class Waiter:
         self._tell(self._new, request, request._step)
 
     def drop(self, request: HttpRequest) -> None:
-        """Asks the thread to close the connection of a request that nobody waits for any more."""
+        """Makes this object's thread close the connection of a request, because nobody waits for the answer any more."""
         self._tell(self._dropped, request, request._release)
 
     def _tell(

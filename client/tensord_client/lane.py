@@ -62,8 +62,8 @@ _COMING_AFTER = 1.0
 class LaneConnection(Sender):
     """The connection of this process to a daemon on the same host. Requests go over lanes, or over HTTP if there are none.
 
-    Thread-safe. After a fork the child process connects anew by itself. Arrays of ``empty`` from before the fork belong to
-    the parent.
+    Thread-safe. After a fork, the child process connects anew by itself. The child must not use arrays that the method
+    ``empty`` returned before the fork.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class LaneConnection(Sender):
 
         If no lane is usable now, the request is sent later, once somebody waits for the answer and a lane is found.
 
-        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process uses as many answers as it may.
+        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process must first free some earlier answers.
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """

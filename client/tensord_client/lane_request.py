@@ -303,7 +303,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return held or error
 
     def forget(self) -> None:
-        """Ends a child process's copy of this request after a fork."""
+        """Ends this copy of the parent's request in a child process after a fork."""
         super().forget()
         self.astray = False
 

@@ -378,7 +378,7 @@ class Policy:
 
 @contextlib.asynccontextmanager
 async def serving(client: AsyncClient, options: Namespace, listening: gateway.Listening) -> AsyncIterator[None]:
-    """Runs the WebSocket server that openpi's robots connect to, until the ``async with`` block ends.
+    """Runs a WebSocket server for openpi's robots on the socket ``listening`` until the ``async with`` block ends.
 
     Raises OSError or InvalidArgument if the server cannot use a file that ``options`` name.
     """

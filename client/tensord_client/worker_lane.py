@@ -403,10 +403,10 @@ class ClientLane:
                 self.promote()
 
     def greeted(self, until: float | None) -> wire.Exchange | None:
-        """Waits until the worker has sent its version of the wire format. Does not wait if another thread reads the socket.
+        """Waits for the worker's first message. Returns the C object that sends requests and receives answers.
 
-        Returns the C object that sends requests and receives answers, or None if the version has not come. ``until`` is the
-        time of ``time.monotonic()`` in seconds at which the wait ends, or None for no limit.
+        Returns None if no message has come by the time ``until``, or if the lane has ended. Does not wait if another thread reads
+        the socket. ``until``: a time of ``time.monotonic()`` in seconds, or None for no limit.
         """
         if self.reading.acquire(False):
             try:

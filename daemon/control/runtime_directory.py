@@ -61,7 +61,7 @@ def searched(environment: Mapping[str, str]) -> list[Path]:
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the name of a socket of a user's second daemon, such as control-4711.sock for control.sock."""
+    """Inserts ``pid`` into a socket's file name: control.sock becomes control-4711.sock."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 

@@ -19,9 +19,9 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client has received at most ``rate * seconds`` bytes during the last ``seconds``.
+        """Returns whether the client has received at most ``rate`` bytes per second during the last ``seconds`` seconds.
 
-        Returns False in the first ``seconds`` after ``since``. Call this method regularly while bytes wait for the client.
+        Returns False if bytes have waited for less than ``seconds``. Call this method regularly while bytes wait for the client.
         Args:
           since: the time from which on bytes have been waiting for the client, on the clock of ``now``. It is 0 if no bytes wait.
           left: any number that falls by one for each byte that the client receives, such as the number of bytes that wait.

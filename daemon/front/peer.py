@@ -62,8 +62,8 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 class ConnectionEnd:
     """Tells any process, by a file descriptor, that one client connection has been closed.
 
-    The descriptor is the reading end of a pipe. The front closes the writing end together with the connection. If the front
-    dies, the kernel closes it.
+    The descriptor is the reading end of a pipe. The front closes the writing end together with the connection, or the kernel
+    does if the front dies.
     """
 
     __slots__ = ("_closed", "_reader", "_writer")

@@ -65,7 +65,7 @@ class Call(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the call because the server stops. Accepted requests are answered. May be called again."""
+        """Ends the call once its accepted requests are answered, because the server stops. May be called again."""
 
     @abstractmethod
     def abandoned(self) -> None:

@@ -45,7 +45,7 @@ _PING = b"tensord\0"
 class Http2Connection(asyncio.BufferedProtocol):
     """Moves bytes between the socket of one client and the connection's ``Http2``, which parses them.
 
-    ``owner``: the client, as a host or as a user on a Unix socket. All memory of one owner counts against one limit.
+    ``owner``: the client's host, or the client's user on a Unix socket. One memory limit holds for all connections of an owner.
     """
 
     def __init__(self, serving: GrpcServing, owner: str) -> None:

@@ -285,7 +285,7 @@ class CallRequest(InFlight):
 
     @classmethod
     def refused(cls, call: InferCall, refused: RefusedRequest) -> CallRequest | None:
-        """Makes an object that stands for a refused request in logs. Returns None if its model is unknown."""
+        """Makes a record of a refused request for the logs. Returns None if the request's model is unknown."""
         if not refused.model:
             return None
         context = None if refused.trace is None else refused.trace.context

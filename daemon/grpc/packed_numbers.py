@@ -21,7 +21,7 @@ _MAX_VARINT = 10
 
 
 def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
-    """Returns the numbers in the one filled field of ``contents``, an InferTensorContents, as an array."""
+    """Returns the numbers of an InferTensorContents as an array. Exactly one field of ``contents`` must be filled."""
     contents.DiscardUnknownFields()
     written: bytes = contents.SerializeToString()
     at = 1

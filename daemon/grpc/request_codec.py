@@ -134,7 +134,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the name of the model in ``head``, an encoded request, or "". A long name is cut."""
+    """Returns the model name in ``head``, an encoded inference request, or "" if the request has none. Cuts a long name."""
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
@@ -143,9 +143,9 @@ def model_of(head: bytes) -> str:
 
 
 def read_version(model: str, text: str) -> int:
-    """Parses a model version. The empty text gives 0, which stands for the newest version.
+    """Parses a model version. Returns 0 for the newest version if ``text`` is "".
 
-    Raises InvalidArgument if ``text`` is no positive number. Raises NotFound if ``text`` is "0".
+    Raises NotFound if ``text`` is "0". Raises InvalidArgument if ``text`` is negative or no integer.
     """
     if not text:
         return 0

@@ -200,9 +200,10 @@ class Exchange(InFlight):
         self._go_on()
 
     def take(self, data: bytes, begins: int) -> None:
-        """Submits the request, whose body is ``data[begins:]``. If that fails, the client is sent the error.
+        """Sends the request's body to a worker as one inference request. If that fails, answers the client with the error.
 
-        Call this method only if the body is small and not compressed, and if all earlier requests are answered.
+        ``data``: received bytes, in which the request's body begins at the index ``begins``. Call this method only if the body
+        is small and not compressed, and if all earlier requests are answered.
         """
         serving, head = self._serving, self._head
         passes = serving.tracer.passes

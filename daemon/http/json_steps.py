@@ -252,7 +252,7 @@ class JsonStrings:
 
 @dataclass(slots=True)
 class JsonBase64:
-    """Decodes the base64 text of the bytes of a tensor, in steps.
+    """Decodes a base64 string from a JSON request to a tensor's bytes, in steps.
 
     The bytes are in the format of the binary tensor data extension.
     """

@@ -50,7 +50,7 @@ class PreparedRequests:
     """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
-        """Begins with empty caches for ``count`` entries each.
+        """Creates the caches of prepared requests. Each cache holds at most ``count`` entries.
 
         ``inline_byte_size``: a tensor of up to this many bytes is sent to the worker inside the request's record.
         """
@@ -223,16 +223,16 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the part that requests of this kind share, with the number by which the front's lanes refer to it.
+        """Returns the part that requests of this kind share, with the number that stands for the part on lanes.
 
-        Returns None at the first call, because only a kind that comes again gets a number. ``numbers``: gives out the numbers.
+        Returns None at the first call: only a kind that comes again gets a number. ``numbers``: gives out the numbers.
         """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder for all answers to requests of this kind that share the prepared part ``prepared``.
+        """Returns the encoder of all answers that share the part ``prepared``.
 
         The first call makes the encoder from ``record``, the worker's answer. ``view`` returns the bytes of a tensor.
         Raises InvalidArgument if a tensor of the answer is outside the arena.

@@ -122,7 +122,7 @@ class Routes:
         ]
 
     def undescribed(self) -> list[Endpoint]:
-        """Returns the route of the OpenAPI description. The description itself does not list this route."""
+        """Returns the routes that the OpenAPI description omits. The only such route serves the description itself."""
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:

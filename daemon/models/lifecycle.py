@@ -80,7 +80,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Instruction to end the wait for the load or unload with this token. ``error``: why it failed, or ""."""
+    """Says that a load or unload has ended. ``token``: the number of the load or unload. ``error``: why it failed, or ""."""
 
     token: int
     error: str = ""
@@ -568,7 +568,10 @@ class Lifecycle:
         return sorted(found, key=lambda entry: str(entry["name"]))
 
     def resources(self) -> dict[str, Mapping[str, bool]]:
-        """Returns the rate limiter's resources of each model that is wanted or in use, with True for a global resource."""
+        """Returns the rate limiter's resources that each model needs, by model name, for models that are wanted or in use.
+
+        A resource's value is True if all devices share the resource, and False if each device has its own.
+        """
         return {
             name: version.resources
             for name, model in self.models.items()

@@ -39,7 +39,7 @@ class Probed:
 
 
 def probe(environment: Mapping[str, str]) -> Probed:
-    """Asks the CUDA driver, in a separate process, for the GPUs that ``environment`` makes visible. Waits for at most 60 s."""
+    """Lists the GPUs that a process with this ``environment`` can use. If that fails or takes over 60 s, the result says why."""
     try:
         done = subprocess.run(
             _COMMAND, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE

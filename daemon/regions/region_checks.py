@@ -83,10 +83,11 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
 def check_bounds(
     options: RegionsOptions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
 ) -> None:
-    """Checks that one more region is within the limits for all regions and for the regions of one user or host.
+    """Checks the number and the bytes of regions against the limits, as if a region of ``byte_size`` bytes were added.
 
+    There are limits for all regions, and for the regions of one user or host.
     ``peer``: the client that registers the new region. ``registered``: the client and the bytes of each existing region.
-    Raises InvalidArgument if the region alone is too large. Raises Unavailable if it is too large beside the others.
+    Raises InvalidArgument if the region alone is too large. Raises Unavailable if there is no room beside the other regions.
     """
     if byte_size > options.max_byte_size:
         raise refused(name, f"{byte_size} bytes, at most {options.max_byte_size} are allowed")

@@ -62,7 +62,7 @@ class Prepared:
             return came if type(came) is Answer else self.wait_for(came)  # type: ignore[arg-type]
 
     def wait_for(self, pending: Pending[Answer]) -> Answer:
-        """Waits for the answer to the request that was just sent, and returns it. The caller has the lock."""
+        """Waits for the answer to the request that was just sent, and returns the answer. The caller holds this object's lock."""
         self._call.last = pending
         answer = pending.result()
         self._call.last = None

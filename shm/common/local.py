@@ -186,7 +186,7 @@ class LocalConnection:
         self._ended.put(request)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary numpy array with undefined content."""
+        """Returns a new, uninitialised numpy array."""
         if self._closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)

@@ -390,7 +390,7 @@ class Deadlines:
         self._runs = False
 
     def add(self, pending: Pending[Any], deadline: float) -> None:
-        """Ends the request ``pending`` at its deadline, unless it has ended before.
+        """Registers a request that is to end with an error at its deadline, unless it ends before.
 
         ``deadline`` is a time of ``time.monotonic()`` in seconds.
         """

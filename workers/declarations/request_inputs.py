@@ -80,7 +80,10 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``apply`` so that properties of requests, such as ``priority``, come as its last argument, not as inputs."""
+        """Returns a function that calls ``apply`` with a request's properties, such as ``priority``, as an extra last argument.
+
+        The returned function takes the properties from among its inputs.
+        """
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)

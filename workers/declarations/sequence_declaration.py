@@ -164,9 +164,9 @@ class SequencePlan:
 
 
 def sequence_plan(config: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """Returns what a completed configuration says about sequences; None: it says nothing.
+    """Returns the plan for a model's sequences, or None if the model's configuration has no ``sequence_batching``.
 
-    ``max_waiting``: how many requests may wait.
+    ``config``: the model's configuration with the defaults filled in. ``max_waiting``: how many requests may wait.
     """
     if not config.HasField("sequence_batching"):
         return None

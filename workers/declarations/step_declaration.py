@@ -132,7 +132,8 @@ def check_buckets(buckets: Buckets) -> None:
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
     """Checks the result of a model's ``create``. Returns the functions init, insert and step, and the model's parameters.
 
-    ``returned``: the result of ``create``. ``asked``: properties of requests that become inputs of ``insert``, or None.
+    ``returned``: the result of ``create``. ``asked``: the request properties, such as the priority, that ``insert`` gets as
+    its last argument; None if it gets none.
     Raises InvalidArgument if ``returned`` is anything else than ((init, insert, step), parameters).
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None

@@ -96,10 +96,7 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Checks the GPU if the loop is idle.
-
-        Raises DeviceLost: the GPU has failed, or has had unfinished work for longer than ``patience``.
-        """
+        """Checks the GPU if the worker is idle. Raises DeviceLost if the GPU failed, or took too long for the last check."""
         self._asked = False
         if self._ends.is_set() or not self._idle():
             self._since_ns = 0

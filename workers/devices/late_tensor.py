@@ -45,7 +45,7 @@ class LateTensor:
         return type(self)(self.region, self.offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
-        """Copies this tensor to a contiguous host array of the same size. Raises InvalidArgument: the region cannot be read."""
+        """Reads this tensor into ``array``, a contiguous host array. Raises InvalidArgument if the region cannot be read."""
         if self.nbytes:
             self._read(array)
             if self.dtype == np.bool_:

@@ -66,7 +66,7 @@ class SeveralDevices:
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a program so that only one wrapped program of this process runs at a time. A call waits for the outputs."""
+        """Wraps ``call`` so that in this process only one wrapped function runs at a time, until its outputs are computed."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

@@ -316,9 +316,9 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Sends answers for which the response arena has room now. Answers that waited too long fail.
+        """Sends waiting answers for which the response arena has room now. Fails answers that have waited too long.
 
-        Returns the requests that ``hold`` has made wait and that may run now.
+        Returns requests that may run now: they were held back because too many bytes of answers to their submitter waited.
         """
         freed: list[Request] = []
         for submitter in list(self.blocked):

@@ -191,7 +191,10 @@ class Responses(ResponseReceiver):
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Wakes a cancelled request's model, if it waits for the client. Ends the request if the model has returned."""
+        """Handles the cancellation of a request: wakes the model's code if it waits for room to send.
+
+        Ends the request if the model's function has already returned.
+        """
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.wake()

@@ -71,7 +71,7 @@ class Gpu(ExecutionDevice):
 
 
 class DeviceInputs:
-    """The inputs of one executable on a GPU, laid out in host memory.
+    """Host memory in which the inputs for one executable are gathered before they are sent to the GPU.
 
     All executables of a thread share this memory. Send one executable's inputs to the GPU before the next one's are gathered.
     """

@@ -43,7 +43,7 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes the target for which a worker loads models, and turns on JAX's cache of compiled programs.
+        """Returns the device, cache and limits with which a worker loads models. Turns on JAX's cache of compiled programs.
 
         Args:
           options: the daemon's configuration.

@@ -57,7 +57,7 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """Returns whether no request waits for any model of the ensemble. Only then the pipeline may run."""
+        """Returns whether the pipeline may run now, because no request is queued at any model of the ensemble."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:

@@ -148,7 +148,7 @@ class Execution:
 
 
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
-    """Returns the set that the first request names, or else ``main``. Raises NotFound: the set does not exist any more."""
+    """Returns the parameter set that the first request names, else ``main``. Raises NotFound if there is no such set."""
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
     if sets.told:

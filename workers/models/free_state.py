@@ -26,7 +26,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """The batching key of a request whose inputs do not fit the state of its sequence. The key equals no other key."""
+    """A batching key that equals no other, for a request with inputs that do not fit the state of the request's sequence."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: The error for which the request cannot run.

@@ -185,9 +185,10 @@ class JaxModel:
             self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function that runs ``executable`` on the inputs that were copied into it, and returns the outputs.
+        """Returns a function that runs ``executable`` once and returns the outputs.
 
-        The function's arguments are, for each row, the slot of the row's sequence and whether the sequence starts.
+        The caller first copies the inputs into the executable's buffers. The function has two arguments, with a value for each
+        row: the slot of the row's sequence, and whether the sequence starts.
         """
         if self._carry is None:
             return lambda slots, starts: executable.run()

@@ -74,9 +74,9 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees the resources of an instance whose run has ended, or removes an instance that waits for resources.
+        """Frees the resources of an instance after its run, or removes an instance from those that wait for resources.
 
-        ``again``: whether an instance whose run has ended waits for resources again.
+        ``again``: whether an instance waits for resources again after its run.
         """
         if instance in self._running:
             del self._running[instance]

@@ -62,9 +62,9 @@ class Sample:
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> Mapping[str, Array]:
-        """Runs the sample ``self.count`` times and returns the last outputs. Raises InvalidArgument if the model fails.
+        """Runs this sample request ``self.count`` times on ``model`` and returns the outputs of the last run.
 
-        ``check``: raises an error if the device has failed.
+        ``check``: raises an error if the device has failed. Raises InvalidArgument if the model fails.
         """
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())

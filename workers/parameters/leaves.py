@@ -144,7 +144,7 @@ class Leaves:
                 )
 
     def hosted(self, arrays: Iterable[Any]) -> list[Array | None]:
-        """Returns ``arrays``, one for each leaf, as arrays in host memory. Leaves that cannot be pushed become None."""
+        """Copies parameter arrays, one for each leaf, to host memory. Returns None in place of an array that cannot be pushed."""
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:

@@ -364,9 +364,9 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Puts a set into use after ``prepare``. The set in use before becomes the former one. Returns what to free now.
+        """Puts ``parameters`` into use in place of the set of the same name. Returns the memory that the caller frees now.
 
-        ``stays``: whether the replaced set stays on the device, for requests that have begun with it.
+        ``stays``: whether the replaced set stays on the device, because requests still run with it.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()

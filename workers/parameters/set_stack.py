@@ -31,9 +31,10 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Writes ``leaves``, those of one set, to index ``slot`` of a stack's ``arrays``. Returns the new arrays.
+    """Writes one parameter set into the stacked arrays at index ``slot``. Returns the new stacked arrays.
 
-    JAX compiles this function, with ``arrays`` donated.
+    ``arrays``: for each leaf, the values of all sets. ``leaves``: for each leaf, the value to write. JAX compiles this
+    function, with ``arrays`` donated.
     """
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)

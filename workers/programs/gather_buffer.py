@@ -96,7 +96,7 @@ class RaggedBuffer:
     __slots__ = ("_name", "array")
 
     def __init__(self, name: str, array: Array) -> None:
-        """Stores ``array``, into which the requests' values of the program's argument ``name`` are copied."""
+        """Stores ``array`` as the memory for the program's argument ``name``."""
         self._name = name
         self.array = array
 

@@ -58,9 +58,9 @@ def is_within(program: Program, most: tuple[float, float], text: Program | None 
 
 
 def share_of(program: Program) -> float:
-    """Returns the part of an iteration of the worker's loop that a program's work takes up, from 0 to 1, or inf if it is more.
+    """Returns a program's work as a fraction of the work allowed in one iteration of the worker's event loop.
 
-    The work is floating-point operations plus bytes accessed. Returns inf also if XLA cannot count a part of the work.
+    The work is floating-point operations plus bytes accessed. Returns inf if the work is larger than allowed, or unknown.
     """
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, (_ITERATION, _ITERATION)) else math.inf

@@ -70,9 +70,9 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Returns the key of the answer's lease in the response arena; None: there is no lease.
+        """Returns the key of the lease on the answer's memory in the response arena, or None if there is no lease.
 
-        From now on the submitter ends the lease, and this object does not.
+        After the call, the submitter must end the lease.
         """
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key

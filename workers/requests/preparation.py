@@ -153,7 +153,7 @@ class Preparation:
         self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
-        """Stores the plan for answers whose outputs have this layout. If there are too many plans, removes the others."""
+        """Stores the plan for answers whose outputs have this layout. First drops all earlier plans if there are too many."""
         if len(self.plans) >= _MAX_PLANS:
             self.plans.clear()
         self.plans[layout] = plan

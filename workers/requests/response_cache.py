@@ -150,7 +150,7 @@ class ResponseCache:
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
-        """Removes all answers of one load of a model version, which was unloaded or replaced."""
+        """Removes the cached answers of a model version that was unloaded or replaced. ``load``: the version's load."""
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)
 

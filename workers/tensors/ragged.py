@@ -48,7 +48,7 @@ def elements(request: RequestTensors, name: str) -> int:
 
 
 def unit(spec: TensorSpec) -> int:
-    """Returns how many elements of a ragged input belong together: the product of its fixed dims."""
+    """Returns the product of the fixed dimensions of a ragged input: every request gives a multiple of this many elements."""
     return math.prod(dim for dim in spec.model_dims if dim != -1)
 
 
