@@ -131,8 +131,6 @@ def _unconnected(config: ModelConfig, tensor: str, written: dict[str, int], writ
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of an ensemble, as the ensemble or one of its members declares it."""
-
     model: str
     datatype: str
     dims: tuple[int, ...]

@@ -200,10 +200,10 @@ def _complete_instances(config: ModelConfig, gpus: Sequence[int]) -> None:
 
 
 def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
-    """Returns ``config`` with the GPUs of all workers that serve the model.
+    """Returns the model configuration ``config`` with the GPUs in ``others`` added to its instance groups.
 
-    Each worker has completed the model's configuration with its own GPUs. ``config`` and ``others`` are these configurations
-    in JSON.
+    Each worker that serves the model has its own copy of the configuration, with its own GPUs. ``config`` is one worker's copy
+    in JSON, and ``others`` are all workers' copies.
     """
     different = {each for each in others if each != config}
     if not different:

@@ -23,7 +23,7 @@ def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
 def shown(value: Any) -> str:
     """Returns a value as the text of a table's cell, on one line.
 
-    A mapping must have the keys "model", "version" and "seconds": what a worker runs now, and for how long.
+    A mapping must be a worker's current run, with the keys "model", "version" and "seconds". No other mapping is accepted.
     """
     if value is None:
         return ""

@@ -94,11 +94,14 @@ class Budget:
 
     @property
     def share(self) -> int:
-        """Returns how many bytes each arena may always have, even if the common limit is used up. 0 in this base class."""
+        """Returns how many bytes each arena may have even when the common limit is reached. This base class returns 0."""
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Reserves bytes for a new segment of an arena that has ``held`` bytes. Returns False if the limit forbids it."""
+        """Reserves ``byte_size`` bytes for a new segment of an arena. Returns False if there is no room for them.
+
+        ``held``: how many bytes the arena already has. Up to ``share`` bytes in all, the arena gets them in any case.
+        """
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:
                 return False

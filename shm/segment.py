@@ -62,9 +62,9 @@ class Segment:
         return cls(fd, byte_size, mapping, memoryview(mapping))
 
     def share(self, writable: bool) -> int:
-        """Returns the file descriptor to send to another process. The first call seals the segment.
+        """Returns the segment's file descriptor, which the caller sends to another process. The first call seals the segment.
 
-        If ``writable`` is true at the first call, other processes may map the segment writable, as page-locking for a GPU needs.
+        ``writable``: whether other processes may write to the segment. Only the first call's value counts.
         """
         if not self._shared:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if writable else F_SEAL_FUTURE_WRITE))

@@ -187,7 +187,7 @@ def unload_model(name: str, dependents: bool = False) -> None:
 def is_ready(name: str, version: int = 0) -> bool:
     """Returns whether the server answers requests for a model version. ``version`` 0 means any version.
 
-    Raises ServingError if the server cannot say, or if the calling code does not run as a model in a server.
+    Raises ServingError if the server cannot say, or if the caller is not code of a model that a server runs.
     """
     from tensord.workers.calls.asking import is_ready
 

@@ -306,7 +306,6 @@ class Worker:
             self._receive_control()
 
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
-        """Carries out what a submitter has sent. Closes a lane that has broken the protocol."""
         now_ns = time.monotonic_ns()
         try:
             if datagram is not None:

@@ -244,7 +244,7 @@ class AnswerMemory:
         return AnswerLease(self, answer.lease, segment)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a request failed because this process holds too many answers. Otherwise returns ``error``."""
+        """Returns the error to raise for a failed request: ResultsHeld if this process holds too many answers, else ``error``."""
         return self.held.explained(error, self, self._byte_size)
 
     def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:

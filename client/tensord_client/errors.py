@@ -30,7 +30,8 @@ class ResultsHeld(ServingError):
     def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
         """Makes the error's message. ``held``: how many answers this process holds. ``limit``: how many answers it may hold.
 
-        ``refusal``: the server's error text if the server refused a request. Then ``byte_size`` is the size of all held answers.
+        ``refusal``: the error text with which the server refused a request, or "" if this process itself refused it.
+        ``byte_size``: the size of all held answers. It is only used with ``refusal``.
         """
         size, most = (f" of {byte_size} bytes", "") if refusal else ("", f", at most {limit} may be")
         super().__init__(

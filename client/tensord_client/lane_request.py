@@ -151,7 +151,6 @@ class LaneRequest(Submission, Pending[Answer]):
             self.fail(reason)
 
     def _stray(self) -> None:
-        """Stores that this request has no lane, and lets it be sent again."""
         self.mark_astray()
         if self.lane is not None:
             self.lane.watched.discard(self.request_id)

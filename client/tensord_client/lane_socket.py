@@ -113,7 +113,7 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def limit_wait(self, until: float | None) -> None:
-        """Sets how long later calls of ``receive`` wait at most. They may end before ``until``.
+        """Sets the timeout of later calls of ``receive``. The timeout may be shorter than the time that is left until ``until``.
 
         ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if it has passed.
         """

@@ -256,7 +256,6 @@ class ClientLane:
                 self.socket.send(wire.datagram((record,)))
 
     def _release(self) -> None:
-        """Gives queued leases back to the worker, unless another thread has ``lock``."""
         # Otherwise the next request gives them back.
         if not self.lock.acquire(False):
             return

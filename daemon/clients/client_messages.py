@@ -88,7 +88,7 @@ class ParameterSetNames(ParameterSetName, forbid_unknown_fields=True):
 
 
 class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's message on the clients' socket. Exactly one field, the question, is not None."""
+    """A message from a client to the daemon. The client sets exactly one field, which says what it asks for."""
 
     hello: Hello | None = None
     open: OpenLanes | None = None

@@ -54,7 +54,7 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Lets the client send as many more frames and resets as are allowed in ``seconds`` seconds."""
+        """Raises the number of frames and resets that the client may send, by the amount for ``seconds`` seconds."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 

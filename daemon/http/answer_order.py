@@ -328,7 +328,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Closes an idle connection. If written answers were not sent yet, they are sent first."""
+        """Closes the connection when no request is unanswered. Answers that the socket has not taken yet are sent first."""
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
         else:

@@ -13,7 +13,7 @@ _FIRST_BYTE_SIZE = 16 << 10
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Reads large request bodies from the socket straight into their memory. All other bytes go to the connection."""
+    """Receives the bytes of ``connection``, and writes large request bodies straight into the memory reserved for them."""
 
     def __init__(self, connection: Http1Connection, transport: asyncio.Transport) -> None:
         self._connection = connection

@@ -43,10 +43,10 @@ class ClientDeadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether the client has sent no byte of its request for more than ``SILENCE_SECONDS``.
+        """Returns whether a client has stopped sending its request: no byte came for more than ``SILENCE_SECONDS``.
 
-        Call it regularly, because it measures how long ``came`` stays the same. ``came``: how many bytes of the request were
-        received. If no request is arriving, pass a negative number, and the result is False.
+        The caller asks again and again while the request arrives. ``came``: how many bytes of the request have arrived so far.
+        A negative number means that no request is arriving. Then the result is False.
         """
         if came != self._came:
             self._came, self._silent_since = came, now

@@ -300,9 +300,10 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
 
 
 def count_in_value(value: Any, datatype: str, what: str) -> int:
-    """Returns how many values a nested list has, or how many elements of ``datatype`` a base64 string has.
+    """Returns the number of elements of a tensor in JSON, which is a nested list or a base64 string.
 
-    ``what``: the beginning of error messages. Raises InvalidArgument if the string is no base64 of whole elements.
+    ``datatype``: the tensor's datatype, which only a string needs. ``what``: the beginning of error messages.
+    Raises InvalidArgument if the string is no base64 of whole elements.
     """
     if isinstance(value, str):
         return elements(datatype, json_data.from_base64(value), what)

@@ -112,7 +112,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """Returns the routes that only answer with an error. Their paths lack a name, or name a repository."""
+        """Returns the routes that this server answers only with an error, for example to load a model from a named repository."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),

@@ -165,7 +165,7 @@ class Collection:
         )
 
     async def look(self, busy: BusyPart) -> None:
-        """Asks all workers for how long they have run models in total, and passes the sum to ``busy``."""
+        """Asks all workers for how long they have run models, and passes the total to ``busy``."""
         workers = self._workers.ready()
         await asyncio.gather(*(self._ask(worker) for worker in workers))
         served = self._served()

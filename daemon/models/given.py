@@ -177,7 +177,7 @@ class Overrides:
             self.drop(found.name)
 
     def drop(self, name: str) -> None:
-        """Removes the configuration that a client sent for a model, if there is one."""
+        """Removes the configuration with which a client overrode the file of the model ``name``, if there is one."""
         self._kept.pop(name, None)
 
     def __repr__(self) -> str:

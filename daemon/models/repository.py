@@ -144,7 +144,7 @@ def isolated_fraction(config: bytes, options: Workers) -> float:
 
 
 def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices of workers that serve a model alone, each with its fraction (0 to 1) of a GPU's memory."""
+    """Returns the devices that serve only this model, each with the fraction (0 to 1) of a GPU's memory that it may use."""
     devices = [device for device in found.devices if model_of(device) == found.name]
     return dict.fromkeys(devices, isolated_fraction(found.config, options)) if devices else {}
 

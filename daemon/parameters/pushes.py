@@ -525,7 +525,6 @@ class Parameters:
             del self._restoring[worker.incarnation, key]
 
     async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
-        """Gives a worker all pushed values of a version. Returns why that is impossible, or ""."""
         push = self._next()
         free = asyncio.Semaphore(_AT_ONCE)
 

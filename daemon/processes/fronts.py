@@ -231,7 +231,7 @@ class Fronts:
                 listener.close()
 
     def close(self) -> None:
-        """Closes the sockets and the shared counters, when no front runs. May be called again."""
+        """Closes the sockets and the shared counters. Call it when all fronts have ended. It may be called again."""
         self.stop_listening()
         for counters in self._counters.values():
             counters.close()

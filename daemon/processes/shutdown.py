@@ -52,7 +52,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Tells ``finish`` and ``bury`` that a child has ended. First remove the child from the ``children`` given to them."""
+        """Wakes ``finish`` and ``bury`` after a child process has ended and was removed from their argument ``children``."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:

@@ -60,10 +60,10 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
 
 
 def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
-    """Returns whether a client registers the existing ``region`` again: the owner and the memory are the same.
+    """Returns whether the registration ``request`` has the same owner and the same memory as the existing ``region``.
 
-    POSIX shared memory with the same key counts as the same.
-    ``peer``: the client. ``sealed``: the memfd that came with the request, or -1.
+    POSIX shared memory with the same key counts as the same memory.
+    ``peer``: the client that sent the request. ``sealed``: the memfd that came with the request, or -1.
     """
     there = region.request
     if peer.owner != region.peer.owner or request.byte_size != there.byte_size:

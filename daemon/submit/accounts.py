@@ -26,10 +26,7 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the arena bytes that one connection or client holds.
-
-    ``limit``: the most bytes for requests, and also the most bytes for answers.
-    """
+    """Stores how many arena bytes a connection or client holds for requests and for answers, and the limit of either."""
 
     __slots__ = ("answers", "limit", "requests")
 
@@ -124,7 +121,7 @@ class Account(Holdings):
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Returns the error text for a request that waited too long for ``byte_size`` bytes of the request arena."""
+        """Returns the error text for a request that got no ``byte_size`` bytes of arena memory because a limit was reached."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class BusyPoll:
-    """Keeps a front's event loop from sleeping while the answers to a few requests in flight are about to come.
+    """Makes a front's event loop poll for answers instead of sleeping, while only a few requests are in flight.
 
     ``spin``: decides how long the front polls before it sleeps. ``in_flight``: the requests in flight.
     """

@@ -30,7 +30,7 @@ class BatchSettings(msgspec.Struct):
 
 
 def configured(state: ModelState) -> BatchSettings:
-    """Returns the settings in the configuration of the model of ``state``."""
+    """Returns the batch settings from the configuration of a model."""
     return msgspec.json.decode(state.config or b"{}", type=BatchSettings, strict=False)
 
 

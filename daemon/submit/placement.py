@@ -109,12 +109,11 @@ def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) 
 def place(
     contents: Iterable[InputContent | Unconverted], lease: Lease | None, inline_byte_size: int
 ) -> tuple[Content, ...]:
-    """Returns the contents for the record of a request: small tensors as bytes, large tensors as slices of shared memory.
+    """Returns the input tensors in the form in which a request's record has them: as bytes, or as slices of shared memory.
 
-    Large tensors are copied into the lease, unless they already lie in the arena. Tensors in regions get no entry in the
-    result. If a tensor is still to be converted from JSON, it gets a slice, which ``fill`` fills.
-    ``lease``: the memory for large tensors, or None if no tensor needs any. ``inline_byte_size``: the most bytes of a small
-    tensor.
+    A tensor of at most ``inline_byte_size`` bytes becomes bytes. A larger tensor is copied into ``lease``, unless it lies in the
+    arena already. A tensor in a region is left out. A tensor that is not converted from JSON yet gets a slice without content,
+    which the function ``fill`` writes later. ``lease``: the memory for large tensors, or None if no tensor needs any.
     """
     used = 0
     placed: list[Content] = []

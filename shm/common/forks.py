@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Owned(Protocol):
-    """An object that belongs to the process that made it, such as a connection."""
+    """An object, such as a connection, that must be reset in a child process after a fork."""
 
     def forget(self) -> None:
         """Resets this object in a child process after a fork, so that the child leaves the parent's requests alone."""

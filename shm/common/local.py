@@ -23,7 +23,7 @@ from .results import Answer, Array, Description, written
 
 
 class Served(Protocol):
-    """A model that is loaded in this process, and served by a worker's loop in it."""
+    """A model that a worker in this process has loaded and runs in an event loop of this process."""
 
     description: Description
     #: The configuration with defaults filled in.

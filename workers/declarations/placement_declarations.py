@@ -95,9 +95,10 @@ def given_devices(
 
 
 def is_on_demand(config: ModelConfig, module: ModuleType) -> bool:
-    """Returns whether the model's parameters may leave the device, as ``memory_policy`` declares.
+    """Returns whether the model's ``memory_policy`` lets the worker take the model's parameters off the device.
 
-    Raises InvalidArgument: ``memory_policy`` is unknown. Raises Unsupported: the model has no parameters on the device.
+    Raises InvalidArgument if ``memory_policy`` is unknown. Raises Unsupported if the parameters may leave the device, but the
+    model is not compiled by the worker.
     """
     given, where, _ = _declared(config, module, "memory_policy", RESIDENT)
     if given not in (RESIDENT, ON_DEMAND):

@@ -24,7 +24,7 @@ TOGETHER = 1 << 18
 
 
 class HostStaging:
-    """Host memory through which small tensors go to and from a GPU. It has ``TOGETHER`` bytes, page-locked if possible."""
+    """A buffer in host memory for copies of small tensors to and from a GPU, page-locked if possible."""
 
     __slots__ = ("address", "content", "locked")
 

@@ -172,7 +172,6 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose run waits for a request's responses; None: no instance does."""
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():
@@ -344,7 +343,6 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Makes the request that a call stands for. The caller queues it."""
         caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
             raise Unavailable(

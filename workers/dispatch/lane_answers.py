@@ -106,7 +106,7 @@ class LaneAnswers:
                 self._channel.flush()
 
     def let_pass(self) -> None:
-        """Tells the poller how many requests it may answer in C code before Python must log or trace one."""
+        """Sets how many requests the poller may answer in C alone, before Python must log or trace a request."""
         self.watched = self.tracer.on or self._log.every > 0
         unlogged = self._log.next - self.counts["OK"] - self._passed - 1
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)

@@ -162,7 +162,7 @@ class Responses(ResponseReceiver):
             self._respond(sender, sent)
 
     def takes_small(self, sender: ResponseSender) -> bool:
-        """Returns whether a small response of ``sender`` can now be sent together with responses to other requests."""
+        """Returns whether a small response of ``sender`` can be sent together with responses to other requests."""
         free = sender not in self.kept and not sender.is_cancelled
         return free and not sender.request.outputs and sender.leaves_as_it_is
 

@@ -131,7 +131,7 @@ class ModelImports:
 
     @property
     def processes(self) -> EndsLater | None:
-        """The object that ends the processes of the model's code; None: the code has started no process."""
+        """Returns the object that ends all processes started by the model's code, or None if the code has started none."""
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:

@@ -25,7 +25,7 @@ def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[obj
 
 
 def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
-    """Returns a context. If ``wide``, JAX's 64-bit mode is on in the context; else it has no effect."""
+    """Returns a context manager. It turns on JAX's 64-bit mode if ``wide`` is true, and does nothing if ``wide`` is false."""
     return precisions(wide)()
 
 

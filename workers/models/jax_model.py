@@ -197,7 +197,7 @@ class JaxModel:
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
         """Returns the compiled program for a request of ``rows`` rows whose inputs have ``shapes``.
 
-        Returns None if the program alone does not make the answer, for example if the model has state or its outputs must be cut.
+        Returns None if there is no such program, or if the model needs more than this program, for example because it has state.
         """
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:

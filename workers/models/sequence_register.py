@@ -84,7 +84,7 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """Takes the number of free slots off the sequence page, which fronts read. So they begin no new sequences here."""
+        """Removes these sequences' free slots from the worker's ``SequencePage``, so that fronts send no new sequences here."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]
@@ -110,7 +110,7 @@ class RegisteredSequences:
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the worker's ``SequencePage`` that a sequence has ended. ``generation``: the one given to ``waiting``."""
+        """Marks a sequence as ended on the worker's ``SequencePage``. ``generation``: the number that ``waiting`` got for it."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

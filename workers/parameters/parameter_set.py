@@ -329,10 +329,10 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Lets the device that runs small programs on a single thread use the memory of all parameter sets.
+        """Makes all parameter sets usable by the device that runs small programs on one thread, without copying their memory.
 
-        ``share``: turns a tree of arrays into arrays of that device in the same memory. It is called for the set ``main`` now. If
-        this call raises, nothing changes, and the error is raised unchanged.
+        ``share``: turns a tree of arrays into arrays of that device in the same memory. It is called at once for the main set.
+        If it raises an error, nothing changes, and the error is raised unchanged.
         """
         self.share = share
         try:
@@ -408,14 +408,14 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Gives up the set ``before`` if it is kept only to roll a push back. Otherwise, or if it is None, does nothing."""
+        """Stops keeping the set ``before`` for the rollback of a push. Does nothing if ``before`` is None or is not so kept."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether ``parameters`` is the newest set of its name, or the set that the newest set replaced."""
+        """Returns whether ``parameters`` is the newest set of its name, or the former set to which a push can be rolled back."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 

@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns a ``Part`` that copies the bytes of ``content`` into new memory. ``content`` must be contiguous."""
+    """Returns a ``Part`` of sealed memory, which is filled with a copy of ``content``. ``content`` must be contiguous."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
 
@@ -339,7 +339,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns whether this kernel can tell when other processes no longer use memory that was lent to them."""
+    """Returns whether a process that lends memory to others can see on this kernel when they have closed and unmapped it."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

@@ -167,7 +167,6 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, int]]:
-        """Opens or makes the directory. Yields its file descriptor and mode."""
         # Links in the path were resolved when this object was made. The directory to which a changed link leads is checked as
         # well.
         *above, last = self.path.parts[1:]

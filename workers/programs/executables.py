@@ -313,7 +313,7 @@ class Executables:
         return wanted is not None and leaks(functools.partial(self._lowering.lower, *wanted, self._usual))
 
     def find(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for these shapes, and counts it as used; None: no such executable is there."""
+        """Returns the executable for the shapes in ``wanted``, or None if there is none. Marks it as the last one used."""
         found = self.made.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)

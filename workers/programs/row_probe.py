@@ -230,7 +230,7 @@ def nudged(array: Array, epsilon: float) -> Array:
 
 
 def distances(one: Any, other: Any) -> Array:
-    """Returns the absolute differences of two arrays' elements. A difference that is not finite is given as 0."""
+    """Returns the absolute difference of each two elements of the arrays, or 0 if the difference is infinite or NaN."""
     wide = np.complex128 if np.iscomplexobj(one) else np.float64
     apart = np.abs(np.asarray(one).astype(wide) - np.asarray(other).astype(wide))
     return np.where(np.isfinite(apart), apart, 0.0)

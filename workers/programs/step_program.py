@@ -39,8 +39,6 @@ class StepFunctions(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An output's bytes in a row of results: from ``start`` up to ``stop``."""
-
     spec: TensorSpec
     start: int
     stop: int

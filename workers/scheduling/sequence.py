@@ -31,7 +31,7 @@ Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """Room for one sequence on an instance. Of all instances' free slots, the one with the lowest number is used first."""
+    """A place for one sequence on an instance. Of all instances' free slots, that with the lowest ``number`` is used first."""
 
     number: int
     instance: int
