@@ -115,9 +115,9 @@ class Stop(Record, frozen=True, tag="stop"):
 
 
 class ChildReady(Record, frozen=True, tag="ready"):
-    """Tells the supervisor that a child process is ready. A front then serves clients, and a worker reads its control channel.
+    """Tells the supervisor that a child process, a front or a worker, has started and can do its work.
 
-    A worker's record comes with the descriptors of its status page and its sequence page.
+    A worker's record comes with the descriptors of the worker's status page and sequence page.
     """
 
     incarnation: int

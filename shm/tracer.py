@@ -195,7 +195,7 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Replaces a model's trace settings by ``record``, and takes over the descriptors ``fds`` of the trace counters."""
+        """Applies the trace settings in ``record``. ``fds``: the record's descriptors, which the tracer closes later."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()

@@ -430,9 +430,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests on a lane. ``peer``: the number of the front or client at the other end.
+        """Begins to receive requests from a front or a client on the lane ``sock``. ``peer``: the number of the front or client.
 
-        If a client's lane cannot be opened, logs the error and closes ``sock``.
+        If a client's lane cannot be opened, logs the error, closes ``sock`` and tells the supervisor.
         """
         client = opened.client
         if client is None:

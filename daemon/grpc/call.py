@@ -114,7 +114,7 @@ class InferCall(Call):
         """Notes that a request of the call no longer waits for arena memory. The request was sent to a worker, or refused."""
 
     def several(self, asked: CallRequest) -> None:
-        """Notes that the model gives several responses to ``asked``, so that later answers no longer wait for ``asked``."""
+        """Tells the call that the model gives several responses to ``asked``, so that answers to later requests need not wait."""
 
     def holds_up(self, asked: CallRequest) -> bool:
         """Returns whether answers to later requests of the call wait for the answer to ``asked``."""

@@ -76,9 +76,10 @@ class Infer:
         If the arena has no free memory, the returned request is sent later, once there is memory. Tensors that are in the arena
         stay there, and the request takes over their lease. If an error is raised, no arena memory stays reserved.
         Args:
-          message: an ``ArrivingMessage``, whose tensors are in the arena, or a buffer with the request in ``message[start:end]``.
+          message: a buffer with the request in ``message[start:end]``, or an ``ArrivingMessage``, whose tensors are in the arena.
+            For an ``ArrivingMessage``, ``start`` and ``end`` are ignored.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC. If it is 0, the request is not traced.
-          read_ns: when the message was complete, CLOCK_MONOTONIC. 0 means now.
+          read_ns: when the message was complete, CLOCK_MONOTONIC. If it is 0, the message was complete just now.
         Raises RefusedRequest if the message is no valid request, or cannot be sent.
         Raises Unavailable if too many requests are in flight.
         """

@@ -123,9 +123,9 @@ class PlacedBody:
     """Writes a large binary body of known length into a block of the request arena while the body arrives.
 
     Args:
-      lease: the right to that block, which has at least ``lease_size(byte_size)`` bytes.
+      lease: the right to the block, which has at least ``lease_size(byte_size)`` bytes.
       byte_size: the length of the body.
-      head_size: the size of the JSON at the beginning of the body. The bytes after the JSON will begin at an aligned address.
+      head_size: the size of the JSON with which the body begins. The body is so placed that the data after it are aligned.
     """
 
     __slots__ = ("_end", "_start", "lease", "received")

@@ -360,7 +360,7 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
 
 
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
-    """Decodes ``given``, the parameters of a request, and stores them in ``decoded``.
+    """Decodes the parameters of a request, ``given``, and stores them in ``decoded``. Does not change ``given``.
 
     Raises InvalidArgument if a parameter has a wrong type or a reserved name.
     Raises Unsupported if a sequence id is a string and too long.

@@ -73,9 +73,10 @@ class Operations:
     _audit: Audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
-        """Carries out the operation in ``call``. Returns the result, or the error's code and message.
+        """Carries out the operation in ``call``. Returns the operation's result, or the error's code and message.
 
-        ``end``: the descriptor that came with ``call``, or -1. The caller closes it. ``by_model``: whether a model's code asks.
+        ``end``: the descriptor that came with ``call``, or -1. The caller closes it afterwards in any case.
+        ``by_model``: whether the code of a model has asked for the operation.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))

@@ -55,8 +55,10 @@ class ShapeCompiler:
 
         Args:
           thread: the thread that compiles programs.
+          page: the worker's status page, on which running compilations are written.
           outbox: sends errors to requests whose program cannot be compiled.
           max_shapes: how many programs for new shapes of one model version may be unfinished at a time.
+          clock: returns the time of CLOCK_MONOTONIC in ns.
           check: raises an error if the worker's device has failed.
           restore: puts requests back into the queue of their version.
         """

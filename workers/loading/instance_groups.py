@@ -30,11 +30,11 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Lets one thread at a time compile a model. Waits for the thread's turn, which lasts until the ``with`` block ends.
+    """Makes the thread wait for its turn to compile a model. The turn lasts until the ``with`` block ends.
 
-    ``aside``: returns a context manager, which is open during the wait and the block. Meanwhile other models go on loading.
-    Sets ``progress.renew``, which the block calls when a step begins. If a step takes too long, the next thread's turn begins.
-    Raises Cancelled if the load is cancelled during the wait.
+    ``aside``: returns a context manager, inside which other models can load while this thread waits or compiles.
+    Sets ``progress.renew``, which the ``with`` block must call at the beginning of each step. If a step takes too long, the next
+    thread's turn begins. Raises Cancelled if the load is cancelled during the wait.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:

@@ -291,9 +291,9 @@ class VersionStatistics:
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response that was made at ``now_ns`` and written at ``placed_ns``. Updates ``sender.count``.
+        """Counts a response of ``sender``. ``now_ns``: when the model made it. ``placed_ns``: when its record was written.
 
-        ``result`` None: only the end of the responses was sent.
+        ``result``: the response, or None if ``sender`` only told that no more responses follow.
         """
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns

@@ -134,8 +134,8 @@ class SetStack:
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
         """Describes the arguments of a program that computes each row with a parameter set of its own.
 
-        Returns two things. The first is the tree of the model's parameters. Each description in it has an additional first axis
-        for the sets, unless all sets share the parameter. The second describes an array with the index of each row's set.
+        Returns a tree and an array description. The tree describes the model's parameters: each parameter that is not the same in
+        all sets has an additional first axis for the sets. The array has the index of each row's set.
         Args:
           spec: describes an array, given its shape and dtype.
           rows: the number of rows.
@@ -163,12 +163,12 @@ class SetStack:
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
         """Returns two arguments of a program: the stacked parameters of several sets as a tree, and which set each row uses.
 
-        The second is INT32[rows], with indices into the stack. Sets that are not in the stack are first written to it, in the
-        place of others if need be. So use the result only for the next call of a program. If the device fails, the device's error
-        is raised unchanged, and the stack is emptied.
+        The second is INT32[rows], with indices into the stack. A set that is not in the stack is written to it first, and may
+        replace another. So call the program before this method is called again. If the device fails, the device's error is raised
+        unchanged, and the stack is emptied.
         Args:
           sets: all parameter sets of the model version.
-          chosen: one set for all rows, or the set of each request or row. If it is None, all rows use the set ``main``.
+          chosen: one set for all rows, the sets of the batch's requests, or a tuple with a set for each row. None means ``main``.
           rows: the number of rows of the program. Padding rows get the set of the first row.
         """
         wanted: Sequence[ParameterSet | None]

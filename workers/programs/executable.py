@@ -251,7 +251,7 @@ class Executable(ABC):
           parameters: the result of the method ``parameters``.
           arguments: the result of ``gather``.
           requests: the requests of the batch.
-          places: for a single request, the memory that its outputs are to be written to; None: no memory is reserved.
+          places: the memory that was reserved for the outputs of a single request, or None if none was reserved.
         """
         if self._signature.wide:
             with self._precision():

@@ -468,7 +468,7 @@ class GroupedCalls:
         return maker.programs({length: compiled[number] for length, number in numbers.items()})
 
     def add(self, single: Executable, programs: Sequence[GroupedProgram]) -> None:
-        """Adds ``programs``, which run several requests of the same input shapes as ``single``, so that ``find`` returns them."""
+        """Makes ``find`` return ``programs``. Each runs several requests with the input shapes of ``single`` in one call."""
         shape = self._shapes.get(single.wanted.shapes)
         if shape is not None and programs:
             shape.add(programs)

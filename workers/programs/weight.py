@@ -48,10 +48,10 @@ def work_of(program: Program) -> tuple[float, float]:
 
 
 def is_within(program: Program, most: tuple[float, float], text: Program | None = None) -> bool:
-    """Returns whether a program's work is known and at most ``most``, a pair of floating-point operations and bytes.
+    """Returns whether a program's work is known and is at most ``most``, a pair of floating-point operations and bytes.
 
-    XLA does not count some operations, so the work of a program with such operations is unknown. ``text``: the form of the
-    program that is searched for these operations. If it is None, ``program`` is searched.
+    The work is unknown if the program has an operation that XLA does not count. Such operations are searched in ``text``, another
+    form of the same program, or in ``program`` if ``text`` is None.
     """
     known = all(0 <= own <= bound for own, bound in zip(work_of(program), most, strict=True))
     return known and not _UNCOUNTED.search((text or program).as_text() or "")

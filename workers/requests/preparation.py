@@ -144,8 +144,8 @@ class Preparation:
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
         """Stores the result of a request's check. Later requests with the same prepared part are then not checked again.
 
-        ``load``: identifies the load of the model version, for which the result is valid. ``checked``: the result for the inputs,
-        or None if each request has other shapes. ``outputs``: the requested outputs by name. Removes all stored answer plans.
+        ``load``: the load of the model version for which the request was checked. ``checked``: the result for the inputs, or None
+        if each request has other shapes. ``outputs``: the requested outputs by name. Stored answer plans are removed.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None

@@ -90,7 +90,10 @@ class ResponseKind:
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
-        """Encodes a response. Returns None if it has other datatypes or shapes than this kind. Any thread may call it."""
+        """Returns the record that sends a response with the values ``result`` to the submitter. Any thread may call this method.
+
+        Returns None if ``result`` has other outputs, datatypes or shapes than responses of this kind.
+        """
         if len(result) != len(self._parts) and not request.outputs:
             return None
         contents: list[bytes] = []

@@ -269,7 +269,7 @@ class SequenceBatcher(Planner[S]):
         self.end_delays()
 
     def close(self, correlation_id: int | str) -> None:
-        """Ends a sequence once its waiting requests have run. Later requests with its id do not continue it."""
+        """Ends a sequence after its waiting requests have run. Later requests with the same id do not belong to it."""
         self._look(self.table.close(correlation_id))
 
     def close_client(self, client: int, correlation_id: int | str | None = None) -> None:

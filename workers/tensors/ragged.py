@@ -114,7 +114,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -> list[Array]:
-    """Divides a batch's output among its requests. Each part is shaped like that request's ragged input ``source``."""
+    """Divides a batch's output among its requests. Each part has the shape of the input ``source`` in the part's request."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0
@@ -188,12 +188,12 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Adds the batch inputs and batch outputs in ``config`` to a model's signature, and returns the new signature.
+    """Returns a model's signature with the batch inputs and batch outputs that ``config`` declares added.
 
-    The worker makes a batch input for each batch, to tell the model how many items each request has in a ragged input. A batch
-    output is split among the requests as a ragged input is. ``segments``: name of a batch input -> name of a ragged input. Such a
-    batch input has, for each item of the ragged input, the index of the item's request in the batch. Raises InvalidArgument if a
-    named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
+    A batch input tells the model how many items each request has in a ragged input. The worker makes it for each batch.
+    A batch output is split among the requests as a ragged input is. ``segments`` maps names of further batch inputs to names of
+    ragged inputs. Each of them has, for each item of the ragged input, the index of the item's request in the batch.
+    Raises InvalidArgument if a named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [
