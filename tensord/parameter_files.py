@@ -184,7 +184,6 @@ def _dtype(name: str) -> Any:
 
 
 def _joined(node: Any) -> Any:
-    """Returns a decoded tree in which arrays that Flax wrote in chunks are arrays again."""
     if not isinstance(node, dict):
         return node
     if _CHUNKED in node:

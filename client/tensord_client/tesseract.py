@@ -255,7 +255,6 @@ class TesseractGateway(gateway.Gateway):
         return b"application/json+base64", answer
 
     async def _read(self, request: Request, hold: _Hold) -> dict[str, Any]:
-        """Reads the JSON object in a request's body. Calls ``hold`` with the number of bytes of each part that comes."""
         content = bytearray()
         most, seconds = self.options.max_body_bytes, self.options.body_timeout
 

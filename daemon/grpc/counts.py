@@ -40,8 +40,6 @@ _VARINT, _FIXED64, _DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 @dataclass(slots=True)
 class _Field:
-    """How often one field of a protobuf message may occur."""
-
     name: str
     most: int
     #: The kind of the message that the field holds; None: it holds a value.

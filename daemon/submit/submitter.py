@@ -318,7 +318,6 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Receives from ``worker``. Returns whether an answer from it is still awaited."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed

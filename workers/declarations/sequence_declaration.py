@@ -61,7 +61,6 @@ class _CorrelationId(NamedTuple):
 
     @property
     def false(self) -> Array:
-        """The correlation id in a padding row, which belongs to no request: 0, or an empty string."""
         if self.spec.datatype == "BYTES":
             return np.full(self.shape, b"", np.object_)
         return np.zeros(self.shape, self.spec.dtype)

@@ -391,8 +391,6 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
 
 
 class _Shape:
-    """The programs for requests of one shape. ``fitting[n]`` is the one to run if n requests wait."""
-
     __slots__ = ("fitting", "weight")
 
     def __init__(self, weight: Weight) -> None:

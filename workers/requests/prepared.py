@@ -414,7 +414,6 @@ def _contents(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:
-    """Returns the bytes of each input. Leases the inputs' regions, and appends them to ``leased``."""
     contents: list[Content] = []
     for tensor, place in placed(prepared.inputs, record.contents):
         if isinstance(place, bytes):
@@ -512,7 +511,6 @@ def _outputs(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
-    """Returns the requested outputs by name. Leases the outputs' regions, and appends them to ``leased``."""
     wanted: dict[str, RequestedOutput] = {}
     for output in prepared.outputs:
         if output.name in wanted:
