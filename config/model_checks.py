@@ -268,9 +268,9 @@ def batch_buckets(config: ModelConfig) -> tuple[int, ...]:
 
 
 def axis_buckets(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the sizes for which a model is compiled, by axis name. Parameters such as ``buckets.sequence`` list them.
+    """Returns the sizes for which a model is compiled, by axis. The model's parameters ``buckets.AXIS`` list the sizes.
 
-    The sizes are empty if the parameter is "auto". Raises InvalidArgument if a parameter is malformed.
+    For a parameter that is "auto", the tuple of sizes is empty. Raises InvalidArgument if a parameter is malformed.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(name for name in config.parameters if name.startswith(_AXIS)):

@@ -36,9 +36,9 @@ class AccessLog:
         self._errors = LineRate(_MAX_ERRORS)
 
     def log_every(self, every: int, count: int) -> None:
-        """Sets what is logged: errors, and every ``every``-th answer without an error. 0: nothing is logged.
+        """Sets that every ``every``-th successful answer is logged, and also errors. If ``every`` is 0, nothing is logged.
 
-        ``count`` is the number of answers without an error so far.
+        ``count`` is the number of successful answers so far, from which the next logged answer is counted.
         """
         if every != self.every:
             self.every = every

@@ -116,7 +116,7 @@ class Strings:
 
 
 def in_slices(array: Array) -> Array:
-    """Converts an array of bytes or str to an object array. Other threads can run meanwhile."""
+    """Converts a NumPy array of bytes or str to an object array, slice by slice, so that other threads can run between slices."""
     if array.dtype == np.object_:
         return array
     flat, made = array.ravel(), np.empty(array.size, np.object_)

@@ -55,7 +55,10 @@ def group_signals_held() -> Iterator[None]:
 
 
 def ignore_group_signals() -> None:
-    """Ignores and unblocks ``GROUP_SIGNALS`` in this process and its later children. Call it from the main thread."""
+    """Makes this process and processes that it starts later ignore ``GROUP_SIGNALS``, such as SIGINT, and unblocks these signals.
+
+    Call it from the main thread.
+    """
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)

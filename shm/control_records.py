@@ -159,7 +159,7 @@ class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The client of a lane, and the limits on what the client may use."""
+    """Says which client has a lane, and how many requests and bytes of memory the client may use over the lane."""
 
     #: The client as the kernel tells it; of kind "unix".
     peer: Peer
@@ -193,9 +193,9 @@ class LaneClosed(Record, frozen=True, tag="unlane"):
 
 
 class LogChanged(Record, frozen=True, tag="log"):
-    """Changes the log settings of a process. ``options`` is ``tensord.config.options.Log`` as msgpack.
+    """Tells a process to use new log settings. ``name`` is the name that the process writes into its log.
 
-    ``name`` is the process's name in the log.
+    ``options`` is a ``tensord.config.options.Log``, encoded as MessagePack.
     """
 
     name: str

@@ -54,7 +54,7 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Allocates device memory in the current context. Returns the driver's result code, and the address or 0."""
+        """Allocates GPU memory in the current CUDA context. Returns cuMemAlloc's result code, and the address (0 on failure)."""
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value

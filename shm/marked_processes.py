@@ -81,9 +81,9 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(mark: str) -> int:
-    """Kills all processes with the value ``mark`` of ``MARK`` in their environment. Returns how many were killed.
+    """Kills (SIGKILL) all processes whose environment variable ``MARK`` has the value ``mark``. Returns how many it has killed.
 
-    A worker or a model has started these processes. The search is repeated up to 20 times, until it finds none.
+    The search is repeated, at most 20 times, because a process may start another one before it is killed.
     """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):

@@ -216,7 +216,10 @@ class SequencePage(Page):
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Sets a sequence's state from WAITING to BEGUN. Does nothing if the sequence was not admitted at ``since_ns``."""
+        """Sets a sequence's state from WAITING to BEGUN. ``since_ns`` is the time that ``admit`` returned for the sequence.
+
+        Does nothing if the sequence is not WAITING, or if a newer sequence has the same key.
+        """
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 

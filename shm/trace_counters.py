@@ -43,7 +43,7 @@ class TraceBudget:
         return 0
 
     def close(self) -> None:
-        """Closes the counter's file descriptor. Call it only once."""
+        """Closes the eventfd. Call it only once."""
         os.close(self.fd)
 
 

@@ -216,7 +216,7 @@ class HttpRequest(Pending[Any]):
     # ---------------------------------------------------------------------------------------------------------- progress
 
     def grant(self, channel: HttpChannel | None) -> None:
-        """Lets this request be sent over ``channel``. None: the request may open a new connection."""
+        """Tells this request to use ``channel``. If ``channel`` is None, the request opens a new connection itself."""
         self._channel, self._granted = channel, True
         self._wake()
 

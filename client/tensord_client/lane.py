@@ -263,7 +263,7 @@ class LaneConnection(Sender):
         return self.memory.empty(shape, dtype) if self.lanes else self.http().empty(shape, dtype)  # type: ignore[arg-type]
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU and registers it as a region. ``device`` is the GPU, such as "cuda:0"."""
+        """Makes an array with undefined content on the GPU ``device``, such as "cuda:0", and registers the array as a region."""
         return self.http().empty_on(device, shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:

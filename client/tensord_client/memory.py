@@ -156,7 +156,7 @@ class Memory:
         self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
-        """Sets how many segments the daemon allows, and how many bytes in all of them together. Existing segments stay."""
+        """Sets how many segments the client may have, and how many bytes in all of them together. Open segments stay open."""
         self.max_count = max_count
         self.max_byte_size = max_byte_size
 

@@ -50,7 +50,7 @@ class Slot:
         self.segments = segments
 
     def give_back(self) -> None:
-        """Offers this memory to later requests. Call it once the request that uses the memory is answered."""
+        """Lets later requests use this memory. Call it when the request that uses the memory has been answered."""
         self._slots.add(self)
 
 

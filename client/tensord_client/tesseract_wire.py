@@ -182,10 +182,10 @@ class Point:
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)
 
     def block(self, name: str, rows: Array) -> Array:
-        """Returns the Jacobian of an output with respect to the input ``name``, made from the Jacobians of single rows.
+        """Returns the Jacobian of an output with respect to the input ``name``, in the shape that the client expects.
 
-        ``rows[i]``: the Jacobian of row i of the output with respect to row i of the input. If both have rows, derivatives of one
-        row with respect to another row are 0.
+        ``rows[i]``: the Jacobian of row i of the output with respect to row i of the input. In the result, derivatives of a row
+        with respect to a different row are 0.
         """
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:

@@ -61,7 +61,7 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Returns a callback that calls ``on_room``. An error that it gets is counted as a refusal of a request to ``model``."""
+        """Wraps ``on_room``, which gets memory for a request to ``model``, or an error. An error is also counted as a refusal."""
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):

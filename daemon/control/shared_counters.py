@@ -172,7 +172,7 @@ class FrontCounters:
         return self._words, self._at + _CODES
 
     def own(self) -> int:
-        """Returns how many client connections this front has."""
+        """Returns how many client connections this front has open."""
         return self._connections[self._row]
 
     def total(self) -> int:

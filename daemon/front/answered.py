@@ -63,9 +63,9 @@ class Answered:
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts a successful inference answer, and logs every n-th such answer, where ``log_every`` has set n.
+        """Counts a successful inference answer, and writes every n-th such answer to the access log. ``log_every`` sets n.
 
-        ``version``: the version of the model, or 0 if it is unknown. ``answer``: the answer's bytes, whose number is logged.
+        ``version``: the version of the model, or 0 if it is unknown. ``answer``: the answer's content, whose size is logged.
         """
         words, at = self._words, self._good
         words[at] = count = words[at] + 1

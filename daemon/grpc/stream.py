@@ -547,7 +547,7 @@ class Stream:
         """Ends the call if the client sends a message too slowly, or takes responses too slowly.
 
         ``now``: the event loop's time, in seconds.
-        ``pending``: how many bytes of the arriving message have come since the last call of ``advance``.
+        ``pending``: how many received bytes of the client's unfinished message this stream has not been given yet.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):

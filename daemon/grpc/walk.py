@@ -46,10 +46,10 @@ else:
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Iterates over the fields 1 to 7 of the encoded Protobuf message ``content[:end]``, if their wire type is LEN.
+    """Iterates over the leading fields of the encoded Protobuf message ``content[:end]``.
 
     Yields the field's tag byte, the offset of this byte, the offset of the field's content, and the content's size in bytes.
-    Stops without an error at the first field that has another number or wire type, or that is incomplete.
+    Stops without an error at the first field that is incomplete, whose number is above 7, or whose wire type is not LEN.
     """
     at = 0
     while at < end and content[at] in _TAGS:

@@ -98,9 +98,9 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ answers
 
     def answer_whole(self, answer: bytes) -> None:
-        """Writes the whole answer to the oldest request, and removes that request.
+        """Writes the whole answer to the oldest request of the connection, and removes this request from the queue.
 
-        Call this method only if no byte of the answer lies in the arena, and if the connection stays open after the answer.
+        Call it only if the connection stays open after the answer, and if ``answer`` is a copy, not a view of an arena.
         """
         self.transport.write(answer)
         answered = self.requests.popleft()

@@ -112,10 +112,10 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Checks that the model can serve this request, and prepares to receive the request's body in pieces.
+        """Checks whether the model can serve this request, and prepares to receive the request's body in pieces.
 
+        If it cannot, ``refused`` becomes True, and the client gets the error when its earlier requests are answered.
         A caller may skip ``begin`` if a body of known, small size contains JSON, is not compressed and needs no ``100 Continue``.
-        If the check fails, ``refused`` becomes True, and the client gets the error later.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account

@@ -248,7 +248,7 @@ class Generation(InFlight):
         self._release(prepared, record, lane)
 
     def written(self) -> None:
-        """Writes the responses that were queued while the client was slow. Call it when the client has read all earlier ones."""
+        """Writes the queued responses to the client's connection. Call it when the connection's write buffer has room again."""
         self._blocked = False
         while self._held and not self._blocked:
             self._take(*self._held.popleft())

@@ -49,7 +49,10 @@ class CrossOrigin:
         )
 
     def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Returns the CORS lines of the answer to a request with the header fields ``fields``, or b"" if there are none."""
+        """Returns the CORS header lines for the answer to a request. Returns b"" if the request's header has no field ``origin``.
+
+        ``fields``: the header fields of the request.
+        """
         origin = next((value for name, value in fields if name == b"origin"), None)
         if origin is None:
             return b""

@@ -104,10 +104,10 @@ class Lifecycle:
     # ---------------------------------------------------------------------------------------------------- operations
 
     def load(self, found: FoundModel, token: int, again: bool = False) -> list[Instruction]:
-        """Queues a load of the versions ``found.chosen``, and begins it if no other load or unload of the model runs.
+        """Queues a load of the model versions ``found.chosen``. Returns the instructions that the caller must follow now.
 
-        A Settled instruction with ``token`` follows once all workers have answered.
-        ``again``: whether versions that already serve from the same files are loaded as well.
+        Once the load has ended, this method or a later method returns the instruction ``Settled`` with ``token``.
+        ``again``: whether to load also versions that already serve from the same files.
         """
         model = self.models.setdefault(found.name, ModelEntry())
         return self._follow(found.name, model, Operation((token,), found, again))

@@ -118,10 +118,10 @@ class PushedSets:
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores the newest values of a parameter set. The newest values until now become the set's former values.
+        """Stores newly pushed values of a parameter set. The set's newest values until now become its ``former`` values.
 
-        If all sets take more than ``limit`` bytes, closes the memory of former values, the oldest first. If that is not enough,
-        closes the memory of ``content`` too, so that only the record of the push remains.
+        If all sets take more than ``limit`` bytes, frees the memory of former values, the oldest first. If that is not enough,
+        frees the memory of ``content``, too.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)

@@ -148,7 +148,10 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns waiting requests that may be sent now that ``account`` has given back memory of an answer."""
+        """Removes and returns waiting requests that may be sent now, after a connection has freed the memory of an answer.
+
+        ``account``: counts the arena bytes that this connection holds.
+        """
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:

@@ -107,7 +107,7 @@ class Pending(Generic[T]):
         """
 
     def settle(self, until: float | None) -> None:
-        """Waits until nobody uses the arrays of a cancelled request. This base class returns at once.
+        """Waits until neither client nor server uses the arrays of this cancelled request. This base class does not wait.
 
         ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises DeadlineExceeded if it has passed.
         """

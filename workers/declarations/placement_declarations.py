@@ -76,13 +76,13 @@ def chosen_devices(
 def given_devices(
     config: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
-    """Returns the devices that the model's ``create`` gets, and the devices on which the model's programs run.
+    """Returns the devices to pass to the model's ``create``, and the devices that run the model's programs.
 
-    The first result is a single device if the model declares no number of devices. The second result is None if the programs
-    run on ``devices[0]`` alone. ``gpu``: the number of the GPU ``devices[0]``. If ``gpu`` is None, no device is a GPU.
+    ``create`` gets a single device if the model declares no number of devices, else a tuple. The second result is None if only
+    ``devices[0]`` runs the programs. ``gpu`` is the number of the GPU ``devices[0]``, or None if no device is a GPU.
     ``keeps_state``: whether the model has state.
     Raises InvalidArgument if the declared number of devices is malformed or too large. Raises Unsupported if the model has
-    state and its programs would not run on ``devices[0]`` alone.
+    state and other devices than ``devices[0]`` would run its programs.
     """
     count = device_count(config, module)
     chosen = chosen_devices(config, count, devices, gpu)

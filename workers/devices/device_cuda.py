@@ -279,11 +279,11 @@ class CudaDevice:
     def deliver(
         self, outputs: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Waits until a program has computed ``outputs``, and copies outputs to their places. Returns all outputs by name.
+        """Waits until a program has computed ``outputs``, and copies each output that has a place to its place.
 
         ``places``: where to copy an output, by name. A place is host memory, or a region on the GPU with an offset in bytes.
-        An output with a place is returned as an array on the device. The other outputs are returned as host arrays if they have
-        together at most ``TOGETHER`` bytes, else as arrays on the device.
+        Returns all outputs by name. Outputs without a place are host arrays if they have together at most ``TOGETHER`` bytes. All
+        other outputs are arrays on the device.
         Raises InvalidArgument if a region cannot be written any more. Raises DeviceLost if the GPU has failed. An error of the
         program's run is raised unchanged.
         """

@@ -118,7 +118,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
-        """Page-locks a segment of an arena in a thread of this object, until the segment is closed."""
+        """Asks a thread to page-lock the memory of an arena's segment until the segment is closed. Does not wait for it."""
         self.pin(segment.view, "an arena's segment")
         segment.before_close = lambda: self.unpin(segment.view)
 

@@ -55,9 +55,9 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Begins to use a poller, whose C code answers requests without Python until a request must be logged.
+        """Starts to log and count the answers that the C code of ``poller`` sends.
 
-        ``access``: 100 means that every hundredth answer without an error is logged, 0 means that only errors are logged.
+        ``access``: 100 means that every hundredth answer without an error is logged, 0 means that no answer is logged.
         """
         self._poller = poller
         self.log_every(access)

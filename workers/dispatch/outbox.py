@@ -92,7 +92,7 @@ class Outbox:
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
-        """Answers a request with an error because a queue is full or the request waited too long. Counts and logs the refusal."""
+        """Answers a request with ``error``. Counts it as refused because of ``refusal``, such as a full queue, and logs this."""
         self._note(request, refusal, now_ns)
         self.fail(request, error)
 

@@ -125,7 +125,6 @@ class ModelImports:
 
     @property
     def port(self) -> ModelPort:
-        """The ``ModelPort`` through which the model's code reaches the worker."""
         assert self._port is not None
         return self._port
 

@@ -37,7 +37,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """Holds a model's function, parameters and programs for the load of a derivative of the model, such as ``M.pull_back``."""
+    """The parts of a loaded model that are needed to load a derivative of this model, such as ``M.pull_back``."""
 
     apply: Callable[..., Any]
     #: The model's parameters, as ``create`` returned them.

@@ -45,9 +45,9 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs a model's warmup samples on ``own``, a device object for this thread alone. Then closes ``own``.
+    """Runs the warmup samples ``prepared`` of a model on the device ``own``, and closes ``own`` afterwards.
 
-    ``check``: raises an error if the device has failed.
+    ``check`` is called to raise an error if the device has failed.
     """
     if jitted.free_state is not None:
         for sample in prepared:

@@ -55,9 +55,9 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Returns a form of ``apply`` that takes the state as further inputs, and returns the new state as further outputs.
+    """Wraps the model function ``apply`` so that its inputs include the old state, and its outputs include the new state.
 
-    ``apply`` takes parameters, inputs and state. ``described`` declares the names of the state's arrays.
+    ``apply`` is called with parameters, inputs and state. ``described`` declares the names of the state's arrays.
     """
     names = [spec.name for spec in described.states]
 

@@ -42,11 +42,11 @@ class IsReadyCalls:
         self._logged = False
 
     def join(self, is_ready: Callable[[], object]) -> None:
-        """Adds an instance's ``is_ready`` to those that ``ask`` calls."""
+        """Adds the function ``is_ready`` of an instance. From now on, ``ask`` calls this function too."""
         self._models.append(is_ready)
 
     def leave(self, is_ready: Callable[[], object]) -> None:
-        """Removes an instance's ``is_ready`` from those that ``ask`` calls."""
+        """Removes the function ``is_ready`` of an instance. From now on, ``ask`` does not call this function."""
         with contextlib.suppress(ValueError):
             self._models.remove(is_ready)
 

@@ -92,7 +92,7 @@ class ModelTable:
         self.held[version.name, version.version] = version
 
     def serve_held(self, name: str, number: int) -> None:
-        """Lets requests go to the version that ``hold`` has stored. Does nothing if there is none."""
+        """Lets the model version ``name``, ``number`` get requests. Does nothing if ``hold`` was not called for this version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.add(version)

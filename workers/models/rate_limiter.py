@@ -64,9 +64,9 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done`` is called. Returns False if the instance must wait for resources.
+        """Reserves an instance's resources until ``done`` is called. Returns False if the instance must wait for the resources.
 
-        When a waiting instance gets its resources, ``self.moved`` becomes True. Then call this method again.
+        When a waiting instance gets its resources, ``moved`` becomes True. Then call this method again for the waiting instances.
         """
         if instance not in self._running:
             self._waiting[instance] = None

@@ -138,9 +138,9 @@ class NativeRuns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> NativeRuns:
-        """Returns the counts of one model in an ensemble, if this object has the counts of the whole ensemble.
+        """Converts the counts of an ensemble to the counts of one of its models.
 
-        The model has as many requests and runs as the ensemble, and ``share / whole`` of the ensemble's compute time.
+        The model gets all requests and runs of the ensemble, and ``share / whole`` of its compute time.
         """
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]

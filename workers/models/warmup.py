@@ -55,9 +55,9 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the state with which a sequence begins to the inputs of this warmup sample.
+        """Adds the state of a new sequence to the inputs of this warmup sample.
 
-        ``begun``: returns the state as arrays by name, for given inputs and their number of rows.
+        ``begun``: is called with the sample's inputs and number of rows, and returns the state's arrays by name.
         """
         self._arrays |= begun(self._arrays, self.rows)
 

@@ -97,11 +97,11 @@ class Leaves:
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
         """Checks pushed arrays against the model's leaves, and returns the arrays in the order of the leaves.
 
-        The result has None for each leaf that a client cannot push, because safetensors lacks the leaf's datatype.
+        The result has None for each leaf whose datatype safetensors lacks, and, if ``named``, for each leaf that all sets share.
         Args:
           found: leaf name -> pushed array.
           what: a name for the pushed arrays in error messages.
-          named: whether the set is not ``main``. Leaves that all sets share are then not in ``found``, and None in the result.
+          named: whether the arrays were pushed into another set than ``main``.
         Raises InvalidArgument if a leaf is missing or must not be pushed, or if an array's datatype or shape is not the leaf's.
         Raises Unsupported if no leaf of the model can be pushed.
         """

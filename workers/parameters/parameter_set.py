@@ -261,7 +261,7 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the set's arrays by equal arrays on the devices of the model's program. Call it only while the model loads."""
+        """Replaces the set's arrays by ``tree``, which has the same values on other devices. Call it only while a model loads."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:

@@ -150,9 +150,9 @@ class Making:
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
         """Copies pushed parameters into sealed memory. Returns the memory's file descriptor.
 
-        ``places``: each leaf, and the function that copies its bytes.
-        Raises InvalidArgument: they are too large, the model does not have them, the pushed checksum is wrong, or the client has
-        removed the region that they lie in.
+        ``places``: each leaf, and the function that copies the leaf's bytes.
+        Raises InvalidArgument if the parameters are too large or unknown to the model, if the pushed checksum is wrong, or if the
+        client has removed the region with the parameters.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:

@@ -161,7 +161,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether XLA no longer uses the memory of ``view`` at ``address``. If XLA uses it, ``view`` is kept for ever."""
+    """Returns True if XLA no longer uses the memory at ``address``. Otherwise keeps ``view``, that memory, mapped for ever."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

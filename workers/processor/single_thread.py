@@ -199,7 +199,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Logs ``error``. From now on, no further program is compiled for the CPU device with one thread."""
+        """Logs ``error``, and lets all programs that are compiled later for this model use all threads of the CPU."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False

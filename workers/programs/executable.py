@@ -272,7 +272,7 @@ class Executable(ABC):
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns a run's outputs as bytes, not yet divided into answers; None: they are too large, or stay on a GPU."""
+        """Returns a run's outputs as bytes, not yet divided into answers, or None if they are too large or stay on a GPU."""
         if outputs.contents is None:
             return None
         if self._layout is None:

@@ -216,10 +216,10 @@ class Executables:
         number: int | None,
         compile_it: Callable[[int | None], CompiledProgram],
     ) -> CompiledProgram:
-        """Returns a program that runs several requests in one call: from the cache, or compiled by ``compile_it`` and stored.
+        """Returns a program that runs several requests in one call: from the cache, or newly compiled, and then stored there.
 
-        ``shapes``: the shapes of a request's inputs. ``number``: how many requests are in a call, which is given to
-        ``compile_it``; None: any number. Raises Cancelled: the load was cancelled. Errors of ``compile_it`` are raised unchanged.
+        ``shapes``: the shapes of a request's inputs. ``number``: how many requests the program runs, or None for any number.
+        ``compile_it`` compiles it for ``number``; its errors are raised unchanged. Raises Cancelled if the load was cancelled.
         """
         parts = ("series", repr(shapes), str(number))
         what = f"program for {'several' if number is None else number} requests of {shapes}"

@@ -49,9 +49,9 @@ def _passed(equation: Any) -> Any:
 
 
 def combining(program: Any, rows: int) -> str:
-    """Returns the first operation that seems to combine a batch's rows, with its line in the model's code; "": none.
+    """Returns the first operation of a program that seems to combine rows of a batch, and its line in the model's code.
 
-    An array's first axis is taken for the rows if it has ``rows`` elements.
+    Returns "" if no operation does. ``program`` is a jaxpr. An array has rows if its first axis has ``rows`` elements.
     """
     for chain, _ in steps(program):
         if chain and _combines(chain[-1], rows):

@@ -78,10 +78,10 @@ class Rows:
 
 
 class StepPrograms:
-    """The compiled functions of a model that runs step by step. They call the author's functions and check the results.
+    """The compiled functions of a model that works on many requests at once, one step at a time.
 
-    Each function returns the carry (the state of all slots), and a row of results for each request. Each raises Internal if the
-    author's function did not return what is declared.
+    Each function calls a function that the model's author wrote. It raises Internal if the author's function returns other
+    arrays than declared.
     """
 
     def __init__(

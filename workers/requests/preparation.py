@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of this plan, for answers that name their prepared part by its number."""
+        """Copies this plan. Answers by the copy contain the number of their prepared part instead of the prepared part."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 

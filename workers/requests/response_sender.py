@@ -109,7 +109,7 @@ class ResponseKind:
 
 
 class EncodedResponses:
-    """Carries encoded responses to one request from the model's thread to the worker's loop, except for the last response."""
+    """Holds encoded responses to one request, which the model's thread adds, until the worker's loop takes and sends them."""
 
     __slots__ = ("_records", "kind", "taken")
 
@@ -153,7 +153,7 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the ResponseKind that encodes responses with the datatypes and shapes of ``result``, which ``sender`` sends.
+        """Returns an encoder for responses with the same outputs, datatypes and shapes as ``result``, which ``sender`` sends.
 
         Any thread may call this method. Returns None if only the worker's loop can encode such responses.
         """

@@ -579,7 +579,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests, and returns the replacements that this caused.
+        """Adds requests. Returns each waiting request that was discarded with the new one that has taken its place.
 
         A new request takes the place of a waiting request with the same ``replace_key``, if there is one.
         """
