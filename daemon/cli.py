@@ -41,8 +41,6 @@ _WATCH = (
 
 
 class _Commands(tables.CommandGroup):
-    """The group of tensord's commands. A ConfigurationError ends them with status 2."""
-
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

@@ -359,7 +359,6 @@ class Worker:
         self._watch_halves()
 
     def _may_log(self, now_ns: int) -> bool:
-        """Returns whether another line about clients' lanes may be logged now."""
         if now_ns - self._window_ns >= _LOG_WINDOW_NS:
             self._window_ns, self._lines = now_ns, 0
         self._lines += 1

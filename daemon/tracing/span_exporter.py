@@ -221,7 +221,6 @@ class SpanExporter:
 
 
 def _variable(name: str, default: int) -> int:
-    """Returns an environment variable as an integer of at least 1."""
     try:
         return max(1, int(os.environ[name]))
     except (KeyError, ValueError):

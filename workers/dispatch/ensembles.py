@@ -311,8 +311,6 @@ class EnsembleRuns:
         self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
-        """Returns whether a run must wait until its client takes responses. If so, the run goes on when that happens."""
-
         def go_on() -> None:
             self._take(run)
             self._due.append((run, None))
