@@ -431,7 +431,7 @@ class WorkerLane(LaneEnd):
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers, which contain their outputs. ``numbered``: the prepared answer to which they all refer."""
+        """Queues encoded answers with outputs. All refer to the prepared answer ``numbered``, which goes first if it is new."""
         if numbered not in self.published:
             self.published.publish(numbered)
         self.channel.put_encoded(records)
@@ -475,7 +475,7 @@ def _refuse_descriptors(fds: list[int]) -> None:
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns the bytes of ``contents`` and a constant, for a limit on the bytes of responses that a client has not taken yet."""
+    """Returns how many bytes a response counts against the limit on untaken responses: its contents plus a fixed overhead."""
     size = _RESPONSE_BYTE_SIZE
     for content in contents:
         size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ class ReceivedNumbers(dict[int, R]):
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Stores ``meaning`` as the meaning of ``number`` from now on. Raises InvalidArgument if ``number`` is out of range."""
+        """Stores the object for which ``number`` stands on the lane. Raises InvalidArgument if ``number`` is out of range."""
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

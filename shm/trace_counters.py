@@ -48,7 +48,7 @@ class TraceBudget:
 
 
 class Passes:
-    """A countdown: the next ``left`` requests are not traced."""
+    """A countdown. ``left``: how many requests must pass untraced before the next one may be traced."""
 
     __slots__ = ("left",)
 

@@ -306,7 +306,7 @@ class Sampler:
             self._collected = []
 
     def close(self) -> None:
-        """Writes the collected traces and closes the counters. Traces of requests in flight can still be written."""
+        """Writes the collected traces and closes the counters. Traces of requests still in flight are then written one by one."""
         self._closed = True
         self._flush()
         for counter in (self.turn, self._budget):

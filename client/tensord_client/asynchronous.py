@@ -255,7 +255,7 @@ class AsyncLatest(Newest[Answer]):
     """Sends inputs to a model by ``put``, which does not wait. ``await get()`` returns the newest answer.
 
     While two requests are in flight, ``put`` stores its inputs to send them later, in place of inputs that were stored before.
-    If an event loop is closed, the requests that were sent from this loop end.
+    Closing an event loop ends the requests that were sent from it.
     """
 
     def forget(self) -> None:
@@ -371,7 +371,7 @@ class AsyncModelParameters:
         return await asyncio.to_thread(self._sets.update, parameters, **how)
 
     async def gradient(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Any) -> Any:
-        """Computes the gradient with respect to the model's parameters. See ``ModelParameters.gradient``."""
+        """Computes the gradient with respect to the model's parameters. Takes the arguments of ``ModelParameters.gradient``."""
         return await asyncio.to_thread(functools.partial(self._sets.gradient, inputs, cotangents, **own))
 
     async def list(self) -> list[dict[str, Any]]:

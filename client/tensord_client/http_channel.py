@@ -309,7 +309,7 @@ class HttpChannel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Makes ``advance`` send the rest of the request from ``content``, which is a copy of the whole request."""
+        """Makes ``advance`` send the request's unsent bytes from ``content``, which is a copy of the whole request."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

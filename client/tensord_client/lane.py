@@ -453,7 +453,7 @@ class LaneConnection(Sender):
     def lane_for(self, call: Call) -> ClientLane | None:
         """Chooses the lane for a request. It is the lane of the request's sequence, or else the least busy one.
 
-        A sequence that begins goes to the lane on which the fewest of this connection's sequences of the model are.
+        A new sequence gets the lane that has the fewest sequences of this connection and model.
         Returns None if no lane is usable. Raises Unavailable if the worker of the request's sequence has ended.
         """
         sequence_id = call.scheduling.sequence_id

@@ -39,7 +39,7 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A request over a lane. If its lane ends or its worker refuses it, it has no lane until it is sent again."""
+    """A client's request over a lane. It has to be sent over another lane if its lane ends or its worker refuses it."""
 
     # What most requests neither read nor change is an attribute of the class.
     refusal: ServingError | None = None
@@ -178,7 +178,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Starts to read answers from the lane over which this request was sent again.
+        """Makes whoever awaits the answer receive it from the lane over which the request was sent again.
 
         If the request was cancelled meanwhile, this method cancels the request on that lane too.
         """

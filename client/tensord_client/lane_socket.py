@@ -56,7 +56,7 @@ class LaneSocket:
 
         Args:
           fd: a file descriptor to send with the datagram, which the caller still has to close, or -1.
-          ids: the ids of the requests whose last bytes are in the datagram.
+          ids: the ids of the requests that count as unsent as long as the datagram is in ``backlog``.
 
         Raises: LaneEnded: the worker has closed its end; the datagram is in ``backlog`` then.
         """

@@ -113,7 +113,7 @@ def paths(name: str) -> Iterator[str]:
 def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str, Any]:
     """Replaces the paths by which a client named tensors, such as "a.[0]", by the tensors' names.
 
-    ``values``: maps paths to values, or is a list of paths. Returns a dict: tensor name -> the value, or the path from the list.
+    ``values``: a dict with paths as keys, or a list of paths. Returns a dict: tensor name -> value, or for a list -> path.
     ``tensors``: the model's tensors by name. ``field``: the name of the request's field with ``values``, for error messages.
     Raises InvalidArgument if a path names no tensor, or if two paths name the same tensor.
     """
@@ -208,7 +208,7 @@ def described(shape: Sequence[int], tensor: Tensor) -> dict[str, Any]:
 
 
 def written(array: Any) -> Any:
-    """Returns a JSON object with shape, dtype and base64 data for an array of numbers, or a flat list for an array of strings."""
+    """Encodes an array for JSON: numbers as an object with shape, dtype and base64 data, strings as a flat list without shape."""
     if array.dtype.kind == "O":
         return [each.decode(errors="replace") for each in array.ravel()]
     data = {"buffer": base64.b64encode(array.tobytes()).decode(), "encoding": "base64"}

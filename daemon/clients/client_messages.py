@@ -33,7 +33,7 @@ MAX_ANSWER = 128 << 10
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for the name and version of the server, and how clients can reach it."""
+    """A client's message that asks the daemon for the server's name and version and for the ways to reach the server."""
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):

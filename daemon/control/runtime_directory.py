@@ -67,7 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns ``folder / name``, even if it does not exist, and the sockets of the user's further daemons in ``folder``."""
+    """Returns the socket paths of a user's daemons in ``folder``. The first is ``folder / name``, even if it does not exist."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

@@ -121,7 +121,7 @@ class SharedCounters:
 
 
 class FrontCounters:
-    """Counters of one front. The front changes only these, and reads the counters of the other fronts."""
+    """Counters of one front in shared memory. The front changes only its own counters, and reads the other fronts' counters."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words

@@ -60,9 +60,9 @@ class _Kind:
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Raises InvalidArgument if a protobuf message has more entries or text than this module's limits allow.
+    """Raises InvalidArgument if an encoded protobuf message has more entries or more bytes besides its tensors than allowed.
 
-    ``descriptor``: the protobuf descriptor of the message's type. Malformed messages are not refused.
+    ``descriptor``: the protobuf descriptor of the message's type. A malformed message raises no error here.
     """
     size = len(message)
     if size <= UNCOUNTED:

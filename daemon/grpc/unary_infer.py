@@ -241,7 +241,7 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call whose request was sent or will never be sent.
+        """Removes a call from the connection's calls that wait until their requests are sent in order.
 
         ``sent``: whether the request was sent. If it was not, later requests of the same sequence are refused.
         """

@@ -201,7 +201,7 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------- reading and writing
 
     def pause_writing(self) -> None:
-        """Stops reading from the client, because the client does not read its answers."""
+        """Stops reading requests because the write buffer for the client's answers is full."""
         self.flow.write_paused = True
         self.times.stalled_since = monotonic()
         self.flow.pause_reading()

@@ -66,9 +66,8 @@ class ClientDeadlines:
           http: the options that have the time limits.
           now: monotonic seconds.
           unsent: how many bytes of answers the client has not read yet.
-          received: how many bytes of the arriving body have come. It is negative if no body arrives, or if the server delays the
-          body.
-          refused: whether the client was refused. Then only the reading of answers has a deadline.
+          received: how many bytes of the request's body have arrived, or -1 if the client is not expected to send a body now.
+          refused: whether the server has refused the client's request. Then only reading the answer has a deadline.
         """
         if self._pace.is_slow(self.stalled_since, unsent, now, http.write_timeout, http.min_rate):
             return Late.ANSWER

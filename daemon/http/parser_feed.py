@@ -295,9 +295,9 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses bytes from the client. If ``data`` is one request's head, alone or with its body, the parsed head is cached.
+        """Parses bytes from the client. If ``data`` is one request's whole head and at most its body, the parsed head is cached.
 
-        ``between``: whether no request was arriving or unanswered when the bytes came, so that they begin a request.
+        ``between``: whether ``data`` begins a request and all earlier requests were answered.
         """
         order, messages = self._order, self.messages
         if order.receiving is None:

@@ -135,9 +135,9 @@ class Ensembles:
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Returns the ensembles among ``names`` that serve and are not being loaded or unloaded. The caller must unload them.
+        """Marks ensembles as unloaded because a member is missing, and returns their names. The caller must unload them.
 
-        They are noted as unloaded for want of a member, so that ``returned`` returns them once all members serve again.
+        Skips ensembles that do not serve or are being loaded. ``returned`` returns a marked ensemble when all its members serve.
         """
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
         for name in gone:

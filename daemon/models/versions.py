@@ -67,7 +67,7 @@ class VersionEntry:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether the version is not loaded for lack of a usable device."""
+        """Returns whether the daemon gave the version up because no device is usable for it."""
         return bool(self.given_up) and not self.deaths
 
     @property

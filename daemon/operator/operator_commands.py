@@ -217,7 +217,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors of these processes, newest first. An error has the name of its process under the key "front"."""
+    """Returns the latest errors of fronts and workers, newest first. The key "front" holds the name of the front or worker."""
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

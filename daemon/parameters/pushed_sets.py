@@ -50,7 +50,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Returns what clients see of this push. "kept" is where the values are: "memory", "file", "repository" or "none"."""
+        """Describes the push to clients. "kept" tells where the values are: "memory", "file", "repository" or "none"."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {

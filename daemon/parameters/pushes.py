@@ -491,7 +491,7 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets the loads of a dead worker that had waited for pushed values. ``worker``: the number of the process."""
+        """Removes an ended worker's loads that wait for pushed values. ``worker``: the number that the daemon gave the worker."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:

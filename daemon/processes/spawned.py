@@ -49,8 +49,8 @@ def spawn(
     """Starts ``python -m module`` as a child process.
 
     Args:
-      arguments: the arguments of the program, besides that for the control channel.
-      environment: variables that the child gets besides those of this process.
+      arguments: the program's arguments. A further argument for the control channel is added.
+      environment: variables that the child gets in addition to the variables of this process.
       pass_fds: descriptors that the child inherits, under the same numbers.
     Raises OSError if no memory, process id or file descriptor is free.
     """

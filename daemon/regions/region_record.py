@@ -96,8 +96,8 @@ class RegisteredRegion:
 def is_owner(peer: Peer, owner: Peer) -> bool:
     """Returns whether the client ``peer`` may unregister a region that the client ``owner`` registered.
 
-    On Unix sockets the user must be the same. On TCP any client may unregister a region that came over TCP. The operator may
-    unregister every region.
+    A region from a Unix socket needs a Unix socket of the same user. A region from TCP needs a client on TCP, of whichever user.
+    The operator may unregister every region.
     """
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
 

@@ -114,7 +114,7 @@ class Account(Holdings):
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """Returns the error text for a request that was not sent in time, because its client had too many unread answers."""
+        """Returns an error text, which says how many bytes of answers wait for the client and how many may wait."""
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"

@@ -43,7 +43,7 @@ class CallServer(Protocol):
         """
 
     def took(self, call: Any) -> None:
-        """Tells the called model that the caller has taken a response, so that the model may send another one."""
+        """Lets the called model send its next response to ``call``, because the caller has taken a response."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
         """Has the daemon load or unload a model, or say whether it is ready. Returns the daemon's answer.

@@ -56,11 +56,11 @@ Apply = Callable[..., dict[str, Any]]
 
 
 def declared_order(config: ModelConfig, module: ModuleType, described: Signature) -> int:
-    """Returns how many orders of derivatives model.py or the configuration declares for a model; 0: none.
+    """Returns how many orders of derivatives model.py or the configuration declares for a model. Returns 0 if there are none.
 
-    ``described``: all tensors of the model.
-    Raises InvalidArgument: the declared value is malformed, or the exported programs contain fewer orders. Raises Unsupported:
-    the model cannot have derivatives.
+    ``described``: the model's inputs and outputs.
+    Raises InvalidArgument if the declared number is malformed, or larger than the number of orders that a model exported with
+    derivatives has. Raises Unsupported if the model cannot have derivatives.
     """
     # Exported programs carry theirs whether they are asked for or not.
     carried: int | None = getattr(module, "vjp_order", None)
@@ -195,7 +195,7 @@ def named_lacking(config: ModelConfig, lacking: Mapping[str, str], failed: Mappi
 def check_samples(config: ModelConfig, lacking: Mapping[str, str] | None) -> None:
     """Raises InvalidArgument if a sample of ``model_warmup`` is of a derivative that the model lacks.
 
-    ``lacking``: derivative's name -> why it is not there; None: the model has none.
+    ``lacking``: maps each missing derivative's name to the reason. If it is None, the model has no derivatives.
     """
     for sample in config.model_warmup:
         kind = sample.name.partition(".")[0]

@@ -52,7 +52,7 @@ class _Asked(NamedTuple):
 
 
 class RequestInputs:
-    """The properties of requests (id, priority, parameters and such) that one model version gets as inputs."""
+    """Makes inputs for a model version from properties of its requests, such as id, priority and parameters."""
 
     def __init__(self, model: str, asked: list[_Asked], batches: bool) -> None:
         self._model = model

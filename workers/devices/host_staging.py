@@ -64,7 +64,7 @@ class StagingPool:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Unlocks the page-locked memory that no thread uses. ``give_back`` unlocks the rest. A second call does nothing."""
+        """Unlocks the pool's page-locked memory. Memory that a thread still uses is unlocked when the thread returns it."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())

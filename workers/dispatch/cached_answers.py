@@ -41,9 +41,9 @@ class CachedAnswers:
         self._clock = clock
 
     def answer(self, version: ModelVersion, request: Request, cache: ResponseCache) -> bool:
-        """Answers a request from the cache. Returns False if no answer is stored.
+        """Answers a request from the cache. Returns False, without an answer, if the cache has no answer to the request.
 
-        If the request's parameter set or a region's memory does not exist any more, the request is answered with an error.
+        If the request's parameter set or region no longer exists, sends an error as the answer and returns True.
         """
         began_ns = self._clock()
         if request.regions:

@@ -359,7 +359,7 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """True if no model runs step by step, and the program that ran last is known to fit into one iteration of the loop."""
+        """True if no model runs step by step, and the last program's estimated work fits into one iteration of the loop."""
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:

@@ -203,7 +203,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Makes ``self.step`` run this model version as well, as long as the version has requests."""
+        """Adds a model version to the versions that ``step`` runs. ``step`` removes a version that has nothing left to run."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)

@@ -35,7 +35,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Restores settings of the Python process that the code of a model has changed, such as ``gc`` and JAX's configuration."""
+    """Undoes models' changes to settings of the Python process, such as JAX's, at the start and end of each ``kept`` block."""
 
     # To be used only outside of ``OwnFlags.code`` blocks, in which settings of JAX are a model's own.
 

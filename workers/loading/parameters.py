@@ -28,7 +28,7 @@ _ARRAY = object()
 
 
 def warn_of_leaves(model: str, parameters: Any) -> None:
-    """Logs a warning if parameters that are no arrays, such as lists, are large. They become constants of programs."""
+    """Logs a warning if large parameters of a model are no arrays, because they become constants and slow down compiling."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     fixed = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _ARRAYS)]
     sizes = (getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float))) for _, leaf in fixed)

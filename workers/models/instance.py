@@ -30,7 +30,7 @@ class Instantiated(RunnableModel, Protocol):
         return
 
     def close(self) -> None:
-        """Ends the model after its last batch. Raises nothing."""
+        """Ends the model. The caller runs no batch afterwards. Raises nothing."""
         return
 
 
@@ -152,7 +152,7 @@ class Instance:
         return False
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Ends this instance's model and thread after all batches. The worker's loop then calls ``closed``."""
+        """Makes the instance end after its queued batches, and does not wait. The worker's loop calls ``closed`` at the end."""
         self.closing = True
         self._jobs.put(_Closing(closed))
         if self._failure is not None:

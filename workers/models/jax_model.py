@@ -36,9 +36,9 @@ from tensord.workers.threads.cancellation import Cancellation
 
 
 class GatheredRun:
-    """Runs batches of a model with sequence state. The C extension has put the inputs into the program's memory before.
+    """Runs batches of a model with sequence state, whose inputs the C extension has already copied into the program's memory.
 
-    Only the thread that runs the instance's batches uses this. The thread reads a batch's outputs before it runs the next.
+    Only one thread may use this object. The thread must read a batch's outputs before it runs the next batch.
     """
 
     def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:

@@ -93,9 +93,9 @@ class ResponsesByNumber:
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
 
     def add_at_once(self, first: int, count: int, waited_ns: int) -> None:
-        """Counts ``count`` responses of one request from position ``first`` on, which were sent together.
+        """Counts ``count`` responses of one request, sent together, of which the earliest is response number ``first`` (from 0).
 
-        ``waited_ns``: the time between them and the response before.
+        ``waited_ns``: the time between the request's previous response and response ``first``.
         """
         if not len(self._counts):
             self._open()
@@ -318,7 +318,7 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts successful responses after a sender's first. The time to write them counts as 0."""
+        """Counts ``count`` successful responses that a sender sent together after its first. Adds no time for writing them."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns

@@ -158,10 +158,7 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Withdraws the memory in ``places`` from XLA, so that XLA does not write outputs there any more.
-
-        The request must have been answered before.
-        """
+        """Makes XLA stop writing outputs into the memory that ``places`` offered. The caller has answered the request before."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()

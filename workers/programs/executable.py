@@ -72,7 +72,7 @@ class Inputs(Protocol):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The arrays into which the arguments are copied, by argument name."""
+        """The arrays into which the program's arguments are copied before a run, by argument name."""
 
     def send(self) -> dict[str, Any]:
         """Returns the arguments by name. For a GPU, sends them there first.

@@ -297,7 +297,7 @@ class JaxCache:
 
 
 def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
-    """Has JAX store every compiled program in ``directory``. Returns the cache; None: no directory, or JAX refuses."""
+    """Makes JAX store compiled programs in ``directory``. Returns None if ``directory`` is None or this JAX version cannot."""
     if directory is None:
         return None
     try:

@@ -275,7 +275,7 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for ``wanted``, which was not compiled at load. The caller passes it to ``add``.
+        """Compiles and returns an executable that was not compiled at load. The caller must then call ``add`` with it.
 
         Raises Internal: outputs are not as declared, or rows affect each other. Errors of tracing are raised unchanged.
         """
@@ -308,7 +308,7 @@ class Executables:
             self._lowering.traced.clear()
 
     def leaks(self) -> bool:
-        """Traces the smallest program once more. Returns whether the model's code keeps values of the trace afterwards."""
+        """Traces the smallest program, and returns whether the model's code keeps JAX tracers after the trace has ended."""
         wanted = next(iter(self.made), None)
         return wanted is not None and leaks(functools.partial(self._lowering.lower, *wanted, self._usual))
 

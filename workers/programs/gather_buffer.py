@@ -101,7 +101,7 @@ class RaggedBuffer:
         self.array = array
 
     def fill(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies the requests' elements into the memory, and zeros the rest. Returns the number of bytes copied."""
+        """Copies the requests' elements into the buffer, and zeros the rest. Returns the bytes copied, without the zeros."""
         at = 0
         for request in requests:
             array = flat(request.arrays[self._name])

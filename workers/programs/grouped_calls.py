@@ -424,9 +424,9 @@ class GroupedCalls:
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
-        """Returns the program for ``waiting`` requests in one call, or None if each request must run alone.
+        """Returns the program that runs several of the waiting requests in one call, or None if each request must run alone.
 
-        ``key``: the shape of the requests. The program may have room for more requests. If too many wait, it runs some of them.
+        ``key``: the requests' shape. ``waiting``: how many requests wait. The program may have room for more or fewer requests.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]

@@ -133,7 +133,7 @@ class DevicePlacer(Placer):
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Builds a tree of parameters from arrays in host memory. For None, takes the model's original leaf."""
+        """Builds a tree of parameters from arrays in host memory. None in ``host`` stands for the model's original leaf."""
         # Copies what is not aligned or has another datatype, because XLA's own copy takes three times as long.
         whole = zip(host, self._fixed, self.leaves, strict=True)
         laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]

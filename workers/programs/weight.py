@@ -39,7 +39,7 @@ _ITERATION = 1 << 22
 
 
 def work_of(program: Program) -> tuple[float, float]:
-    """Returns a program's floating-point operations, and the bytes that it reads and writes; -1: unknown."""
+    """Returns a program's floating-point operations and its bytes read and written. Each number is -1 if XLA cannot tell it."""
     cost = program.cost_analysis() or {}
     flops = cost.get("flops", -1.0)
     if flops >= 0:

@@ -117,9 +117,9 @@ class CheckedInputs(dict[Inputs, Checked]):
 
 
 class Preparation:
-    """Saves a worker from repeating work for each request with the same prepared part.
+    """Stores results of checks, and plans for answers, for all requests with the same prepared part, to save repeated work.
 
-    Stores the results of checking such requests, and plans for building the answers. They are valid for one load of the model.
+    The stored results are valid for one load of the model.
     """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")

@@ -162,7 +162,7 @@ class RequestTimeline:
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
     """Makes the timeline of the traced request that ``record`` describes. The request was queued at ``queued_ns``.
 
-    If ``context`` has the same request id as ``record``, the timeline keeps ``context`` as the client's trace.
+    The timeline belongs to the client's trace ``context`` if both have the same request id, and else to no client's trace.
     """
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:

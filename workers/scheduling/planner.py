@@ -82,7 +82,7 @@ class Planner(ABC, Generic[P]):
 
     @property
     def lives(self) -> bool:
-        """True if the dispatcher must call ``decide`` even without waiting requests. The default is False."""
+        """True if the dispatcher must call ``decide`` even when no requests wait. The default is False."""
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:

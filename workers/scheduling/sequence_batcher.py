@@ -96,7 +96,7 @@ class DirectBatcher(Generic[S]):
         return [live.waiting[0] for live in sorted(chosen, key=_number)]
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that ready sequences have different slots."""
+        """Asserts, for tests, that sequences whose next request can run have different slots."""
         assert all(live.ready for live in self._ready)
         assert len({live.slot for live in self._ready}) == len(self._ready) <= self._rules.slots
 

@@ -115,7 +115,7 @@ class StepBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """Returns whether a request has a slot, or the results of a run are still to be read from the device."""
+        """Returns whether a request occupies a slot of the batch, or a run's results have not been read from the device yet."""
         return bool(self._holders) or self._on_their_way > 0
 
     def due_ns(self, instance: int = 0) -> int | None:

@@ -15,9 +15,9 @@ class CoroutineThread:
     """The thread that runs the coroutines of one instance of a model. Only the instance's own thread may use this object."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """Starts no thread yet. ``name``: the thread's name.
+        """The first use starts the thread, under the name ``name``.
 
-        ``code``: makes a context in which the thread runs the model's code.
+        ``code``: returns a context manager, which surrounds the model's code in the thread.
         """
         self._name = name
         self._code = code

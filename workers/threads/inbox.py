@@ -26,9 +26,9 @@ class Inbox:
         return self._fd
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
-        """Queues a function for the worker's loop, and wakes the loop. Does nothing after ``close``.
+        """Adds a function to the queue, and wakes the worker's loop to call it. Does nothing after ``close``.
 
-        ``soon``: if False, a loop that looks at the queue anyway (see ``look``) is not woken.
+        ``soon``: if False, the loop is not woken while ``look`` has set that the loop reads the queue by itself.
         """
         self._calls.append(call)
         # Who drains says so before it looks.
