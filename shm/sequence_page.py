@@ -179,10 +179,10 @@ class SequencePage(Page):
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Reads the number that the worker stored for a sequence or a model version. Returns 0 if the worker stored none.
+        """Returns the number that the worker wrote under ``key``, or 0 if the page has no such key.
 
-        For a sequence this is ``admitted << 2 | state``: its admission time in ns, and its ``SequenceState``. For a model version
-        it is ``edition << 42 | free << 22 | backlog << 2``: a count of updates, free slots, and waiting sequences.
+        A sequence's number is ``admitted << 2 | state``: its admission time in ns, and its ``SequenceState``. A model version's
+        number is ``edition << 42 | free << 22 | backlog << 2``, with the fields of ``FreeSlots``.
         """
         low, high = key
         words = self._words

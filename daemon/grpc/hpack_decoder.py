@@ -68,9 +68,9 @@ class LibraryDecoder:
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
         """Decodes the next HPACK block of the connection, and returns the header fields as a pair (common, others).
 
-        ``common``: the fields with a name in ``COMMON``, as bytes that ``fields`` unpacks. ``others``: all other fields. A
-        pseudo-header, such as ``:path``, that the client sends after a field of ``others`` is put into ``others`` too.
-        Raises ValueError if ``block`` is malformed. Raises OverflowError if its header fields are larger than allowed.
+        ``common``: the fields with a name in ``COMMON``, as bytes that ``fields`` unpacks. ``others``: all other fields, and
+        pseudo-headers, such as ``:path``, that the client sends after one of them.
+        Raises ValueError if ``block`` is malformed. Raises OverflowError if the block's header fields exceed the size limit.
         """
         try:
             return parted([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])

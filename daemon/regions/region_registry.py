@@ -59,7 +59,7 @@ class Chosen(msgspec.Struct):
 
 
 class RegionRegistry:
-    """Registers, renews and unregisters regions on every worker that can use them."""
+    """Registers and unregisters clients' regions on every worker that can use them."""
 
     def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
         """Stores the arguments. No region is registered yet. ``gpus_each``: how many GPUs each worker has."""

@@ -209,9 +209,9 @@ class Submitter:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def look_again(self) -> None:
-        """Sends the requests that wait until this front has read all records of the supervisor, if none is left to read.
+        """Sends the waiting requests, if this front has read all records that the supervisor has sent.
 
-        Such a request waits because an unread record may say that the request's model is now on another worker.
+        The requests wait because an unread record may say that their model is now on another worker.
         """
         if (self._refused or self._unread) and not self._is_behind():
             refused, self._refused, self._unread = self._refused, {}, False

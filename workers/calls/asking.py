@@ -144,11 +144,11 @@ class NotAllowed(InvalidArgument):
 
 
 def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Asks the daemon to load the model ``name`` for the running model, and waits until it is loaded.
+    """Asks the daemon to load the model ``name``, and waits until it is loaded.
 
     Implements ``tensord.models.load_model``. ``config``: the configuration as JSON; "": the one in the repository. ``files``:
     contents of files by name, which replace the model's files of these names.
-    Raises NotAllowed if the running model has no permission to load models.
+    Raises NotAllowed if the caller is not the code of a model that is being loaded or served.
     """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))

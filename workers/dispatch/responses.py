@@ -191,7 +191,7 @@ class Responses(ResponseReceiver):
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Handles the cancellation of a request: wakes the model's code if it waits for room to send.
+        """Wakes the model that answers a cancelled request, if the model waits until the client takes responses.
 
         Ends the request if the model's function has already returned.
         """

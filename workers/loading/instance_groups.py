@@ -123,7 +123,7 @@ class InstanceGroups:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Starts the instances of a worker's models."""
+    """Starts the instances of models on a worker, each with a thread of its own."""
 
     #: The number of the worker's first GPU; None: the worker runs on the processor.
     gpu: int | None

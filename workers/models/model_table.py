@@ -136,7 +136,7 @@ class ModelTable:
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a model version is ready without asking its code: it serves and has no ``is_ready``. Thread-safe."""
+        """Returns whether a model version is served and has no ``is_ready`` function, so that it is surely ready. Thread-safe."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 

@@ -361,8 +361,8 @@ class RequestQueue(Generic[W]):
     def take(self, key: Hashable, max_rows: int) -> list[W]:
         """Removes requests with this batching key from the queue and returns them. Together they have at most ``max_rows`` rows.
 
-        If the first request alone has more rows, only this request is returned. Requests of priority level 1 come first. In each
-        level, requests whose timeout has passed come last.
+        If the first request alone has more rows, only this request is returned. Requests of priority level 1 come first. Within
+        a level, requests that are past their timeout come last.
         """
         taken: list[W] = []
         rows = 0
