@@ -345,7 +345,6 @@ def _of_trace_config(value: str) -> str | None:
 
 
 def _of_cache_config(value: str) -> str:
-    """Returns the flag that means the same as ``--cache-config=value``."""
     cache, _, setting = value.partition(",")
     name, _, size = setting.partition("=")
     if cache != "local":

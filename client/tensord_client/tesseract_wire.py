@@ -86,8 +86,6 @@ def dtype_for(tensor: Tensor) -> np.dtype[Any]:
 
 
 class _Encoded:
-    """An array of a request that is not decoded yet. Its ``dtype`` is None if there is none of its ``name``."""
-
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.shape, self.name, self.data = given["shape"], given["dtype"], given.get("data")
         self.dtype = _DTYPES.get(self.name)

@@ -137,7 +137,6 @@ class ClientSocket:
         self._listener = listener
 
     def _default_folder(self) -> Path:
-        """Returns the folder in which the control socket lies."""
         configured = self._options.supervisor.control_socket
         return Path(configured).parent if configured else runtime_directory.own(self._environment)
 

@@ -180,10 +180,9 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """A JSON object of a request that is refused, because a NUL byte follows the object at the offset ``end``."""
-
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})
+        # Here a NUL byte follows the object, which is why its request is refused.
         self.end = end
 
 

@@ -192,7 +192,6 @@ class Ensembles:
         return all(self._ready(name, number) is not None for name, number in found.members)
 
     def _ready(self, name: str, number: int) -> VersionEntry | None:
-        """Returns version ``number`` (-1: the newest) if it serves, else None."""
         versions = self._models[name].versions if name in self._models else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY and number in (-1, n)]
         return versions[max(ready)] if ready else None

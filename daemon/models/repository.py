@@ -436,7 +436,6 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs each folder in ``others`` (path -> why it is no model) once, unless a model in ``found`` has its name."""
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

@@ -184,7 +184,6 @@ class RegionRegistry:
         return gpu
 
     def _placed(self, region: RegisteredRegion) -> bool:
-        """Returns whether only workers on the region's GPU can use it."""
         return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:

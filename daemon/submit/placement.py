@@ -156,7 +156,6 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends ``request``, which waited for the memory ``lease``. If ``lease`` is an error, answers with it instead."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)

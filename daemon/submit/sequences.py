@@ -145,7 +145,6 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker on which the sequence ``key`` is live, or None. If several have it, returns where it began last."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)

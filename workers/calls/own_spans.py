@@ -51,8 +51,6 @@ def trace_id() -> str:
 
 
 class _OpenSpan:
-    """A ``with`` block, whose end is the end of a span."""
-
     def __init__(self, made: Span) -> None:
         self._span = made
 

@@ -405,7 +405,6 @@ class _Artifact:
         return found
 
     def _loaded(self) -> dict[str, Any]:
-        """Returns the parameters in the program's file, by name. Raises InvalidArgument: the program takes other ones."""
         wanted = {leaf.name: leaf for leaf in self._programs[0].parameters}
         if not self._parameters:
             return {}

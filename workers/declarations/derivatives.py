@@ -303,8 +303,6 @@ def _spec(name: str, leaf: Any) -> TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFunction:
-    """A model's function, with the names of its tensors and of its derivatives' tensors."""
-
     apply: Apply
     names: Names
     inputs: list[str]

@@ -261,8 +261,6 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """The unfinished copies of an answer's outputs into GPU memory."""
-
     # The arrays are kept until the copies have finished.
     __slots__ = ("_regions", "_sources")
 

@@ -132,7 +132,6 @@ class _Memory:
         self._is_populated = False
 
     def _mapped(self) -> mmap.mmap:
-        """Maps the memory without allocating its pages."""
         try:
             os.truncate(self.fd, self.byte_size)
             return mmap.mmap(self.fd, self.byte_size)

@@ -182,7 +182,6 @@ class StepPrograms:
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
     def _checked(self, function: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Returns a function's outputs as arrays. Raises Internal if one has not the shape ``lead`` plus declared dims."""
         what = f"model '{self._signature.model}': {function} returned"
         if not isinstance(outputs, dict):
             raise Internal(f"{what} {type(outputs).__name__} as its outputs, a dict of arrays is expected")
