@@ -57,7 +57,7 @@ class Passes:
 
 
 class SampleCounter(Passes):
-    """Chooses one request in every ``rate`` for tracing. The requests of all fronts are counted together."""
+    """Selects every ``rate``-th request for tracing. All fronts count their requests in one shared counter."""
 
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 

@@ -124,7 +124,10 @@ class AsyncModel(Calls):
         return asked.result(await (await self.derivative(PUSH_FORWARD))(asked.arrays(inputs, tangents), **own))
 
     async def value_and_gradient(self, inputs: Mapping[str, Any], **own: Unpack[Own]) -> tuple[Answer, Answer]:
-        """Computes the outputs and the gradient of the model's only floating output, as ``Model.value_and_gradient`` does."""
+        """Computes the model's outputs and the gradient of its only floating output with respect to its floating inputs.
+
+        The arguments, results and errors are the same as for ``Model.value_and_gradient``.
+        """
         asked = self._asked(VALUE_AND_GRADIENT)
         return asked.parts(await (await self.derivative(VALUE_AND_GRADIENT))(asked.arrays(inputs, {}), **own))
 

@@ -131,7 +131,7 @@ class Gateway:
 
 
 async def ask(model: AsyncModel, inputs: Mapping[str, Any], **own: Any) -> Answer:
-    """Calls ``model`` and returns the answer. Repeats the call while this process uses too many earlier answers.
+    """Returns the model's answer. While earlier answers hold too much memory of this process, it calls the model again.
 
     ``own``: further keyword arguments of the call.
     """

@@ -62,7 +62,7 @@ class Slots:
     """
 
     def __init__(self, memory: Memory) -> None:
-        """Starts without kept memory. Of the client's shared memory (``memory``), at most half is kept for later requests."""
+        """Starts empty. The slots may take half of the size that the daemon allows for ``memory``, the client's shared memory."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.
@@ -85,7 +85,7 @@ class Slots:
             return slot
 
     def add(self, slot: Slot) -> None:
-        """Keeps the shared memory ``slot`` of an answered request for a later request of the same kind."""
+        """Keeps ``slot``, the shared memory of an answered request, for a later request with an equal ``slot.kind``."""
         with self._lock:
             self._free.setdefault(slot.kind, []).append(slot)
             self._free.move_to_end(slot.kind)

@@ -157,9 +157,10 @@ class Point:
         gateway.bound("the rows of inputs have", sum(each.nbytes for each in self.arrays.values()), "bytes", most)
 
     def in_rows(self, name: str, array: Array, dimensions: int) -> Array:
-        """Returns ``array`` with as many rows as the other inputs have. If it has one row, or no axis for rows, it is repeated.
+        """Returns ``array`` with ``self.rows`` rows, as many as the other inputs have. If ``array`` has one row, it is repeated.
 
-        ``dimensions``: the number of dimensions without rows. Raises InvalidArgument if the array has another number of rows.
+        ``dimensions``: the number of dimensions of one row. An array with only these dimensions counts as one row.
+        Raises InvalidArgument if ``array`` has neither one row nor ``self.rows`` rows.
         """
         array = array if array.ndim > dimensions else array[None]
         if array.shape[0] not in (1, self.rows):

@@ -104,7 +104,7 @@ class SharedCounters:
         return self._words[row * _WORDS + _TRACES]
 
     def note_sent(self, row: int, count: int) -> None:
-        """Stores how many records the supervisor has sent to the front in row number ``row``, or is about to send."""
+        """Stores the number of records that the supervisor has sent, or is about to send, to the front of this ``row``."""
         self._words[row * _WORDS + _SENT] = count
 
     def clear(self, row: int) -> None:

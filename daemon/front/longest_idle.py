@@ -76,11 +76,10 @@ class LongestIdle:
 
 
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
-    """Returns a description of a connection for operators.
+    """Returns a connection's state for operators, with the keys owner, idle_s, request_bytes and answer_bytes.
 
-    The keys are owner, idle_s (the seconds from the last use to ``now``, None while it is in use), and request_bytes and
-    answer_bytes (the bytes that the connection holds of each arena).
-    ``account``: counts these bytes. If it is None, owner is "" and the bytes are 0.
+    idle_s is the seconds from the connection's last use to ``now``, or None while the connection is in use. request_bytes and
+    answer_bytes are the bytes that the connection holds of each arena. If ``account`` is None, owner is "" and the bytes are 0.
     """
     return {
         "owner": "" if account is None else account.client.owner,

@@ -301,7 +301,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the connection is open, every request is answered and every response is sent."""
+        """Returns True if the connection is open and has no request whose response is still to be computed or sent."""
         if self.http2.phase is CLOSED or self._paused_since:
             return False
         return all(stream.idle for stream in self.http2.streams.values())

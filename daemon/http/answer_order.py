@@ -130,8 +130,8 @@ class AnswerOrder:
     def answer_part(self, part: bytes) -> bool:
         """Writes ``part``, the next bytes of the answer to the oldest request. Only a ``Generation`` is answered in parts.
 
-        Returns whether the caller may write the next part now. If not, the request's ``written`` is called when the client has
-        taken enough bytes. The caller calls ``answered`` after the last part.
+        Returns whether the caller may write the next part at once. If not, the caller waits until the request's ``written`` is
+        called. After the last part, the caller must call ``answered``.
         """
         self.transport.write(part)
         if not self.flow.write_paused:

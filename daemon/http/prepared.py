@@ -321,7 +321,7 @@ class AnswerText:
 
         ``client_id``: the id that the client gave the request. ``record``: the worker's answer, with the tensors' contents.
         ``view``: returns a view of a slice of shared memory, without a copy.
-        Returns None if this object has no head yet, or only one for tensors of other sizes.
+        Returns None if no head is cached, or if the tensors have other sizes than when the head was made.
         Raises InvalidArgument if a tensor is outside the arena.
         """
         if self._sizes is None:

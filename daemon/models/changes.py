@@ -545,7 +545,7 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns the future result of a model's running load, an error message or "". Returns None if no load runs."""
+        """Returns a future of a model's running load, or None. The future's result is the load's error, or "" for success."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 

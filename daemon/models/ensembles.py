@@ -158,7 +158,7 @@ class Ensembles:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Returns the ensembles that have to be loaded again now: missing members serve again, or a member was replaced."""
+        """Returns the ensembles to load again now, because missing members serve again or a member was replaced."""
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)
@@ -171,7 +171,7 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Returns the models that are used by the ensemble ``name`` or by ensembles in the result, and by no other ensemble.
+        """Returns the models that only the ensemble ``name`` uses, itself or through other models in the result.
 
         Leaves out the models in ``kept``. An ensemble comes before the models that it uses.
         """

@@ -51,7 +51,7 @@ class Publish:
 class Forget:
     """Instruction to delete the parameter sets that clients have pushed to a model version.
 
-    If ``outdated`` is true, sets with a push since the last ``Outdate`` instruction for this version are kept.
+    If ``outdated`` is true, only sets without a push since the version's last ``Outdate`` instruction are deleted.
     """
 
     name: str

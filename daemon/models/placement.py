@@ -73,7 +73,7 @@ def _shared(config: ModelConfig, devices: Sequence[str], rate_limited: bool, eac
 
 
 def say_kinds(config: ModelConfig, devices: Sequence[str]) -> bool:
-    """Sets KIND_GPU in instance groups without a kind, if ``devices`` has GPUs and CPUs. Returns whether any was set."""
+    """Sets KIND_GPU in instance groups without a kind if ``devices`` mixes GPUs and CPUs. Returns whether a group changed."""
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
         for group in config.instance_group:

@@ -253,7 +253,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
 
 
 def poll(path: Path) -> FoundModel:
-    """Reads the model in the folder ``path``. A mistake there becomes the ``error`` of the result."""
+    """Reads the model's configuration in the folder ``path``. If the model is wrong, the result's ``error`` says why."""
     name = path.name
     try:
         if not NAME.fullmatch(name):

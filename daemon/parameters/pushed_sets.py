@@ -111,7 +111,7 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns by version the number of pushed sets, and the serial number of the newest push into ``main`` (or else 0)."""
+        """Returns by version the number of pushed sets, and the serial number of the newest push into ``main`` (0 if none)."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()

@@ -37,9 +37,9 @@ class Holdings:
 
 
 class ClientAccount(Holdings):
-    """Counts the arena bytes that one client holds with all connections, because each client has a limit.
+    """Counts the arena bytes that one client holds through all its connections. Each client has a limit.
 
-    ``sizes``: the bytes of the largest small lease, of the largest medium lease, and of the whole arena (see ``limit_of``).
+    ``sizes``: the most bytes of a small lease, the most bytes of a medium lease, and the bytes of the whole arena.
     """
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
@@ -99,7 +99,7 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of this ``kind`` (model, version, input shapes) have large answers."""
+        """Records that this client's requests of one ``kind`` (model, version, input shapes) have large answers."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()

@@ -108,7 +108,7 @@ class ArenaSpace:
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """Notes that the content of a lease has arrived completely."""
+        """Records that a lease has received its whole content. Requests that wait for memory may then get memory."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size

@@ -64,7 +64,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Stops polling, because answers have come. Call it while the answered requests still count as in flight."""
+        """Stops polling, because answers have come. Call it before the answered requests leave ``in_flight``."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

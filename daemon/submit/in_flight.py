@@ -105,7 +105,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Called when the request, which waited for memory, is sent or answered. Subclasses override it; here it does nothing."""
+        """Called when the request stops waiting for memory, because it was sent or has failed. Subclasses override it."""
 
     def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Sends an answer to the client. Called with each answer, and never again after the final answer.

@@ -508,7 +508,7 @@ class Submitter:
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until the load of a model version has ended. Raises Unavailable after ``requests.worker_wait`` seconds."""
+        """Waits while a model version is being loaded. Raises Unavailable if it takes over ``requests.worker_wait`` seconds."""
         try:
             async with asyncio.timeout(self._worker_wait):
                 while self.is_loading(model, version):

@@ -15,7 +15,7 @@ class DerivativeCall:
     """Makes the inputs for calls of a model's derivative, such as ``pull_back``, and renames the outputs of the answers."""
 
     def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
-        """Prepares calls of a model's derivative ``kind``, such as "pull_back". The other arguments are the model's."""
+        """Prepares calls of a derivative. ``kind``: such as "pull_back". The other arguments describe the model itself."""
         names = Names(model)
         self._inputs = {tensor.name: tensor.datatype for tensor in inputs}
         of = inputs if kind == PUSH_FORWARD else () if kind == VALUE_AND_GRADIENT else outputs

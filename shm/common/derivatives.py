@@ -95,10 +95,10 @@ def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
 
 
 def described(name: str, own: T, derivatives: Mapping[str, T], lacking: Mapping[str, str]) -> T:
-    """Returns the configuration of the model or derivative ``name``, which is ``own`` for the model, else in ``derivatives``.
+    """Returns ``own`` if ``name`` is the model's name, or the entry in ``derivatives`` if ``name`` is a derivative's name.
 
-    Raises InvalidArgument if ``name`` is a derivative that the model lacks. ``lacking``: for each name of such a derivative, the
-    reason why the model lacks the derivative, for the error's text.
+    Raises InvalidArgument if ``name`` is a derivative that the model lacks. ``lacking``: the reason for each derivative that the
+    model lacks, for the error's text.
     """
     if of_model(name)[1] and name not in derivatives:
         raise InvalidArgument(lacks(*of_model(name), lacking))

@@ -45,7 +45,10 @@ class Served(Protocol):
         """Ends a sequence without a further request. It does nothing if there is no such sequence."""
 
     def derivative(self, name: str) -> Served:
-        """Returns the model that computes a derivative of this one. Raises NotFound if there is none called ``name``."""
+        """Returns the model with the name ``name``, such as "model.pull_back", which computes a derivative of this model.
+
+        Raises NotFound if there is no such derivative.
+        """
 
     def close(self) -> None:
         """Waits until all requests are answered, then unloads the model. Idempotent."""

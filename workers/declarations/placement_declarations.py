@@ -46,10 +46,10 @@ def device_count(config: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """Returns the numbers of the GPUs that a model runs on if its configuration lists none.
+    """Returns the GPU numbers for a model whose configuration lists none. Returns an empty sequence if ``gpu`` is None.
 
     ``module``: the model's code, which may say how many devices the model needs. ``count``: how many devices the worker has.
-    ``gpu``: the number of the worker's first GPU, or None if the worker runs on the CPU. Then an empty sequence is returned.
+    ``gpu``: the number of the worker's first GPU, or None if the worker runs on the CPU.
     """
     said = device_count(config, module) if config.backend == "jax" else 0
     return () if gpu is None else range(gpu, gpu + min(max(1, said), count))

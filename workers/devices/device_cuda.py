@@ -127,7 +127,10 @@ class CudaDevice:
 
     @property
     def host(self) -> HostStaging:
-        """Page-locked memory through which small tensors cross the bus in one transfer. Raises DeviceLost: the GPU failed."""
+        """The device's page-locked host memory, through which small tensors are copied to or from the GPU in one transfer.
+
+        Raises DeviceLost if the GPU has failed.
+        """
         if self._host is None:
             self._host = self._pieces.take()
         return self._host

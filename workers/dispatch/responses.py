@@ -154,7 +154,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends ``result`` after the sender's earlier responses; None: only ends the request. ``final``: it is the last."""
+        """Sends a request's next response. If ``result`` is None, it only ends the request. ``final``: whether no more follow."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)

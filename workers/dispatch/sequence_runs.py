@@ -115,10 +115,10 @@ class SequenceRuns:
             self._register.tell()
 
     def fail(self, requests: list[tuple[int, int, int]], error: Exception | None) -> None:
-        """Answers requests with an error, because their run failed or its outputs were not as expected. None of them runs again.
+        """Answers the requests of a failed run with an error. The requests are not run again.
 
-        ``requests``: the lane's file descriptor, the request id, and the time of arrival (CLOCK_MONOTONIC, ns) of each.
-        ``error``: what the run raised; None: its outputs were wrong.
+        ``requests``: for each request, the file descriptor of its lane, its id and its arrival time (CLOCK_MONOTONIC, ns).
+        ``error``: the exception that the run raised, or None if the run's outputs were wrong.
         """
         name, model, version = self._version.name, self._model, self._version
         lost = isinstance(error, StateLost)

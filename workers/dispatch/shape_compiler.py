@@ -76,7 +76,7 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has a thread compile the program ``wanted`` for a batch, whose requests wait outside the queue until then.
+        """Has a thread compile the program ``wanted``. The requests of ``batch`` leave the queue and wait until it is compiled.
 
         Requests in the queue with the same batching key wait, too. If too many shapes are being compiled already, the requests
         of the batch are answered with Unavailable.

@@ -124,7 +124,7 @@ class StepRows:
             self._joined.clear()
 
     def leave_all(self) -> None:
-        """Ends the joint sending of responses to several requests. Until ``join`` is called, each response is sent alone."""
+        """Removes all requests that have joined. Until they join again, each of their responses is sent alone."""
         for slot in list(self.members):
             self.leave(slot)
 

@@ -72,7 +72,7 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns a program, or None if there is none, for each number of rows from 1 to ``most``. ``key`` is ignored."""
+        """Returns the programs for 1 to ``most`` rows, in this order, with None for each missing program. ``key`` is ignored."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:

@@ -90,9 +90,10 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds the state of the request's sequence to the request's inputs. The shapes of both become the request's batching key.
+        """Adds the state of the request's sequence to the request's inputs, and sets the request's batching key.
 
-        If the state does not fit the inputs, the inputs stay unchanged, and the key becomes an ``Unfit`` with the error.
+        The key says the shapes of the inputs and of the state. If the state does not fit the inputs, the inputs stay unchanged,
+        and the key becomes an ``Unfit`` with the error.
         """
         kept = None if request.controls.start else request.live.kept
         try:
@@ -145,8 +146,8 @@ class FreeState:
     ) -> list[Result]:
         """Stores the new state of each request's sequence after a run. Returns the run's results without the states.
 
-        ``live``: returns all sequences of the model. If the states of all sequences would exceed the model's limit, a new state
-        is not stored, and its request's result becomes the error Unavailable.
+        ``live``: returns all sequences of the model, whose states have a common size limit. If a new state would exceed the
+        limit, it is not stored, and its request's result becomes the error Unavailable.
         """
         return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

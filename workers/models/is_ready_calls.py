@@ -51,7 +51,10 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Asks each instance whether it is ready. ``answered`` gets True in the loop if all say yes within 5 seconds."""
+        """Asks each instance in a thread whether it is ready. The worker's loop then calls ``answered``.
+
+        ``answered`` gets True if all instances say yes, and False if one does not or if 5 seconds have passed.
+        """
         self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)

@@ -135,9 +135,9 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a copy of this model without state, whose programs ``count`` threads may run at the same time.
+        """Returns a model without state that shares this model's programs. ``count`` threads may run it at the same time.
 
-        A model without a batch dimension may run several requests in one program call, but not if ``alone`` is true.
+        ``alone``: whether a model without a batch dimension runs each request in a program call of its own.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
@@ -156,7 +156,7 @@ class JaxModel:
         return self._buckets.fitting(requests) if self.ragged else len(requests)
 
     def find(self, requests: Sequence[Request]) -> Executable | None:
-        """Returns the executable for a batch; None: it is not compiled yet."""
+        """Returns the executable that runs ``requests`` as one batch, or None if it is not compiled yet."""
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:

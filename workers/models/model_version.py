@@ -312,7 +312,7 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Makes each sequence end when its waiting requests have run."""
+        """Ends all sequences of this model version. A sequence's waiting requests run before the sequence ends."""
         if self.sequences is not None:
             self.sequences.close_all()
 

@@ -359,12 +359,12 @@ class VersionStatistics:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def padded(self, rows: int, elements: int) -> None:
-        """Counts padding: rows of batches, and elements of inputs, that belong to no request."""
+        """Counts ``rows`` rows of padding in batches and ``elements`` elements of padding in inputs."""
         self.padded_rows += rows
         self.padded_elements += elements
 
     def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
-        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. ``why``: the reason to count."""
+        """Counts an accepted request that failed ``lasted_ns`` after its arrival, and counts the reason ``why``."""
         self.fail.add(lasted_ns)
         self.failures[why] += 1
 

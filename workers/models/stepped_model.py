@@ -40,9 +40,9 @@ _ASKED, _STEPS = 4, 3
 
 
 class DeviceRun(NamedTuple):
-    """Holds the results of a program that the device is still running or has finished.
+    """Holds the results of one program run on the device. The run may still be going on.
 
-    A stepped model computes a batch in many steps. The program either adds new requests to the batch or computes one step.
+    The run either adds new requests to a stepped model's batch or computes one step of this batch.
     """
 
     made: Any

@@ -66,9 +66,9 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number for a parameter set that is used now. The number rises with each call.
+        """Counts a use of a parameter set. Returns the number of this use, which is higher than all earlier numbers.
 
-        The parameter set with the lowest number is evicted first.
+        The parameter set whose last use has the lowest number is evicted first.
         """
         return next(self._uses)
 

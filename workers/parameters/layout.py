@@ -175,7 +175,7 @@ def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> di
 
 
 def check_truth(arrays: Mapping[str, Array], what: str) -> None:
-    """Raises InvalidArgument unless all elements of BOOL arrays are 0 or 1. ``what`` names the parameters in the error."""
+    """Raises InvalidArgument if a BOOL array has an element other than 0 or 1. The error's text begins with ``what``."""
     for name, array in arrays.items():
         if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
             raise InvalidArgument(f"{what}: leaf '{name[:_MAX_NAME]}' has a truth value that is neither 0 nor 1")

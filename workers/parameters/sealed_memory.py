@@ -310,7 +310,7 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Keeps ``memory`` for later if memory of the same size was needed lately. Otherwise frees it."""
+        """Keeps ``memory`` for reuse if memory of its size was filled in the last 10 seconds. Otherwise frees it."""
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return

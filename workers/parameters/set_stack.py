@@ -122,12 +122,12 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Chooses the device of the arrays that hold the parameter sets, and stores how to make and fill these arrays.
+        """Stores on which device the arrays of all parameter sets lie, and how to make and fill these arrays.
 
         Args:
           at: 1 for the CPU device that computes with one thread, 0 for the worker's own device.
-          open: makes arrays of zeros on the device. Each array holds one leaf of all sets.
-          put: writes a set's leaves into the arrays, at the index of the set.
+          open: makes the arrays on the device, filled with zeros. Each array holds one leaf of all sets.
+          put: writes one set's leaves into the arrays, at the index of the set.
         """
         self._at, self._open, self._put = at, open, put
 

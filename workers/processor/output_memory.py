@@ -99,7 +99,7 @@ def attached() -> bool:
 
 
 class OutputMemory:
-    """Knows which of XLA's allocations in a run become outputs of a program, and makes XLA use given memory for these."""
+    """Makes XLA write a program's outputs to given memory, by replacing XLA's own allocations for these outputs."""
 
     __slots__ = ("_skips", "sizes")
 

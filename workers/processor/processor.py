@@ -164,10 +164,7 @@ class HostExecutable(Executable):
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Ends the use of ``memory`` for an output. If an array still lies there, the memory is never unmapped.
-
-        ``address``: where the memory begins.
-        """
+        """Ends the use of ``memory``, which begins at ``address``, for an output. If an array still uses it, it stays mapped."""
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 

@@ -93,7 +93,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Returns host memory for the values of ``arguments``. If its ``fit`` is False, it is too small and must not be used."""
+        """Returns host memory for the values of ``arguments``. If it is too small for them, the result's ``fit`` is False."""
 
     @abstractmethod
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
@@ -291,7 +291,7 @@ class Executable(ABC):
         return
 
     def settle(self, places: Places) -> None:
-        """Undoes ``offer``: no later run writes outputs to ``places``, the memory that was reserved for a request's outputs.
+        """Ends the use of ``places``, the memory that ``offer`` was given. Later runs write no outputs to it.
 
         Call it when the request's answer has been sent or given up, and nobody uses the outputs any more.
         """

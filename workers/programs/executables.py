@@ -250,7 +250,7 @@ class Executables:
         stack.open(usual.at, made, written)
 
     def carry(self) -> Carry | None:
-        """Returns new state for an instance's sequences on the device; None: the model keeps no state."""
+        """Returns an empty store for one instance's sequence states on the device, or None if the model keeps no states."""
         if self._initial is None:
             return None
         return Carry(self.signature, self._initial, self._usual.device)

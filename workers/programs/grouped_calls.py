@@ -183,10 +183,10 @@ class GroupedProgram:
         read: Callable[[Sequence[Any]], list[Content]],
         room: int,
     ) -> None:
-        """Prepares calls of ``program``, each of which runs ``rows`` requests together. Their inputs lie in ``memory``.
+        """Prepares calls of ``program``. Each call runs ``rows`` requests, whose inputs lie in ``memory``.
 
-        ``outputs``: how the outputs of one request are packed into a row of the arrays that the program returns. ``read``: copies
-        these arrays to host memory. ``room``: how many rows these arrays have, at least ``rows``.
+        ``outputs``: how the outputs of one request are packed into one row of the arrays that the program returns. ``read``:
+        copies these arrays to host memory. ``room``: the number of rows of these arrays. Only the first ``rows`` have results.
         """
         self.rows = rows
         self._signature = signature
@@ -268,7 +268,7 @@ class GroupedProgramMaker:
     """Compiles the programs that run several requests of one shape in one call. Any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
-        """Compiles nothing yet. ``single``: the executable for one request. ``apply``: the function of the model."""
+        """Stores the model's function ``apply`` and ``single``, the executable for one request. Compiles nothing yet."""
         self._single = single
         self._signature = signature
         self._apply = apply
@@ -453,8 +453,8 @@ class GroupedCalls:
         """Compiles programs that each run several requests with the input shapes of ``single`` in one call. Thread-safe.
 
         Returns an empty list if one call might compute other results than several calls, or if there is not enough memory.
-        ``make``: compiles a program, or takes it from a cache. Its arguments are the input shapes, the number of requests of the
-        program (None: any number up to ``MOST``), and a function that compiles a program for the number passed to it.
+        ``make``: compiles a program, or takes it from a cache. Its arguments are the input shapes, a number of requests, and a
+        function that compiles the program for this number. If the number is None, the program runs any number up to ``MOST``.
         ``lengths``: the numbers of requests for which programs are wanted. Errors of tracing the model are raised unchanged.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)

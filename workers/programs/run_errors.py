@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_needed(program: Any, held: int | None = None) -> int | None:
     """Returns how many bytes of memory a run of a compiled program needs, or None if JAX does not know.
 
-    Counts outputs and temporary values. If ``held`` is given, also counts all but ``held`` bytes of the program's arguments.
+    Counts outputs and temporary values. If ``held`` is given, also counts the program's arguments, less ``held`` bytes.
     """
     try:
         found: Any = program.memory_analysis()

@@ -22,11 +22,11 @@ from tensord.workers.programs.weight import work_of
 def trials(
     executables: Executables, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]
 ) -> Iterator[dict[str, str | float]]:
-    """Runs each compiled program of a model on generated inputs. Yields a dictionary of measurements for each program.
+    """Runs each compiled program of a model on generated inputs. Yields the measurements of each program in a dictionary.
 
-    ``ask(inputs, count)`` runs the model on inputs of ``count`` rows. If ``ask`` raises a ServingError, nothing is yielded for
-    the program. The key "difference" says how the outputs differ from the outputs of the model's own function, or is "" if
-    rounding explains the difference.
+    The keys are bucket, device, program, memory_kib, mflop, ms and difference. difference says how the outputs differ from the
+    outputs of the model's own function. It is "" if rounding explains the difference.
+    ``ask(inputs, count)`` runs the model on inputs of ``count`` rows. If it raises a ServingError, the program is left out.
     """
     several = executables.several
     for wanted, executable in executables.made.items():

@@ -120,7 +120,7 @@ class EncodedResponses:
         self.taken = False
 
     def add(self, record: bytes) -> bool:
-        """Adds an encoded response to this object in any case. Only the model's thread calls this method.
+        """Adds an encoded response. Only the model's thread calls this method.
 
         Returns False if the worker's loop has called ``take``. The caller must then pass this object to the loop once more.
         """
@@ -160,7 +160,7 @@ class ResponseReceiver:
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Drops a model's next response to a request, or raises ``result`` if it is an error. Any thread may call this method.
+        """Discards a response, or raises ``result`` if it is an error. Subclasses send the response. Any thread may call it.
 
         Args:
           sender: the object by which the model sends the responses to this request.
@@ -390,7 +390,7 @@ class ResponseSender:
 
     @property
     def leaves_as_it_is(self) -> bool:
-        """Returns True if a response to the request is only sent over the request's lane, and needs no other work.
+        """Returns whether a response only has to be sent over the request's lane, without any other work.
 
         Returns False if, for example, outputs go into regions, the request is traced, or a model in this worker made the request.
         """

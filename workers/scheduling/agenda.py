@@ -39,7 +39,10 @@ class Agenda(Generic[P]):
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:
-        """Sets when the loop asks ``part`` for work, in place of an earlier setting; ``NEVER``: only after ``wake``."""
+        """Sets the time at which the loop asks ``part`` for work. It replaces the time of an earlier call for ``part``.
+
+        If ``when_ns`` is ``NEVER``, the loop asks ``part`` only after ``wake`` was called for it.
+        """
         former_ns = self._due.get(part, NEVER)
         if former_ns == when_ns:
             return

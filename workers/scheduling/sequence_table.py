@@ -421,9 +421,9 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences that have had no request for the allowed idle time. Returns waiting sequences that get the freed slots.
+        """Ends sequences that have been idle for too long. Returns the waiting sequences that get the freed slots.
 
-        ``now_ns``: the time at which idle times are judged. If it is None, all sequences without a request end at once.
+        ``now_ns``: the current time. If it is None, all sequences without a request end, however short they have been idle.
         """
         ready: list[LiveSequence[S]] = []
         while self._idle:

@@ -21,7 +21,7 @@ Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """Says where each output of a program lies in the buffers of a run. A layout is equal only to itself."""
+    """Says where each output of a program lies in the buffers of a run. Layouts are compared by identity."""
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 

@@ -52,7 +52,7 @@ def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
 
 
 def is_tree(module: ModuleType) -> bool:
-    """Returns whether model.py declares inputs or outputs as another tree than a dict of names to tensors."""
+    """Returns whether the inputs or outputs in model.py are nested, so that they are no dict of names to tensors."""
     return not all(_is_flat(getattr(module, kind, {})) for kind in ("inputs", "outputs"))
 
 

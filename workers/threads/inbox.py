@@ -40,9 +40,9 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Sets whether the worker's loop calls ``run`` by itself (``looks`` is true), or only after ``post`` has woken the loop.
+        """Sets whether the worker's loop calls ``run`` by itself (``looks`` is true), or ``post`` must wake the loop.
 
-        Returns True if the loop must call ``run`` before it sleeps, because ``post`` may have added functions without waking it.
+        Returns True if functions were posted without waking the loop. The loop must then call ``run`` before it sleeps.
         """
         self._looks = looks
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
