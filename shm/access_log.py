@@ -36,9 +36,9 @@ class AccessLog:
         self._errors = LineRate(_MAX_ERRORS)
 
     def log_every(self, every: int, count: int) -> None:
-        """Sets that every ``every``-th successful answer is logged, and also errors. If ``every`` is 0, nothing is logged.
+        """Switches on the log of errors and of every ``every``-th successful answer. If ``every`` is 0, nothing is logged.
 
-        ``count`` is the number of successful answers so far, from which the next logged answer is counted.
+        ``count`` is the number of successful answers so far. The next one is logged ``every`` answers later.
         """
         if every != self.every:
             self.every = every

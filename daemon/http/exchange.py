@@ -114,7 +114,7 @@ class Exchange(InFlight):
     def begin(self) -> None:
         """Checks whether the model can serve this request, and prepares to receive the request's body in pieces.
 
-        If it cannot, ``refused`` becomes True, and the client gets the error when its earlier requests are answered.
+        If the model cannot serve it, ``refused`` becomes True, and the client gets the error after ``complete`` was called.
         A caller may skip ``begin`` if a body of known, small size contains JSON, is not compressed and needs no ``100 Continue``.
         """
         reception = self._reception = Reception(

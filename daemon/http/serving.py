@@ -49,10 +49,7 @@ class CrossOrigin:
         )
 
     def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Returns the CORS header lines for the answer to a request. Returns b"" if the request's header has no field ``origin``.
-
-        ``fields``: the header fields of the request.
-        """
+        """Returns the answer's CORS header lines. Returns b"" if the request's header fields (``fields``) have no ``origin``."""
         origin = next((value for name, value in fields if name == b"origin"), None)
         if origin is None:
             return b""

@@ -161,7 +161,10 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns True if XLA no longer uses the memory at ``address``. Otherwise keeps ``view``, that memory, mapped for ever."""
+    """Returns True if XLA no longer uses the memory at ``address``. Otherwise keeps the memory mapped for ever.
+
+    ``view``: the memory at ``address``.
+    """
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

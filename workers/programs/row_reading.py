@@ -49,9 +49,9 @@ def _passed(equation: Any) -> Any:
 
 
 def combining(program: Any, rows: int) -> str:
-    """Returns the first operation of a program that seems to combine rows of a batch, and its line in the model's code.
+    """Returns the first operation of ``program``, a jaxpr, that seems to combine a batch's rows, and the operation's code line.
 
-    Returns "" if no operation does. ``program`` is a jaxpr. An array has rows if its first axis has ``rows`` elements.
+    Returns "" if there is no such operation. An array has rows if the array's first axis has ``rows`` elements.
     """
     for chain, _ in steps(program):
         if chain and _combines(chain[-1], rows):
