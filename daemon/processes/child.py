@@ -200,7 +200,7 @@ class Child:
         return await self.calls.call(operation, *fds)
 
     async def result_of(self, operation: Operation, seconds: float | None = None) -> bytes:
-        """Asks the process to run ``operation`` and returns the result. No file descriptors may come with the result.
+        """Asks the process to run ``operation`` and returns the result. Closes any file descriptors that come with the result.
 
         ``seconds``: how long to wait at most. If it is None, the wait ends with the process.
         Raises Unavailable if the process died, or has not answered in time. Raises ServingError if the operation fails.
