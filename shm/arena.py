@@ -100,7 +100,7 @@ class Budget:
     def take(self, byte_size: int, held: int = 0) -> bool:
         """Reserves ``byte_size`` bytes for a new segment of an arena. Returns False if there is no room for them.
 
-        ``held``: how many bytes the arena already has. Up to ``share`` bytes in all, the arena gets them in any case.
+        ``held``: how many bytes the arena already has. If ``share`` bytes or less result, there is always room.
         """
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:

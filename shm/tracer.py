@@ -170,12 +170,12 @@ class Tracer:
         protocol: str = "http",
         later: Later | None = None,
     ) -> None:
-        """Makes a tracer that samples nothing until ``changed`` is called.
+        """Makes a tracer that samples no requests until ``changed`` gives it trace settings.
 
         Args:
           incarnation: a number that the process has from its start and no other front has. It is the upper bits of trace ids.
           files: writes traces to files. ``close`` closes it.
-          buckets: the upper bounds of the duration histograms' buckets in seconds. The last traced request in each is kept.
+          buckets: the upper bounds of the duration histograms' buckets in seconds. Each bucket's last traced request is kept.
           hand_over: sends traces to the supervisor, and returns False if it drops them. None means that there is no collector.
           protocol: "http", "grpc" or "lane".
           later: calls a function after a number of seconds. If it is None, the running event loop does so.

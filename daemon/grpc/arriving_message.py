@@ -201,7 +201,7 @@ class ArrivingMessage(Receiver):
 
     @property
     def client_id(self) -> str:
-        """Returns the request id of the message, or "" if the id has not arrived yet."""
+        """Returns the beginning of the request id that has arrived so far, which may be "" or the whole id."""
         return self.cutter.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave

@@ -328,7 +328,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Closes the connection when no request is unanswered. Answers that the socket has not taken yet are sent first."""
+        """Closes the connection, on which no request waits for an answer, once all written answers are sent."""
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
         else:

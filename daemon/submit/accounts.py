@@ -26,7 +26,10 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Stores how many arena bytes a connection or client holds for requests and for answers, and the limit of either."""
+    """Stores how many arena bytes one connection or client holds for requests, and how many for answers.
+
+    ``limit``: the most bytes for each of the two.
+    """
 
     __slots__ = ("answers", "limit", "requests")
 

@@ -86,11 +86,11 @@ class Dispatcher:
         """Makes the objects that the dispatcher owns. ``options``, ``models``, ``regions`` and ``page`` are the worker's.
 
         Args:
-          compiler: the thread that compiles what is needed while serving.
+          compiler: the thread that compiles programs for requests with new shapes.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           check: raises an error if the worker's device has failed.
-          gpu: the GPU's number; None: the worker computes on the processor.
-          post: asks the loop to call a function; any thread may call it.
+          gpu: the GPU's number. If it is None, the worker computes on the processor.
+          post: makes the loop call a function. Any thread may use it.
         """
         self._models = models
         self._regions = regions

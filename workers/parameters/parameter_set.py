@@ -300,7 +300,7 @@ class ParameterSets:
 
         Args:
           placer: copies parameters from host memory to the device.
-          tree: the model's tree of parameters on the device. A parameter in ``stack`` is None here. Ignored if ``on_demand``.
+          tree: the model's tree of parameters on the device, with None for each parameter in ``stack``. Ignored if ``on_demand``.
           room: limits how much device memory pushed parameters take. If it is None, they may take none.
           host: a flat list of the model's parameters in host memory. If it is None, no parameters are in host memory.
           stack: device memory for several sets, so that rows of one batch can use different sets. None if a batch uses one set.

@@ -188,11 +188,11 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns a model's signature with the batch inputs and batch outputs that ``config`` declares added.
+    """Returns a model's signature, to which the batch inputs and batch outputs in ``config`` are added.
 
     A batch input tells the model how many items each request has in a ragged input. The worker makes it for each batch.
     A batch output is split among the requests as a ragged input is. ``segments`` maps names of further batch inputs to names of
-    ragged inputs. Each of them has, for each item of the ragged input, the index of the item's request in the batch.
+    ragged inputs. Such a batch input has, for each item of the ragged input, the index of the item's request in the batch.
     Raises InvalidArgument if a named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
