@@ -190,9 +190,9 @@ class FlagCommand(click.Command):
         return [*super().get_params(ctx), *_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses ``args``, the words of a command line, into click's context ``ctx``. Returns an empty list.
+        """Parses the command-line words ``args`` into click's context ``ctx``. Returns an empty list.
 
-        While a shell completes the command line, the words that are not parsed are returned.
+        For shell completion, click's own parser is used, and the words that it could not parse are returned.
         Raises ConfigurationError if a flag or an argument is refused.
         """
         if ctx.resilient_parsing:  # a shell completes them

@@ -29,8 +29,8 @@ class Spin:
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
         """Begins a wait. Returns the time at which the caller must stop polling, or 0 if the caller must sleep at once.
 
-        All times are in CLOCK_MONOTONIC ns. ``worked_ns``: how long the caller has worked since its last wait. If this is more
-        than half of the longest polling time, the result is 0.
+        All times are in CLOCK_MONOTONIC ns. ``worked_ns``: how long the caller has worked since its last wait. The result is 0 if
+        ``worked_ns`` is more than half of ``limit_ns``.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0

@@ -26,8 +26,8 @@ class Engine:
     ) -> None:
         """Makes the worker's models, sequences and dispatcher.
 
-        ``inbox``: functions that other threads ask the loop to call. ``gpu``: the GPU's number; None: the device is a processor.
-        ``check``: raises DeviceLost if the device has failed.
+        ``inbox``: functions that other threads ask the loop to call. ``regions``: opens and finds the worker's regions.
+        ``gpu``: the GPU's number, or None on a processor. ``check``: raises DeviceLost if the device has failed.
         """
         most = options.requests.max_sequences
         self._buckets = options.metrics.buckets

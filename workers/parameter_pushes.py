@@ -75,7 +75,7 @@ class ParameterPushes:
     def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
         """Carries out an operation, and calls ``answer`` with the result or an error, now or later.
 
-        Removes from ``fds`` the descriptors that stay open.
+        Removes from ``fds`` the descriptors that this method takes over. The caller closes the rest.
         Raises ServingError, and does not call ``answer``, if the operation fails at once.
         """
         if isinstance(operation, MakeParameters):

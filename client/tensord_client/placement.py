@@ -261,11 +261,11 @@ class Placement:
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
         """Returns the name of each requested output with the place where the worker writes it.
 
-        If the place is None, the output comes with the answer. The result is empty if the request asks for all outputs and
-        gives no arrays for them.
+        If the place is None, the output comes with the answer. The result is empty if the request asks for all outputs and has no
+        arrays for them.
 
-        Raises: InvalidArgument: an array for an output has another datatype than the output, or the request does not ask for
-          the output.
+        Raises: InvalidArgument: an array's datatype differs from its output's, or the request has an array for an output that it
+          does not ask for.
         """
         if not call.places:
             return tuple([(name, None) for name in call.outputs])

@@ -277,8 +277,8 @@ class AnswerText:
         No head is stored if it is longer than ``_MAX_TEXT`` or contains an output's values. Then ``whole`` and ``pieces``
         return None.
         Args:
-          asked: the request to which the first such answer belongs. The request says which outputs are binary.
-          record: the part of the first answer that does not repeat.
+          asked: the request of the first such answer. The request says which outputs are binary.
+          record: the first answer's own part, such as its tensor values.
           view: returns the bytes of a tensor.
         Raises InvalidArgument if a tensor is outside the arena.
         """

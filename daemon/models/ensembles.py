@@ -152,7 +152,7 @@ class Ensembles:
     def failed(self, found: FoundModel) -> None:
         """Records that loading the ensemble ``found`` again has failed.
 
-        ``returned`` lists the ensemble when missing members serve again or, if none was missing, when a member is replaced.
+        If members are missing, ``returned`` returns the ensemble when all members serve, and otherwise when a member is replaced.
         """
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)

@@ -220,7 +220,7 @@ class Submitter:
             self._send_waiting()
 
     def cancel(self, request: InFlight) -> None:
-        """Cancels a request, which gets no answer. May be called again."""
+        """Cancels a request. The submitter gives the request no answer afterwards. May be called again."""
         number = request.record.request_id
         if request.cancelled or (number and number not in self._in_flight):
             return

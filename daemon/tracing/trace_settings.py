@@ -126,9 +126,9 @@ class _Scope:
 
 
 class TraceSettings:
-    """Stores the trace settings that apply to all models, and those of single models, by the model's name. "" means all models.
+    """Stores the trace settings for each model by its name. The name "" stands for the settings of all models.
 
-    ``known``: returns whether a model is served. ``publish``: sends a record, and descriptors of shared counters, to all fronts.
+    ``known``: returns whether a model is served. ``publish``: sends a record, and descriptors of trace counters, to all fronts.
     """
 
     def __init__(self, options: TraceOptions, known: Callable[[str], bool], publish: Callable[..., None]) -> None:

@@ -111,8 +111,8 @@ class Responses(ResponseReceiver):
         Args:
           result: the response. None means that no response follows.
           final: whether the response is the last response of ``sender``.
-          byte_size: the response's bytes. They count against the request's limit until the client has taken the response.
-          wake: whether to wake the loop now. If not, the loop sends the response when ``gather`` is called.
+          byte_size: the response's bytes, for the limit on the bytes of a request's responses that the client has not taken yet.
+          wake: whether to wake the loop now. If not, the loop sends the response at the next call of ``gather`` that is due.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.

@@ -118,7 +118,7 @@ class _Names(NamedTuple):
 
 
 def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
-    """Completes and checks a loading version's configuration. Returns what the configuration and the version's model.py declare.
+    """Completes and checks the configuration of the version to load, and returns all declarations of configuration and model.py.
 
     Raises InvalidArgument or Unsupported if the model cannot be served here. Errors of the model's ``auto_complete_config`` are
     raised unchanged.

@@ -228,8 +228,8 @@ class StackPlacer(Placer):
     def shared(self, host: Sequence[Any]) -> Any:
         """Copies the parameters that have the same value in every parameter set to the device.
 
-        Returns the model's parameters as a tree, in which None stands for each parameter that differs between sets.
-        ``host``: all parameters in host memory. Raises Internal if the device has no memory left.
+        Returns the model's parameters as a tree. The tree has None in place of each parameter that differs between sets.
+        ``host``: the parameters in host memory, in the tree's order. Raises Internal if the device has no memory left.
         """
         whole = zip(self.leaves, _whole(host, self._fixed), strict=True)
         shared = [array if leaf.shared else None for leaf, array in whole]
