@@ -150,7 +150,10 @@ class ResponseCache:
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
-        """Removes the cached answers of a model version that was unloaded or replaced. ``load``: the version's load."""
+        """Removes the cached answers of a model version that was unloaded or replaced.
+
+        ``load``: the object that stands for the load of this version in each ``Question``.
+        """
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)
 
