@@ -296,7 +296,6 @@ _RAGGED_DATATYPES = ("TYPE_INT32", "TYPE_FP32")
 
 
 def _check_ragged(config: ModelConfig, whole: bool) -> None:
-    """Checks the fields for ragged batches, or raises InvalidArgument. ``whole``: ``config`` names all tensors."""
     name = config.name
     inputs = {tensor.name for tensor in config.input} if config.input or whole else None
     outputs = {tensor.name for tensor in config.output} if config.output or whole else None

@@ -74,8 +74,6 @@ class ArrivingParameters:
 
 
 class _Pushed:
-    """Holds the memory of the parameters of one push while they arrive."""
-
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:
         self._arriving = arriving
         self._limit = limit

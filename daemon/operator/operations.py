@@ -211,7 +211,6 @@ class Operations:
         return bool(answers) and all(answers)
 
     async def _listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """Marks versions that are not ready as UNAVAILABLE in ``index``. Returns its entries; with ``ready`` only READY ones."""
         served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
         answers = await asyncio.gather(*(self._is_ready(str(e["name"]), int(e["version"])) for e in served))
         for entry, answer in zip(served, answers, strict=True):

@@ -115,7 +115,6 @@ class CallCircles:
         return False
 
     def _waits_for(self, node: _Node) -> Iterable[_Node]:
-        """Returns the requests or instances for which ``node`` waits; empty: it does not wait."""
         return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:

@@ -502,6 +502,5 @@ def _buckets(load: VersionLoad, described: Signature) -> Buckets:
 
 
 def _by_role(instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
-    """Divides instances into active and passive ones."""
     active, passive = (tuple(each for each in instances if each.passive is held) for held in (False, True))
     return active, passive

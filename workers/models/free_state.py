@@ -106,7 +106,6 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: RequestTensors, state: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns the state. Raises InvalidArgument: it does not fit the inputs."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, state[spec.name].shape[self._described.batches :], strict=True):

@@ -355,7 +355,6 @@ def kernel_tells() -> bool:
 
 
 def _is_written(fd: int) -> bool:
-    """Tries to write a byte to ``fd``. Returns whether that was possible."""
     try:
         os.pwrite(fd, b"x", 0)
     except OSError:

@@ -181,7 +181,6 @@ class Executables:
         return first
 
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
-        """Compiles the programs ``planned``, or loads them from the cache. ``first``: the first of them, if it is lowered."""
         several = self._usual.several
 
         def make(wanted: Wanted) -> tuple[CompiledProgram, bool]:

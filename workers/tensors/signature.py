@@ -199,7 +199,6 @@ def meant_datatype(name: str) -> str | None:
 
 
 def _guess(text: str) -> str:
-    """Returns what to add to the error about a malformed declaration: a guess at what was meant, or ""."""
     found = _NEARLY.fullmatch(text.replace(" ", ""))
     if found is None or (datatype := meant_datatype(found[1])) is None:
         return "; tensors have no floats of 8 bits, but of 16: FP16, BF16" if re.match("(?i)(FP?|FLOAT)8", text) else ""
