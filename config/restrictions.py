@@ -37,10 +37,10 @@ class Restriction:
 
 
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
-    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns the required header of each restricted group.
+    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns the header that a client must send to each restricted group of RPCs.
 
-    Each group is one of ``GROUPS``. Everybody may call the RPCs of a group that is not in the result. An entry may be
-    ``GROUP[,GROUP...]`` alone: its groups get the KEY=VALUE of the entry after it.
+    Each group is one of ``GROUPS``. A group that no entry names is open to everybody. An entry without ``:KEY=VALUE`` uses the
+    KEY and VALUE of the next entry.
 
     Raises ValueError if an entry is wrong. The message has the first wrong entry, but never a VALUE, which is a secret.
     """

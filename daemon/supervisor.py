@@ -94,7 +94,7 @@ _TOLD_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The Python modules that child processes run (``python -m``)."""
+    """Names the Python module that each kind of child process runs (``python -m``)."""
 
     http: str = "tensord.daemon.http"
     grpc: str = "tensord.daemon.grpc"

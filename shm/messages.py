@@ -251,7 +251,7 @@ class Release(Record, frozen=True, tag="L"):
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker how many more bytes of responses the client has taken."""
+    """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses."""
 
     request_id: int
     byte_size: _Natural
@@ -264,9 +264,9 @@ class Cancel(Record, frozen=True, tag="X"):
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no further request of a sequence. The record has no answer.
+    """Tells the worker that a client sends no more requests of a sequence. The worker does not answer this record.
 
-    The sequence ends once its waiting requests have run. It does not end if its last request came on another lane.
+    The sequence ends once its waiting requests have run. It goes on if its latest request came over another lane.
     """
 
     model: str

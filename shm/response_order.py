@@ -29,9 +29,9 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns whether a request's answer may be sent at once: it is the first in turn, and no answer waits.
+        """Returns True if a request's answer may be sent at once. The order of answers then forgets the request.
 
-        If so, the request is forgotten. If not, give the answer to ``done``.
+        If an earlier request is not answered or an answer is not sent yet, returns False. Then give the answer to ``done``.
         """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:

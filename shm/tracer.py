@@ -372,7 +372,10 @@ class Trace:
         self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
-        """Stores which model version sent a response. Call it for each response but the last. ``version``: 0 changes nothing."""
+        """Stores the number of the model version that sent a response, unless ``version`` is 0.
+
+        Call ``completed`` instead for the last response.
+        """
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:

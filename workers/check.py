@@ -62,7 +62,7 @@ class Apart:
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: ModelCall) -> None:
-        """Does nothing. A call has no request to cancel, because ``begin`` has refused it at once."""
+        """Does nothing, because ``begin`` has already answered the call with an error."""
 
     stop = took = abandon = cancel
 

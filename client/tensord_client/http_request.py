@@ -191,7 +191,7 @@ class HttpRequest(Pending[Any]):
         Args:
           pool: the client's HTTP connections.
           exchange: the bytes to send, and how to read the answer.
-          waiter: returns the client's thread for requests with callbacks.
+          waiter: returns the thread that sends and receives for the client's requests with callbacks.
           patience: the seconds that the request waits for a server that cannot be reached or is stopping.
 
         Raises: Unavailable: too many requests wait for a connection, or the client was closed.

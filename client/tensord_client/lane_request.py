@@ -275,9 +275,9 @@ class LaneRequest(Submission, Pending[Answer]):
             self.lane.say(wire.record("T", self.request_id, read))
 
     def made(self, arrived: Answer | tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
-        """Makes an answer of a received message and its lease, or an error if the message cannot be read.
+        """Returns the answer that has arrived, or an error if the answer cannot be read.
 
-        An ``Answer`` that C code has made is returned unchanged.
+        ``arrived``: an ``Answer``, or the answer's record and the lease of the memory that its outputs lie in, or None.
         """
         if type(arrived) is Answer:
             return arrived
@@ -333,9 +333,9 @@ class Sender:
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again. Only the thread for which ``pending.claim()`` returned True may call this method.
+        """Sends the request ``pending`` again. The caller must be the thread to which ``pending.claim()`` has returned True.
 
-        ``until`` is the time of ``time.monotonic()`` in seconds at which to stop waiting for a lane, or None for no deadline.
+        ``until``: the time of ``time.monotonic()`` in seconds when the search for a lane ends, or None for no limit.
 
         Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
         """

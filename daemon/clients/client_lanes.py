@@ -301,7 +301,7 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Stores or removes the state of a model version, as ``record`` says."""
+        """Stores the new state of a model version, or removes a version that is gone. Does nothing for a ``Readiness``."""
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):

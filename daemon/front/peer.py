@@ -92,7 +92,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """Makes every descriptor from ``descriptor`` readable, because the client's connection has ended. May be called again."""
+        """Makes all file descriptors from ``descriptor`` readable. The front calls this method when the connection has ended."""
         self._closed = True
         self._release()
 

@@ -263,7 +263,7 @@ class Stream:
             self._defect()
 
     def grant(self) -> None:
-        """Grants the client as much window as it has used up, unless the stream can accept no more data now."""
+        """Sends a WINDOW_UPDATE for all data received since the last one, unless the stream can take no more data now."""
         if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
             self.http2.write(frames.window_update(self.id, self.ungranted))
             self.ungranted = 0

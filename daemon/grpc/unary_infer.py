@@ -114,7 +114,7 @@ class UnaryInfer(InferCall):
             self.stream.refuse(INTERNAL, DEFECT)
 
     def miss(self, sequence: Sequence) -> None:
-        """Refuses the request, because an earlier request of its ``sequence`` will not run."""
+        """Answers the request with an error, because an earlier request of the same ``sequence`` did not run."""
         if isinstance(self._message, ArrivingMessage):
             self._message.drop()
         self._message = None

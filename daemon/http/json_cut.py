@@ -57,7 +57,7 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``self.spans`` of the large data that a placeholder in ``self.text`` replaces.
+        """Returns which piece of large data a tensor's placeholder stands for, as an index into ``self.spans``.
 
         Returns None if ``data`` is no placeholder. ``data``: the value of a tensor's ``data`` key, decoded or as ``msgspec.Raw``.
         """

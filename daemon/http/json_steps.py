@@ -181,7 +181,7 @@ def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]
 
 
 def is_flat(text: memoryview) -> bool:
-    """Returns whether a JSON text is an array whose first element is a string."""
+    """Returns whether a JSON text begins with an array whose first element is a string. The rest of the text is not read."""
     return _FLAT.match(text) is not None
 
 

@@ -95,7 +95,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """An entry of a request's ``outputs`` with parameters that only the exact JSON parser accepts, not the fast one."""
+    """An output that a request asks for, with all the output's parameters, as the exact JSON parser has read it."""
 
     name: str
     parameters: dict[str, Any]

@@ -165,7 +165,7 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration (JSON) that a client sent for the model's present files, or "" if no client sent one."""
+        """Returns the configuration (JSON) that a client has sent for a model's current files, or "" if there is none."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 

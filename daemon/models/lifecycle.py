@@ -113,10 +113,10 @@ class Lifecycle:
         return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
-        """Queues an unload of a model. The unload begins at once if no other load or unload of the model runs.
+        """Queues an unload of a model. Returns the instructions that the caller must carry out now.
 
-        Returns the instructions that the caller must carry out now. Once the unload has ended, a method of this object returns
-        ``Settled(token)``. If no model has this name, this call already returns it.
+        The unload begins at once if no other load or unload of the model runs. When it has ended, the next instructions include
+        ``Settled(token)``. If no model has this name, this call returns only ``Settled(token)``.
         """
         if name not in self.models:
             return [Settled(token)]
@@ -332,10 +332,10 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Returns the instruction for an idle worker to load a version again, when the time of a ``Retry`` has come.
+        """Lets a worker load a version again after failed loads. Returns the instruction to the worker.
 
-        The list is empty if no worker is idle, or if ``deaths`` is no longer the number of workers that died loading the version.
-        ``number``: the version.
+        Call it with the values of a ``Retry`` when the ``Retry`` is due. Returns an empty list if no worker is free for the load,
+        or if the number of workers that died while loading the version is not ``deaths`` any more. ``number``: the version.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -389,9 +389,9 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Records that a worker serves a version, or failed to load it. ``worker``: the number of the worker process.
+        """Records a worker's report that it serves a version or failed to load it. Returns the instructions to carry out now.
 
-        If the version is not wanted on that worker any more, the worker unloads it again.
+        ``worker``: the number of the worker process. If the version is not wanted there any more, the worker must unload it.
         """
         version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
@@ -514,9 +514,10 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the fraction (0 to 1) of GPU memory for each worker that serves one model, by device name, such as cuda:0#m.
+        """Returns which fraction (0 to 1) of a GPU's memory each isolated model's worker takes, by the worker's device name.
 
-        A worker is listed until it has unloaded the model. ``options``: the configuration of workers.
+        For example, cuda:0#m is the worker of the model m on GPU 0. A worker is listed until it has unloaded the model.
+        ``options``: the configuration of workers.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():

@@ -129,7 +129,10 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets the models that must serve: ``required``, or if that is empty, those ``wanted`` when this was first called."""
+        """Sets which models must serve before the daemon is ready. ``required``: the names of these models.
+
+        If ``required`` is empty, the models in ``wanted`` must serve. Only the first call of this method reads ``wanted``.
+        """
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)

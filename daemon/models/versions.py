@@ -93,7 +93,7 @@ class VersionEntry:
 
 @dataclass(slots=True)
 class Operation:
-    """A load of the model ``found`` or, if ``found`` is None, an unload."""
+    """A load of a model from the repository or, if ``found`` is None, an unload of the model."""
 
     #: The tokens of all who wait for it, also of those whose own load it has overtaken.
     tokens: tuple[int, ...]

@@ -71,7 +71,7 @@ def words_of(peer: Peer) -> str:
 
 @dataclass(slots=True, eq=False)
 class PushedSet:
-    """One parameter set of a model version: the values in force and the values before them."""
+    """Holds the newest values of a model version's parameter set, and the values that the last push has replaced."""
 
     newest: Content
     #: The content that it held before; None: nothing that could be put into use again.

@@ -89,7 +89,7 @@ class ProcessSlots:
         return self._restarts[name]
 
     def was_filled(self, name: str) -> bool:
-        """Returns whether a process with this name has died after it was ready."""
+        """Returns whether an earlier process with this name was ready before it died."""
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:

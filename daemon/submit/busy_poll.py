@@ -40,9 +40,9 @@ class BusyPoll:
                 self._begin()
 
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
-        """Polls for a moment for the answer to the only request in flight, which was just sent.
+        """Polls a worker's lane for a short time for the answer to the request just sent. No other request may be in flight.
 
-        If several requests were in flight shortly before, it returns at once, and the event loop polls instead of sleeping.
+        If several requests were in flight shortly before, this method returns at once and makes the event loop poll.
         Args:
           ready: takes a timeout in ms, and returns a true value if the lane of the worker can be read.
           receive: reads from the lane of ``worker``, and returns False if the lane has ended.

@@ -48,7 +48,7 @@ class WorkerLink:
         self.seed = int.from_bytes(blake2b(self.device.encode(), digest_size=8).digest(), "little")
 
     def shut(self) -> None:
-        """Closes the lane to the worker, and unmaps the pages of its status and sequences."""
+        """Closes the lane to the worker, and unmaps the two pages of shared memory in which the worker shows its state."""
         self.page.close()
         self.sequences.close()
         self.lane.close()

@@ -75,7 +75,7 @@ class ModelStates:
         return state
 
     def judge(self, readiness: Readiness) -> None:
-        """Stores the readiness of the daemon, as the supervisor sent it."""
+        """Stores whether the daemon is ready, as the supervisor has judged."""
         self.readiness = readiness
         self.edition += 1
 

@@ -98,7 +98,7 @@ class Throttle:
 
     @property
     def held(self) -> int:
-        """Returns how many answers still have leases."""
+        """Returns how many answers to all clients together still hold memory in the workers' arenas."""
         return len(self._outstanding)
 
     def _fills_client(self, account: Account, request: InFlight) -> bool:

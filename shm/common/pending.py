@@ -95,10 +95,7 @@ class Pending(Generic[T]):
         """Prepares this thread's event loop to receive the request's responses. Subclasses override it; here it does nothing."""
 
     def watch(self) -> None:
-        """Lets a thread receive the responses and call the callbacks, if no thread or task waits for the request.
-
-        This base class does nothing.
-        """
+        """Makes a background thread receive the responses and call the callbacks. This base class does nothing."""
 
     def withdraw(self) -> None:
         """Tells the server that nobody waits for the answer any more. It is called once, in any thread.
@@ -148,7 +145,7 @@ class Pending(Generic[T]):
     def notify(self, running: Any = None) -> None:
         """Wakes the thread or task that waits for this request.
 
-        ``running`` is the event loop that runs in this thread, or None if the caller knows of none.
+        ``running``: the event loop of the calling thread. If it is None, this method finds the event loop itself.
         """
         self.waiting = False
         waiter = self.waiter

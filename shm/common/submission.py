@@ -89,8 +89,8 @@ class Submission:
 def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
     """Returns whether a worker's error means that the worker does not have the model, and ran nothing.
 
-    ``is_told``: whether the submitter always knows which workers serve the model. If it does not, the result is also True for
-    Unavailable and for every NotFound.
+    ``is_told``: whether the submitter always knows which workers serve the model. If it is False, the codes NotFound and
+    Unavailable always mean this.
     """
     if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
         return True

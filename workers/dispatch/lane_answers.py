@@ -84,7 +84,7 @@ class LaneAnswers:
         self.let_pass()
 
     def log_every(self, access: int) -> None:
-        """From now on, logs one of ``access`` answers without an error, and up to ten errors a second. 0 turns the log off."""
+        """Lets every ``access``-th successful answer and up to ten errors a second be logged, or nothing if ``access`` is 0."""
         self.passed()
         self._log.log_every(access, self.counts["OK"] + self._passed)
         self.let_pass()

@@ -301,9 +301,9 @@ class Outbox:
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Returns whether a request must wait, because too many bytes of answers to its submitter are unsent.
+        """Makes a request wait if too many bytes of answers to its submitter are unsent. Returns whether the request waits.
 
-        If so, ``retry`` returns the request when it may run. A request whose answer is likely to be small need not wait.
+        Once the request may run, ``retry`` returns the request. A request whose answer is likely to be small does not wait.
         """
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
@@ -365,7 +365,7 @@ class Outbox:
 
     @property
     def next_give_up_ns(self) -> int:
-        """The time (CLOCK_MONOTONIC, ns) by which ``retry`` must be called even if no arena memory was freed."""
+        """Returns the time (CLOCK_MONOTONIC, ns) when an answer has waited too long for arena memory. Call ``retry`` by then."""
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:

@@ -41,7 +41,7 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Lets ``wait`` answer requests on a submitter's lane. The poller's epoll must already watch the lane's socket."""
+        """Lets ``wait`` answer requests that come over a submitter's lane. First add the lane's socket to the poller's epoll."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Unregisters a submitter's lane that has ended."""
@@ -64,9 +64,9 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many more requests from clients' lanes ``wait`` may answer itself, before it leaves them to the worker's loop.
+        """Sets how many more requests from clients' lanes ``wait`` may answer itself. The worker's loop gets all later requests.
 
-        If ``joins`` is true, ``wait`` also leaves every request that belongs to a client's trace to the worker's loop.
+        ``joins``: if it is True, the worker's loop also gets every request that has a client's trace context.
         """
 
     def close(self) -> None:

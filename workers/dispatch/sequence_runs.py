@@ -42,10 +42,9 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """Begins without a batch.
+        """Chooses no batch yet. ``sequences``: chooses the requests of each batch. ``model``: runs the batches.
 
-        ``sequences``: chooses the requests of each batch. ``submitters``: the submitters by the file descriptors of their lanes.
-        ``register``: counts the worker's live sequences.
+        ``submitters``: the submitters by the file descriptors of their lanes. ``register``: counts the worker's live sequences.
         """
         self._version = version
         self._model = model

@@ -75,7 +75,10 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """Has no requests yet. ``rows``: the layout of a request's outputs. ``remote``: whether the device has its own memory."""
+        """Begins without requests. ``remote``: whether the device has its own memory.
+
+        ``rows``: the layout of the bytes in which one step returns its outputs for one request.
+        """
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather
@@ -136,10 +139,10 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
-        """Starts one step of the requests in slots 0 to ``last``, with the smallest program that fits.
+        """Starts one step of the requests in slots 0 to ``last``. Returns the run, whose outputs may still be computing.
 
-        ``masked``: slots whose requests take no part. ``chosen``: the parameter set; None: ``main``.
-        Raises StateLost: the step failed and the state of all slots is lost. Any other error leaves all slots unchanged.
+        ``masked``: the slots up to ``last`` whose requests are left out. ``chosen``: the parameter set, or None for ``main``.
+        Raises StateLost if the step failed and all slots' state is lost. After any other error, all slots are unchanged.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):

@@ -78,7 +78,7 @@ class Sample:
     def run_jitted(
         self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works
     ) -> Mapping[str, Array]:
-        """Runs the sample on a jitted model, and first compiles the program if it is missing.
+        """Runs the sample on a jitted model and returns the last outputs. First compiles the program if it is missing.
 
         ``runner``: runs the model in the calling thread. ``check``: raises an error if the device has failed.
         Raises InvalidArgument if the model fails. Errors of compiling are raised unchanged.

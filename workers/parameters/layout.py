@@ -188,7 +188,7 @@ def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
 
 
 def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> list[Part]:
-    """Returns the parts of a block of memory in safetensors format. The first part is the header, and each other part is a leaf.
+    """Arranges leaves in safetensors format. Returns the parts of the content: the header, and then a part for each leaf.
 
     Args:
       leaves: each leaf, and the function that copies the leaf's bytes.

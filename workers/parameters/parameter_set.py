@@ -276,7 +276,7 @@ class ParameterSet:
 
 
 class Unused(NamedTuple):
-    """What to free after a parameter set was replaced."""
+    """Holds the objects whose memory can be freed after a parameter set was replaced."""
 
     #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
     unused: list[object]

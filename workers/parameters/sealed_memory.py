@@ -215,9 +215,9 @@ class _Memory:
 
 
 class NewMemory:
-    """New memory with the parameters of a push.
+    """Memory for the parameters of a push, which can be written until it is sealed.
 
-    Its owner calls ``sealed`` once the content is checked, and ``close`` in any case.
+    The owner calls the method ``sealed`` once the content is checked, and calls ``close`` in any case.
     """
 
     def __init__(self, memory: _Memory, pool: MemoryPool) -> None:

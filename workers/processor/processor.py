@@ -115,7 +115,7 @@ class HostExecutable(Executable):
         return self.call(parameters, arguments)
 
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits until a run has computed its outputs ``arrays``, and returns them. After that the run's inputs may be changed."""
+        # Waits for the run, after which its inputs may be changed.
         outputs = {name: np.asarray(arrays[name]) for name in self._signature.outputs}
         return RunOutputs(outputs, [*outputs.values()])
 
@@ -150,7 +150,10 @@ class HostExecutable(Executable):
             places.addresses[name] = address
 
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
-        """Returns the names of outputs that XLA has written to ``addresses``."""
+        """Returns the names of the outputs that XLA has written directly to the memory at ``addresses``.
+
+        ``outputs``: output name -> the computed array. ``addresses``: output name -> the memory address offered to XLA.
+        """
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
             # The next run learns XLA's allocations anew.

@@ -114,7 +114,7 @@ class SmallPrograms:
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
-        """Stores a model version's signature and parameter sets. ``device``: the CPU device that computes with one thread."""
+        """Compiles nothing yet. ``device``: the CPU device that has one thread. ``sets``: the model version's parameter sets."""
         self._signature = signature
         self._device = device
         self._sets = sets
@@ -177,12 +177,13 @@ class SmallPrograms:
         lower: Callable[[Placement], jax.stages.Lowered],
         zeros: Callable[[], dict[str, Any]],
     ) -> CompiledProgram | None:
-        """Compiles a small program for a CPU device that has one thread, and runs it once. Returns None if that fails.
+        """Compiles a program for the CPU device that has one thread, and runs the program once.
 
+        Returns None if the program is too large for one thread, or if the compilation or the run fails.
         Args:
-          lowered: the program, lowered for the worker's device. If it is too large for one thread, None is returned.
-          lower: lowers the program for another placement.
-          zeros: returns inputs for the run.
+          lowered: the program, lowered for the worker's usual device.
+          lower: lowers the same program for a given placement.
+          zeros: returns the inputs of the run.
         """
         try:
             small = self._is_small(lowered) if self._possible else False

@@ -37,7 +37,7 @@ class StateLost(Exception):
 
 
 class Carry:
-    """The state of one instance's sequences on the device. Only the instance's thread may use it."""
+    """Keeps the arrays on the device that hold the state of an instance's sequences. Only the instance's thread may use it."""
 
     def __init__(self, signature: Signature, initial: Mapping[str, Array], device: jax.Device | None = None) -> None:
         """Begins without arrays, which the first run makes.

@@ -179,8 +179,8 @@ class ExecutableCache:
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
         """Loads a compiled program from the cache on disk. Returns None if the cache has no usable program under ``key``.
 
-        ``usual``: the placement of programs on the worker's own device. ``small``: has the placement of programs that run on the
-        CPU device with one thread. If ``small`` is None, such programs are not loaded.
+        ``usual``: where programs run on the worker's own device. ``small``: opens the CPU device with one thread, for programs
+        compiled for that device. If ``small`` is None, such programs are not loaded.
         """
         name = _name(key)
         if self._directory is None or (content := self._directory.read(name)) is None:

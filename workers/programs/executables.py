@@ -142,10 +142,9 @@ class Executables:
         self._lowering.traced.clear()
 
     def postpone(self, tried: Buckets) -> None:
-        """Leaves each program uncompiled until the first batch that needs it. Programs compiled that way are never evicted.
+        """Delays the compilation of each program until the first batch that needs it. Such a program is never evicted.
 
-        To find errors now, lowers the first program of the buckets ``tried``. Errors of tracing and lowering are raised
-        unchanged.
+        Lowers the first program of the buckets ``tried`` to find errors. Errors of tracing and lowering are raised unchanged.
         """
         self._postponed = {Wanted(rows, shapes) for rows, shapes in self._buckets.planned()}
         for first in itertools.islice(tried.planned(), 1):

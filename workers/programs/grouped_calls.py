@@ -142,7 +142,7 @@ class GroupedMemory:
 
     @functools.cached_property
     def places(self) -> list[list[_Place]]:
-        """For each request in turn, the memory of each of its inputs."""
+        """Returns a list for each request that the program has room for, with the memory of each of the request's inputs."""
         return [
             [
                 _Place(name, array, array.reshape(-1).view(np.uint8).data)
@@ -208,7 +208,7 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """The estimated work of a call, as a fraction of what one iteration of the worker's loop may do."""
+        """Returns the estimated work of one call, divided by the most work that the worker's loop may do in one iteration."""
         return self.rows / 64
 
     @property
@@ -276,9 +276,9 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns the argument of ``compile`` for each length. A length is a number of requests that one call of a program runs.
+        """Returns the argument ``number`` of ``compile`` for each length. A length is how many requests one call runs.
 
-        Returns {2: 2, 4: 4} for the lengths 2 and 4, or {2: None, 4: None} if one program can run any number of requests.
+        For the lengths 2 and 4, returns {2: 2, 4: 4}, or {2: None, 4: None} if one program can run any number of requests.
         """
         return {length: length if self._one_for_each else None for length in lengths}
 

@@ -46,9 +46,9 @@ def memory_needed(program: Any, held: int | None = None) -> int | None:
 
 
 def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], program: int | None) -> Unavailable:
-    """Makes the error for requests for which the device has too little memory.
+    """Returns the error that tells requests that the device has too little memory. The message has their rows and input bytes.
 
-    ``program``: the bytes that the program needs besides its parameters; None: unknown.
+    ``error``: the error of the run. ``program``: the bytes that the program needs besides its parameters, or None if unknown.
     """
     byte_size = sum([array.nbytes for request in requests for array in request.arrays.values()])
     rows = sum([request.rows for request in requests])

@@ -446,7 +446,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Adds to the statistics the responses of this request that were sent together with those of other requests."""
+        """Counts in the statistics all responses that this request has sent and that are not counted yet."""
         if self.counted is not None:
             self.counted()
 

@@ -74,7 +74,7 @@ class RequestTensors(Sequenced):
 
     @property
     def stays(self) -> bool:
-        """True if outputs may be needed on the GPU, because another model or a client's GPU memory gets them."""
+        """Returns whether the request's outputs should stay on the GPU, for another model or a client's region of GPU memory."""
         return False
 
 
