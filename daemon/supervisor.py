@@ -450,7 +450,6 @@ class Supervisor:
         self._shutdown.child_died()
 
     def _look(self, child: Child) -> None:
-        """Stores in ``child`` why the process has died, and counts that."""
         self._slots.look(child)
         if child.is_of_other_version:
             self.models.outdated(f"{child.name} {child.describe_exit()}")

@@ -311,8 +311,6 @@ class _Stream:
 # No generator function: an error raised inside one keeps alive the frames that it passed through, and all that they hold, until
 # the next garbage collection (Python 3.12 and newer).
 class _Guarded:
-    """A ``with`` block in which a CudaError becomes an InvalidArgument that names a region."""
-
     __slots__ = ("_name",)
 
     def __init__(self, name: str) -> None:

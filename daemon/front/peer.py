@@ -156,12 +156,11 @@ def _pidfd(fd: int) -> int:
 
 
 def _pidfd_by_number(sock: socket.socket) -> int:
-    """Opens a pidfd by the process id, for kernels that cannot give it by the socket."""
     (number, _, _) = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     process = os.pidfd_open(number)
     poll = select.poll()
     poll.register(sock, select.POLLHUP)
-    if poll.poll(0):
+    if poll.poll(0):  # the peer is gone, and the number may be another process's
         os.close(process)
         raise ConnectionResetError
     return process

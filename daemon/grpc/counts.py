@@ -52,8 +52,6 @@ class _Field:
 
 @dataclass(slots=True)
 class _Kind:
-    """Describes a message type, and how many unknown fields it may have."""
-
     name: str
     most: int
     fields: dict[int, _Field] = field(default_factory=dict)

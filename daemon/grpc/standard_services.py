@@ -180,7 +180,6 @@ def _file_of(symbol: str) -> FileDescriptor:
 
 
 def _describe(answer: Any, file: FileDescriptor) -> None:
-    """Adds the descriptors of a .proto file and of all its imports to ``answer``."""
     found = [file]
     for each in found:
         found += [imported for imported in each.dependencies if imported not in found]

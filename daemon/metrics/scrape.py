@@ -64,7 +64,6 @@ class _Request:
         self.method = self.path = b""
 
     async def read(self, reader: asyncio.StreamReader) -> bool:
-        """Reads the head from ``reader``. Returns False if nothing was sent."""
         left = _MAX_HEAD
         while self.refusal is None and left and (data := await reader.read(left)):
             left -= len(data)

@@ -61,8 +61,7 @@ def _delete(
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the ``DeviceView`` of a deleted capsule if no library has taken it over."""
-    if _is_valid(capsule, _CAPSULE):
+    if _is_valid(capsule, _CAPSULE):  # else a consumer has taken the view over, and renamed the capsule
         _delete(_pointer_of(capsule, _CAPSULE))
 
 

@@ -150,7 +150,6 @@ def _worker_mark() -> str:
 
 
 def _owner() -> OwnProcesses | None:
-    """Returns the ``OwnProcesses`` of the model whose code starts a process in this thread."""
     found = caller()
     port: ModelPort | None = getattr(threading.current_thread(), _PORT, None) if found is None else found.port
     if port is None:

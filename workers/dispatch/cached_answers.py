@@ -105,7 +105,6 @@ class CachedAnswers:
                 version.statistics.cache_miss.add(looked_ns + self._clock() - began_ns)
 
     def _parameters_of(self, version: ModelVersion, request: Request) -> tuple[object, ...]:
-        """Returns a key for the parameters with which the model would answer now."""
         graph = version.loaded.ensemble
         if graph is not None:
             # Every load and unload counts, so no other one can have been there in between.

@@ -109,8 +109,6 @@ class SealedMemory:
 
 
 class _Memory:
-    """A memfd and a writable mapping of it, which this process alone has."""
-
     def __init__(self, parts: Sequence[Part], byte_size: int) -> None:
         self.byte_size = byte_size
         #: True if the memory was free already at the last call of ``MemoryPool.expire``.

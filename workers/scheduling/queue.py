@@ -420,7 +420,6 @@ class RequestQueue(Generic[W]):
         self._shares.leave(owner)
 
     def _forget_taken(self) -> None:
-        """Removes the first entries of the heap of expiries, up to one whose request still waits."""
         expiries = self.expiries
         while expiries and expiries[0][3].line < 0:
             heapq.heappop(expiries)
