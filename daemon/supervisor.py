@@ -113,15 +113,15 @@ class Supervisor:
         programs: Programs = Programs(),
         first_signals: FirstSignals | None = None,
     ) -> None:
-        """Creates the parts of the daemon. Only the first workers run already.
+        """Creates the daemon's parts, and starts no process. The daemon's first workers run already.
 
         Args:
           configured: the options, with the source of each value.
           reread: reads the configuration again, or raises ConfigurationError.
           environment: the environment variables.
-          spawned: the first workers. The supervisor owns them once its sockets are bound.
+          spawned: the first workers. The caller owns them until the daemon's sockets are bound, and the supervisor after that.
           programs: the modules that child processes run.
-          first_signals: the object that has handled signals until now, or None.
+          first_signals: the object that has handled this process's signals so far. If it is None, a new one is made.
         """
         self.phase = DaemonPhase.STARTING
         options = configured.options

@@ -33,7 +33,7 @@ _SONAME = "libcuda.so.1"
 
 
 class LastingCalls:
-    """Driver functions that may take long. Other Python threads can run meanwhile."""
+    """Functions of the CUDA driver that may take long. They release the GIL, so other Python threads run meanwhile."""
 
     def __init__(self, code: Callable[[int], Any]) -> None:
         """Loads the driver's functions.

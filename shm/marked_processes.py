@@ -48,9 +48,10 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether the process ``found`` has the environment variable ``MARK`` with the value ``mark``.
+    """Returns whether the environment of the process ``found`` has the variable ``MARK`` with the value ``mark``.
 
-    Returns True also for a longer value that begins with ``mark`` and a dot. Returns False if the environment cannot be read.
+    A worker's mark also finds its models' programs, which have the mark, a dot and a number. Returns False if the environment
+    cannot be read.
     """
     entry = f"{MARK}={mark}".encode()
     try:
@@ -61,7 +62,7 @@ def has(found: Found, mark: str) -> bool:
 
 
 def send(found: Found, number: int) -> bool:
-    """Sends signal ``number`` to a process. Returns False if the process has ended or belongs to another user."""
+    """Sends the signal ``number`` to the process ``found``. Returns False if it has ended or belongs to another user."""
     try:
         # The pidfd is opened before the second look: by now the pid may be another process's.
         held = os.pidfd_open(found.pid)

@@ -197,7 +197,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
 
 
 class LeavesSource(Record, frozen=True, tag="s.leaves"):
-    """The pushed parameters are in registered regions. ``leaves`` has each parameter's range by the parameter's name."""
+    """Says where in registered regions the pushed parameters are. ``leaves``: each parameter's place by its name."""
 
     #: The leaf's name, keys joined by dots -> where it is.
     leaves: dict[str, LeafPlace]

@@ -156,7 +156,7 @@ class SequencePage(Page):
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> tuple[SequenceState, int] | None:
-        """Returns a sequence's state and when it was admitted (CLOCK_MONOTONIC ns), or None if the page lacks the sequence."""
+        """Returns a sequence's state and the time of its admission (CLOCK_MONOTONIC ns), or None if it is not on the page."""
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 

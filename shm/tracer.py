@@ -268,7 +268,10 @@ class Sampler:
     """Decides by the trace settings of one model, or of all models, which requests are traced. Writes the traces to a file."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Takes ownership of ``fds``. These shared eventfds choose requests for tracing, and count the traces if limited."""
+        """Takes ownership of ``fds``, which are eventfds that all fronts share. If there are none, nothing is traced.
+
+        The first one counts requests, to choose some for tracing. The second one, if any, counts the traces still allowed.
+        """
         self.level = settings.level
         #: None: nothing is traced.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None

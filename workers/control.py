@@ -300,10 +300,10 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Handles records whose file descriptors were lost because this process has too many open files.
+        """Handles control records whose file descriptors were lost, because this process has too many files open.
 
-        A call gets the error Unavailable as its reply. A client's new lane is closed again. A model with new trace settings is
-        traced by the settings for all models instead. Raises InvalidArgument for any other record.
+        A call gets the error Unavailable as its reply. A client's new lane is closed. Trace settings of one model are dropped:
+        the settings for all models then hold for that model. Raises InvalidArgument for any other record.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:

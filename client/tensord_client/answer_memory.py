@@ -112,7 +112,7 @@ class AnswerLease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
-        """Counts an answer of ``byte_size`` bytes towards the memory that this process uses, until ``release`` is called."""
+        """Adds this answer's ``byte_size`` to the bytes of answers that this process holds. ``release`` subtracts them again."""
         for key in self._key:
             self._memory.held.sizes[self._memory, key] = byte_size
 
@@ -285,7 +285,7 @@ class AnswerMemory:
                 release()
 
     def release_record(self) -> bytes:
-        """Returns a message that gives back as many queued leases as fit, or b"" if none is queued."""
+        """Returns a message that gives back queued leases, as many as a message can name. Returns b"" if no lease is queued."""
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []

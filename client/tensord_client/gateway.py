@@ -99,7 +99,7 @@ class Listening(socket.socket):
 
 
 class Gateway:
-    """Base class of gateways. Checks the keys of clients, and caches the results of ``make``, which looks models up."""
+    """Base class of gateways, which serve other protocols. Checks the keys of clients, and caches each result of ``make``."""
 
     #: Looks a model up, and makes what is kept of it.
     make: Callable[[str, int], Awaitable[Any]]

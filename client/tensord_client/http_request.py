@@ -476,7 +476,7 @@ class Waiter:
         return threading.current_thread() is self._thread
 
     def wake(self) -> None:
-        """Wakes the thread, which then sends and receives what is possible for each of its requests."""
+        """Wakes this object's thread, which then sends and receives for the requests that were given to this object."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if not self._ended:
                 os.write(self._wake_end, b"\0")

@@ -342,7 +342,7 @@ class Sender:
         raise NotImplementedError
 
     def send_again(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request anew, because it has lost its lane. Does nothing if another thread does so.
+        """Sends a request again, because it has lost its lane. Returns at once if another thread is already sending it.
 
         ``until`` is the time of ``time.monotonic()`` in seconds at which to stop waiting for a lane, or None for no deadline.
 

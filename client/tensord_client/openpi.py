@@ -66,7 +66,7 @@ _KINDS = "b", "iu", "fV", "SUO"
 
 
 class Robot(ServerConnection):
-    """One client's WebSocket connection. It is closed if too many bytes wait in it, or if a message comes too slowly."""
+    """A robot's connection to the gateway. It is closed if too many of its bytes wait unread, or a message arrives too slowly."""
 
     gateway: RobotGateway
     policy: Policy
@@ -107,9 +107,9 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Counts how many bytes the robot has sent that the gateway has not read yet, and stores the number in ``unread``.
+        """Updates ``unread``, the number of bytes that the robot has sent and the gateway has not read.
 
-        Call it when bytes arrive, and when a message has been read. ``read``: the size of this message in bytes.
+        Call it when bytes have arrived, and when the gateway has read a message. ``read``: the size of this message in bytes.
         """
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
@@ -324,9 +324,10 @@ class Policy:
             raise InvalidArgument(f"parameter '{METADATA}' of model '{model.name}' is no JSON object") from None
 
     def inputs(self, observation: Mapping[str, Any]) -> dict[str, Array]:
-        """Makes the model's inputs of an observation, by name. The names of nested maps are joined by "/".
+        """Converts a robot's observation, a map that may contain maps, to the model's inputs by name.
 
-        Raises InvalidArgument if a value does not fit its input, or there are other names than the model takes.
+        The name of a value in an inner map is its keys joined by "/". Raises InvalidArgument if an input is missing, a value does
+        not fit its input, or the model does not take a value.
         """
         made: dict[str, Array] = {}
         for key, value in flat(observation, self._inputs).items():

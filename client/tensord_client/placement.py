@@ -34,7 +34,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory with copies of inputs, and the encoded request that names this memory. Later requests use both again."""
+    """Shared memory for the inputs of requests, and the encoded request that names this memory. Both are used again and again."""
 
     __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 

@@ -217,9 +217,9 @@ def written(array: Any) -> Any:
 def openapi(
     title: Mapping[str, str], endpoints: Sequence[str], inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Returns the OpenAPI document of a model. ``title``: its "title" and "version". ``endpoints``: their names.
+    """Returns the OpenAPI document of a model. ``title``: the "title" and "version" of the document.
 
-    The shapes of ``inputs`` and ``outputs`` are those of one row.
+    ``endpoints``: the names of the endpoints, such as "apply". The shapes of ``inputs`` and ``outputs`` lack the batch dimension.
     """
     schemas, text, array = dict[str, Any](), {"type": "string"}, {"type": "object", "array_flags": []}
     for side, tensors in (("Input", inputs), ("Output", outputs)):

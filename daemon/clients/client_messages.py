@@ -145,7 +145,7 @@ class OpenAnswer(msgspec.Struct):
 
 
 class ClientError(msgspec.Struct):
-    """Answers any question that failed. ``code``: the code of the ServingError."""
+    """The daemon's answer to a client's message that has failed. ``error``, ``code``: the ServingError's text and code."""
 
     error: str
     code: str

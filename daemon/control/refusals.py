@@ -71,7 +71,7 @@ class Refusals:
         return given_room
 
     def close(self) -> None:
-        """Logs the refusals that were not logged yet, and cancels the timer."""
+        """Logs the counts of refused requests that were not logged yet, and cancels the timer for the next log line."""
         if self._timer is not None:
             self._timer.cancel()
         for log in (self._log, self._mistakes):

@@ -159,7 +159,7 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Adapts the limit of the next iteration to how many connections were waiting.
+        """Sets how many connections the next iteration of the event loop may accept.
 
         ``taken``: how many connections this iteration accepted. ``room``: how many it was allowed to accept.
         """

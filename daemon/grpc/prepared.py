@@ -99,7 +99,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Decodes the scheduling parameters of a message. Returns None if the whole message must be decoded instead."""
+        """Decodes a message's scheduling parameters, such as the priority. Returns None if any is invalid or of another kind."""
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]

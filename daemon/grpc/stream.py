@@ -238,10 +238,10 @@ class Stream:
         self.grant()
 
     def frame_arrived(self, flags: int) -> None:
-        """Handles the end of a DATA or HEADERS frame with these flags.
+        """Handles the end of a DATA or HEADERS frame of this stream. ``flags``: the frame's flags.
 
-        If the frame ends the client's side, the call learns of it, or an incomplete message is refused. Any other frame may
-        cause the client to be granted more window.
+        If END_STREAM is set, tells the call that the client sends no more, or refuses the call if a message is incomplete.
+        Otherwise grants the client more window when the client has used much of it.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:

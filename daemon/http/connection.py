@@ -253,10 +253,10 @@ class Http1Connection(asyncio.Protocol):
             order.leave()
 
     def shutdown(self) -> None:
-        """Closes an idle connection, or lets a busy connection close after the answer to its last request.
+        """Closes the connection now if it is idle, and else after the answer to its last request.
 
-        While the server stops, call this method repeatedly. An incomplete request is refused with 503 when a call finds that
-        the client has stopped sending the request.
+        While the server stops, call this method repeatedly. Each call checks whether the client still sends the rest of an
+        incomplete request. If the client has stopped, the request is refused with 503.
         """
         order = self.order
         if self.idle:

@@ -24,11 +24,11 @@ class Late(enum.Enum):
 
 
 class ClientDeadlines:
-    """Tracks since when a connection waits for its client, and finds missed deadlines. Times are monotonic seconds.
+    """Notes when a connection began to wait for its client, and finds the deadlines that the client has missed.
 
-    ``now``: when the connection began to wait for the first request.
-    ``idle_since``, ``head_since``, ``body_since`` and ``stalled_since`` say when the connection began to wait for the next
-    request, for the rest of a head, for the rest of a body, and for the client to read answers. 0 means that it does not.
+    ``idle_since``: when the wait for the next request began. ``head_since``: when the wait for the rest of a head began.
+    ``body_since``: the same for the rest of a body. ``stalled_since``: the same for the client to read answers. All are monotonic
+    seconds, and 0 if there is no such wait. ``now``: the first value of ``idle_since``.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")

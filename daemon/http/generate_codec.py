@@ -143,7 +143,7 @@ class JoinedAnswers:
             parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Returns one answer that joins all responses, and the bytes of its outputs.
+        """Joins all responses to one answer. Returns a description of the answer, and the bytes of each joined output.
 
         If there was no response, the outputs have no elements.
         """

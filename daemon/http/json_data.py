@@ -43,10 +43,10 @@ MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' fi
 
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
-    """Converts the JSON text of a flat array of ``count`` values, or of a base64 string, to the bytes of a tensor.
+    """Converts a flat JSON array of ``count`` values, or a base64 string, to the bytes of a tensor.
 
-    Raises UnusualText if the text is neither of the two. Then ``exact`` must convert it.
-    Raises InvalidArgument if a base64 string is malformed or has a wrong size.
+    Raises UnusualText for any other text, which the caller must convert by ``exact``. Raises InvalidArgument if a base64
+    string is malformed or has a wrong size.
     """
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])

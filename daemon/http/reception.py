@@ -29,7 +29,7 @@ class Reception(Receiver):
 
     Args:
       pause: called to stop (True) or resume (False) reading from the socket.
-      progressed: called when ``ready`` may have become true.
+      progressed: called when the whole body may be there, so that the caller looks at ``ready``.
       account: counts the memory of the body. If it is None, the memory is not counted.
     """
 
@@ -92,7 +92,7 @@ class Reception(Receiver):
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body into the request arena, and returns the object that receives the body.
+        """Reserves memory of the request arena for a large binary body, and returns the object that writes the body there.
 
         Returns None, without effect, if the arena has no room now.
         """

@@ -103,9 +103,9 @@ class ExactOutput:
 
 @dataclass(slots=True)
 class ExactRequest:
-    """Holds the JSON part of an inference request. The function ``exact`` creates this object from JSON text.
+    """The parsed JSON text of an inference request.
 
-    Iterating over ``inputs`` or ``outputs`` checks each entry, and raises InvalidArgument at the first wrong entry.
+    ``inputs`` and ``outputs`` are checked only when a caller iterates over them: a malformed entry then raises InvalidArgument.
     """
 
     id: str

@@ -75,10 +75,10 @@ def encode(
 def large_texts(
     prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
 ) -> list[tuple[PreparedTensor, Slice]]:
-    """Returns large outputs that must be written as JSON in several parts, each with its slice of the arena.
+    """Returns the outputs that the answer has as JSON and that are too large to be written at once, each with its arena slice.
 
     Args:
-      prepared: the part of the answer that repeats.
+      prepared: the datatypes and shapes of the outputs.
       contents: the bytes of each output, or their slice of the response arena.
       asked: the request, which says which outputs are binary.
     """

@@ -348,13 +348,13 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Notes that a worker serves nothing any more. Returns instructions that the caller must carry out.
+        """Notes that a worker process has ended. Returns instructions that the caller must carry out.
 
-        Loads that it had not answered are sent to the worker that replaces it, or are given up after too many deaths.
+        The worker's replacement loads the model versions that the worker was loading, unless too many workers died loading them.
         Args:
           worker: the number of the worker process.
           how: how the process ended, as the end of a sentence, such as "died".
-          dismissed: whether it is stopped on purpose. Then its end does not count against the versions that it was loading.
+          dismissed: whether the worker is stopped on purpose. If so, its end is not counted as a death.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []

@@ -474,5 +474,5 @@ def poll_error(names: Iterable[str]) -> str:
 
 
 def given_error(name: str, reason: str) -> str:
-    """Returns the message for a client whose configuration or files for the model ``name`` cannot be used."""
+    """Returns the error text for a client that has asked to load the model ``name`` with unusable configuration or files."""
     return f"failed to load '{name}': {reason}"

@@ -291,7 +291,7 @@ class Leftovers:
             task.add_done_callback(self._looks.discard)
 
     async def ended(self) -> None:
-        """Waits until all processes that ``end`` has begun to kill are gone."""
+        """Waits until the processes left by dead workers are gone, which ``end`` kills in the background."""
         await asyncio.gather(*self._looks)
 
     async def _end(self, worker: str, mark: str) -> None:

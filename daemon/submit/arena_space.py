@@ -133,9 +133,9 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Refuses requests that waited too long, and returns whether others still wait.
+        """Refuses requests that have waited too long for room in the arena. Returns whether other requests still wait for room.
 
-        ``now``: the time of the event loop in seconds.
+        ``now``: the current time of the event loop in seconds.
         """
         for line in self._lines:
             while line and line[0].give_up <= now:

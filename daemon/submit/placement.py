@@ -141,8 +141,8 @@ def fill(
 ) -> Generator[None, None, tuple[Content, ...]]:
     """Converts a request's JSON tensors to binary and writes them to the memory of ``lease``. Yields after each piece.
 
-    ``contents``: the bytes of each input, or its place in shared memory. Inputs in regions are not in it. Returns ``contents``
-    with the exact sizes of the JSON tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
+    ``contents``: for each input that is in no region, its bytes or its slice of the request arena. Returns ``contents`` with the
+    exact sizes of the JSON tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]

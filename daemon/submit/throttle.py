@@ -54,11 +54,11 @@ class Throttle:
     def hold(
         self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, record: AnswerRecord
     ) -> Sequence[Callable[[InFlight], bool]]:
-        """Adds an answer's bytes to the bytes that its connection and its client hold, until ``leave`` is called for ``key``.
+        """Counts an answer's bytes for the request's connection and client, until ``leave`` is called with ``key``.
 
-        Returns an empty sequence if the connection and the client are below their limits, else conditions. The caller must ask
-        workers to give back each sent request for which a condition returns True. ``key``: the lease of the answer's memory.
-        ``request``: the answered request. If it is None, because the request has ended, no client's bytes grow.
+        Returns an empty sequence if both are below their limits. Otherwise the caller must ask workers to give back each sent
+        request for which a returned function returns True. ``worker``: the worker that has answered. ``key``: the lease of the
+        answer's memory. ``request``: the answered request. If it is None, because the request has ended, no client's bytes grow.
         """
         size = 0
         for content in record.contents:

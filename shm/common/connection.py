@@ -113,9 +113,7 @@ class Connection(Protocol):
         """
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array in a GPU's memory that workers use without a copy. The array's content is undefined.
-
-        ``device`` is the GPU, such as "cuda:0".
+        """Makes an uninitialized array on the GPU ``device``, such as "cuda:0". Workers use the array there without a copy.
 
         Raises: Unsupported: this process serves the models itself.  InvalidArgument: ``device`` is no GPU, or no array of this
           dtype or size can be on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no memory left on it.

@@ -36,7 +36,7 @@ class Served(Protocol):
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that a response was taken, so that the model may make more. ``request`` is the worker's object."""
+        """Tells the worker that a response to ``request``, the worker's object, was read, so that the model may send more."""
 
     def withdraw(self, request: Any) -> None:
         """Tells the worker that nobody waits for an answer any more. ``request`` is the worker's object of the request."""

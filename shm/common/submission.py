@@ -57,13 +57,13 @@ class Submission:
     strikes: int
 
     def may_be_elsewhere(self, code: str, message: str, is_told: bool = True) -> bool:
-        """Returns whether to send the request to another worker, after a worker has answered it with an error.
+        """Returns whether the request may be sent to another worker, after a worker has answered it with an error.
 
         Args:
           code: the error's code, such as "NOT_FOUND".
           message: the error's text.
-          is_told: whether the submitter is told which workers serve the model. If not, Unavailable may mean that another worker
-            serves it now.
+          is_told: whether the submitter always knows which workers serve the model. If it does not, the request may be sent to
+            another worker also after Unavailable and every NotFound.
         """
         return not (self.cancelled or self.answered) and is_refusal(code, message, is_told)
 

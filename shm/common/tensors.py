@@ -147,10 +147,10 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def cast(name: str, value: Any, datatype: str | None) -> Array:
-    """Returns the values of an array or a list as an array of ``datatype``. If ``datatype`` is None, numpy chooses a dtype.
+    """Converts an array or a list to an array of ``datatype``. If ``datatype`` is None, numpy chooses the dtype.
 
-    Raises InvalidArgument if a value cannot be converted, or if the conversion would change the value. Only a float type may
-    round values. Values that INT32 refuses are 0.5, NaN, "1" and 2**31. ``name``: the input's name in errors.
+    Raises InvalidArgument if the conversion would fail or change a value. Only float datatypes may round. For example, INT32
+    refuses 0.5, NaN, "1" and 2**31. ``name``: the input's name in errors.
     """
     dtype = None if datatype is None else dtype_of(datatype)
     if datatype == "BF16" and dtype == DTYPES["UINT16"]:

@@ -68,7 +68,7 @@ class Held(Protocol):
 
 
 class EndsLater(Held, Protocol):
-    """A resource that a model's code has made, such as a process, which may end some time after ``close``."""
+    """A resource that a model's code has made, such as a process, and that may go on for some time after its ``close``."""
 
     @property
     def ended(self) -> bool:

@@ -66,9 +66,9 @@ class OwnProcesses:
         return self._ending is not None and not self._ending.is_alive()
 
     def mark(self) -> str:
-        """Returns the value of the environment variable that marks programs started by the model's code.
+        """Returns the value of the variable ``MARK`` in the environment of each program that the model's code starts.
 
-        Raises OSError: the model has ended.
+        Raises OSError if the model is unloaded, because its code must start no more programs then.
         """
         if self._closed:
             raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")

@@ -112,10 +112,11 @@ def is_on_demand(config: ModelConfig, module: ModuleType) -> bool:
 
 
 def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | None:
-    """Returns which parameters differ between a model's parameter sets, and how many sets the device holds at a time.
+    """Reads which parameters differ between a model's parameter sets, and how many sets its device may hold at a time.
 
-    Returns None if the model does not mix sets in a batch. Raises InvalidArgument if a declaration is malformed. Raises
-    Unsupported if a model of this kind cannot mix sets in a batch.
+    The model's configuration or its Python module declares these as ``batch_sets`` and ``resident_sets``. Returns None if
+    ``batch_sets`` is not declared. Raises InvalidArgument if a declaration is malformed. Raises Unsupported if a model of this
+    kind cannot mix sets in a batch.
     """
     model, names = config.name, _names(config, module)
     resident, where, is_text = _declared(config, module, "resident_sets")

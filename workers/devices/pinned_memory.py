@@ -106,9 +106,9 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Unlocks ``view`` in a thread of this object. Does nothing if ``pin`` was not called for ``view``.
+        """Unlocks the pages of ``view`` later, in another thread. Does nothing if ``pin`` was not called for ``view``.
 
-        The caller may close the memory immediately. The mapping stays until the thread has unlocked it.
+        The caller may close the memory immediately, because the pages stay mapped until they are unlocked.
         """
         memory = self._wanted.pop(address_of(view), None)
         if memory is None:

@@ -75,9 +75,10 @@ class CallCircles:
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Searches for deadlocked calls. Returns the one that began last, or None, and the time of the next search.
+        """Searches for deadlocks among calls from model to model. Returns the newest deadlocked call, and when to search again.
 
-        The time is in ns of CLOCK_MONOTONIC. It is ``NEVER`` if no search is needed until a call begins or ends.
+        The call is None if there is no deadlock. The time is in CLOCK_MONOTONIC ns, or ``NEVER`` if no search is needed until a
+        call begins or ends.
         """
         again_ns = NEVER
         for call in reversed(self._calls):

@@ -37,13 +37,13 @@ class InstanceRuns:
         finish: Callable[[ModelVersion, Execution], None],
         changed: Callable[[ModelVersion], None],
     ) -> None:
-        """Stores the parts of the worker that instances need.
+        """Stores the objects and functions of the worker that the running of instances needs.
 
         Args:
-          prepare: reserves places for an execution's outputs before the run; called with the outputs' names and sizes in bytes.
+          prepare: reserves memory for an execution's outputs before the run; called with each output's size in bytes by name.
           take: takes a version's next batch from its queue; called with the time (CLOCK_MONOTONIC, ns) and the instance's index.
           finish: answers the requests of an execution that has run.
-          changed: makes the worker's loop ask a version's planner again what to run.
+          changed: makes the worker's loop decide anew which batch of a version runs next.
         """
         self._limiter = limiter
         self._compiler = compiler

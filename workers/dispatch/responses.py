@@ -130,9 +130,10 @@ class Responses(ResponseReceiver):
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Handles the end of a run whose model sends responses to some requests itself, through response senders.
+        """Sorts an execution's requests after a run in which the model may have answered some through response senders.
 
-        Moves these requests from ``execution.requests`` to ``execution.streamed``, and ends those that failed or were cancelled.
+        Requests that have a response sender, or are answered already, move from ``execution.requests`` to ``execution.streamed``.
+        A request with a response sender gets its last response now if it failed or was cancelled.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -222,7 +223,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends other threads' queued responses, if the time to collect responses is over at ``now_ns`` (CLOCK_MONOTONIC)."""
+        """Sends the responses that other threads have queued, if their sending is due at ``now_ns`` (CLOCK_MONOTONIC)."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()

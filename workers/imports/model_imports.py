@@ -134,7 +134,7 @@ class ModelImports:
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:
-        """Puts ``port`` into the builtins of the model's code, so that the worker can tell which model's code calls it."""
+        """Stores ``port`` in the builtins of the model's code. By this port the worker knows which model's code calls it."""
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:

@@ -112,7 +112,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Adds requests that C code answered to the statistics of each step's model, with the time that this model took."""
+        """Adds requests that C code has answered to the statistics of each step's model, with the time that the model took."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):

@@ -59,7 +59,7 @@ class Instance:
         check: CheckDevice = works,
         code: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Prepares an instance. ``start`` starts the instance's thread.
+        """Prepares an instance of a model. ``start`` starts the instance's thread.
 
         Args:
           create: makes the model in the thread.
@@ -67,7 +67,7 @@ class Instance:
           page: the status page in which the thread notes the batch that it runs.
           warm: warms the model up in the thread before the instance counts as started. If it is None, there is no warmup.
           check: raises an error if the model's device has failed.
-          code: returns a context manager with the model's settings of JAX. The thread is inside it from start to end.
+          code: returns a context manager that applies the model's settings of JAX. The thread runs inside this context.
         """
         self._code = code
         self._check = check

@@ -64,10 +64,10 @@ class SequenceRegister:
 
 
 class RegisteredSequences:
-    """Registers the sequences of one load of a model version on the worker's sequence page, which fronts read.
+    """Writes the sequences of one model version to the worker's sequence page, so that fronts know them.
 
     For each sequence call ``waiting`` first, then ``begun`` when its first request runs, and ``gone`` at its end. Sequences
-    with the same id may overlap: each has another number, ``generation``.
+    with the same id may overlap, so each has a number of its own, called ``generation``.
     """
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:

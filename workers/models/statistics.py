@@ -67,7 +67,7 @@ class ResponseStatistics:
 
 
 class ResponsesByNumber:
-    """Counts a model version's responses by their position in their request, for positions below ``MAX_RESPONSES``."""
+    """Keeps one statistic of all requests' first responses, one of their second responses, and so on up to ``MAX_RESPONSES``."""
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}

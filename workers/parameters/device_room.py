@@ -42,11 +42,11 @@ class DeviceRoom:
     """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
-        """Begins without parameter sets.
+        """Creates the account of a device's memory for parameter sets. No set is on the device yet.
 
         Args:
           byte_size: the most bytes that all sets together may take on the device.
-          pinned: the page-locked memory for sets that have left the device; None: they get none.
+          pinned: the page-locked memory for sets that have left the device. If it is None, there is no page-locked memory.
         """
         self._limit = byte_size
         self.pinned = pinned or PinnedBudget(0)

@@ -128,7 +128,10 @@ class HostExecutable(Executable):
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, places: Places) -> None:
-        """Allows the next run to write large outputs directly to ``places``, and lists these outputs in ``places.offered``."""
+        """Lets the program's next run write a request's large outputs directly to their final memory, without a copy.
+
+        ``places``: the memory of each output. The method adds the outputs that may be written directly to ``places.offered``.
+        """
         # Only aligned memory. A client can read and change its region while the program runs: so a region is chosen only if the
         # program writes nothing but outputs to their memory, and no input and no other output of the request overlaps.
         outputs = self.memory_of_outputs

@@ -45,7 +45,7 @@ Argument = tuple[str, np.dtype[Any], tuple[int, ...]]
 
 
 class RunOutputs(NamedTuple):
-    """Holds all outputs of a run as arrays by name. ``contents`` has the same outputs in host memory."""
+    """The outputs of one run by name. ``contents`` is a copy in host memory, or None if the outputs stay on a GPU."""
 
     arrays: dict[str, Array]
     #: The same outputs in host memory, in the order of the signature or packed; None: they stay on a GPU.
@@ -100,7 +100,7 @@ class ExecutionDevice(ABC):
         """Waits for outputs of a program, and returns their contents on the host. Errors of the run are raised unchanged."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns an object that finds a model's programs with few operations, and compiles these for one CPU thread.
+        """Returns an object that compiles those programs of a model that have few operations for one CPU thread.
 
         Returns None if this device runs such programs like all others. ``sets``: the parameter sets of the model.
         """

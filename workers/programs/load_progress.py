@@ -30,9 +30,9 @@ class LoadProgress:
     def __init__(
         self, name: str, version: int, tell: Tell = lambda *_: None, cancellation: Cancellation | None = None
     ) -> None:
-        """Stores the name and version of the model. No program is made yet.
+        """Prepares the load of a model version's programs, and loads none yet.
 
-        ``tell``: called with the progress before each program is made. ``cancellation``: lets other threads cancel the load.
+        ``tell``: called before each program is compiled or read. ``cancellation``: lets other threads cancel the load.
         """
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.

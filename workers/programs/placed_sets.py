@@ -212,7 +212,7 @@ def _stacked(
 
 
 class StackPlacer(Placer):
-    """Copies the leaves that all sets of a model share to the device. A ``SetStack`` has the leaves that differ."""
+    """Copies to the device only the parameters whose values are the same in all parameter sets of a model."""
 
     def __init__(
         self, signature: Signature, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef

@@ -67,7 +67,7 @@ def share_of(program: Program) -> float:
 
 
 def weight_of(program: Program) -> Weight:
-    """Returns the weight class of a program by the program's work. If the work is unknown, the class is HEAVY."""
+    """Estimates how much work a program does, compared with the cost of calling it. Returns HEAVY if the work is unknown."""
     if not is_within(program, _LIGHT):
         return Weight.HEAVY
     return Weight.TINY if is_within(program, _TINY) else Weight.LIGHT

@@ -38,12 +38,12 @@ class LaneSegments(ArenaMap):
         self._reasons: dict[str, str] = {}
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment that the client has announced. Takes over its descriptor ``fd``.
+        """Maps memory that the client has announced as a segment of its lane. Takes ownership of the memory's descriptor ``fd``.
 
-        ``byte_size``: the announced size.
+        ``segment``: the segment's number. ``byte_size``: the announced size.
         Raises InvalidArgument: number or size are invalid, the number is in use, or the memory is no memfd of this fixed size.
-        Raises Unavailable: the lane has too many segments, or the segment cannot be mapped. Later requests that name the segment
-        get the same error.
+        Raises Unavailable: the lane has too many segments or bytes, or the memory cannot be mapped. Later requests that name the
+        segment then get this Unavailable too.
         """
         name, limits = f"{_MARK}{segment}", self.limits
         try:

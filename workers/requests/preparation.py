@@ -24,10 +24,10 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Says how to move one output from the results of a run into a request's answer.
+    """Says where one output of a request is in a run's results, and where the answer has it.
 
-    The results have row n of the output at byte ``start + n * step``. But if ``in_lease`` is true, the program itself writes the
-    output's rows into the answer's lease of the response arena, from byte ``start`` of the lease on.
+    Row n of the output begins at byte ``start + n * step`` of the results. If ``in_lease`` is true, no copy is needed:
+    the program has written the rows to the answer's lease of the response arena, from byte ``start`` of the lease on.
     """
 
     #: The number of the content among those of the run.

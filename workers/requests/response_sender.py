@@ -73,7 +73,7 @@ def describe(
 
 
 class ResponseKind:
-    """Encodes small responses of one model version to one submitter, all with the same output datatypes and shapes."""
+    """Encodes small responses from one model version to one submitter, with the same names, datatypes and shapes of outputs."""
 
     __slots__ = ("_number", "_parts", "_sizes", "byte_size", "numbered")
 
@@ -318,7 +318,7 @@ class ResponseSender:
                 self._receiver.put(self, None, True, 0, wake)
 
     def hold(self) -> None:
-        """Counts one more object that may answer the request, until it calls ``let_go``."""
+        """Counts one more object that may still send responses to the request. That object must call ``let_go`` at its end."""
         with self._lock:
             self._holders += 1
 

@@ -234,7 +234,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder for responses that are not the last of their request, or None if ``response_kind`` made none yet.
+        """Returns the encoder that ``response_kind`` made for these outputs with ``final`` False, or None if it has made none.
 
         ``version``: the number of the model version. ``described``: the name, datatype and shape of each output. Thread-safe.
         """

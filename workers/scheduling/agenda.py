@@ -58,7 +58,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Removes and returns the parts of the loop that have work: the woken parts first, then the parts whose time has come."""
+        """Removes and returns the parts of the worker's loop that have work: first woken parts, then those due at ``now_ns``."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

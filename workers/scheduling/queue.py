@@ -283,10 +283,10 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(sequence)
 
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
-        """Queues requests again that the caller took but could not run, even if the queue is full.
+        """Puts back requests that ``take`` returned and the caller could not run, even if the queue is full.
 
-        ``requests`` must be in order of arrival, and older than all waiting requests with the same batching key. If one of them
-        has the replace key of a waiting request, the queue keeps only the newer of the two. Returns these pairs.
+        ``requests`` must be in order of arrival, and older than all waiting requests with the same batching key. If a request has
+        the replace key of a waiting request, the queue keeps only the newer of the two. Returns a ``Replacement`` for each pair.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -344,7 +344,7 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """Iterates over the waiting requests with this batching key in ``take``'s order. The queue must not change meanwhile."""
+        """Iterates over the waiting requests with the batching key ``key``, in the order in which ``take`` would return them."""
         for number in self._order:
             owners = self._lines[number].get(key)
             if owners is not None:

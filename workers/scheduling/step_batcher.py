@@ -31,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The limits of a model version that runs requests step by step."""
+    """The settings of a model version that runs its requests step by step, such as the most requests in a step."""
 
     #: Requests that take part in steps at a time.
     slots: int

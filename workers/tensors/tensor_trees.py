@@ -64,14 +64,14 @@ def taking_trees(
     added: Iterable[str] = (),
     stateful: bool = False,
 ) -> Callable[..., Any]:
-    """Wraps ``apply``, which takes and returns pytrees, so that it takes and returns dicts of named arrays.
+    """Returns a function that calls ``apply`` with pytrees, but itself takes and returns dicts of named arrays.
 
     Args:
       what: the model's name in errors.
-      inputs, outputs: the declared trees; ``outputs`` None: outputs are named after the tree that the function returns.
+      inputs, outputs: the declared trees. If ``outputs`` is None, each output is named by its place in the returned tree.
       added: names of inputs that the worker adds to the function's dict of inputs.
-      stateful: whether the function also returns state, which the wrapper returns unchanged.
-    Raises InvalidArgument: the inputs are not a dict, so that nothing can be added to them.
+      stateful: whether ``apply`` also returns state, which the new function returns unchanged.
+    Raises InvalidArgument if the worker adds inputs, but the declared tree of inputs is no dict.
     """
     flat = _is_flat(inputs)
     names, _, structure = ([], [], None) if flat else _leaves(what, inputs, "input")
