@@ -52,7 +52,6 @@ def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _reason(name: str) -> str:
-    """Returns why a C extension cannot be used, or ""."""
     try:
         check(importlib.import_module(name))
     except ModuleNotFoundError:

@@ -67,7 +67,6 @@ def _connected(stack: contextlib.ExitStack, address: str, name: str, size: int) 
 
 
 def _inputs(described: Iterable[Any], size: int) -> dict[str, Array]:
-    """Generates an input for each tensor. Variable axes get the size ``size``."""
     random = np.random.default_rng(0)
     return {
         each.name: drawn(DTYPES[each.datatype], [max(n, -n * size) for n in each.shape], random) for each in described

@@ -124,7 +124,6 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request, and lets later requests of its sequence go on."""
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since

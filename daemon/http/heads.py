@@ -28,7 +28,6 @@ _SIGNIFICANT = (
 
 
 def _line_without(names: bytes) -> re.Pattern[bytes]:
-    """Compiles a pattern for well-formed header lines whose name is not in ``names`` (``a|b``)."""
     return re.compile(
         rb"\r\n(?!(?:" + names + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
     )

@@ -194,7 +194,6 @@ def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
 
 
 def _is_odd(text: bytes) -> bool:
-    """Returns whether ``text`` has an odd number of unescaped quotation marks."""
     marks = text.count(b'"')
     if marks and b"\\" in text:
         marks -= text.replace(b"\\\\", b"").count(b'\\"')

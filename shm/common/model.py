@@ -67,7 +67,6 @@ class Calls:
         self._derivatives: dict[str, Any] = {}
 
     def _open(self: C, kind: str) -> C:
-        """Returns the derivative ``kind``, such as "pull_back". The first call asks the server for it."""
         if kind not in KINDS:
             raise InvalidArgument(lacks(self.name, kind, {}))
         if kind not in self._derivatives:

@@ -338,7 +338,6 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Returns name in the program -> configured name, for inputs or outputs whose names in the program are numbers."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),

@@ -301,7 +301,6 @@ class Dispatcher:
                 self._changed(version)
 
     def _note_silent(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
-        """Schedules the next check for idle sequences."""
         silent_ns = sequences.table.silent_ns(now_ns)
         if silent_ns < self._silent_ns:
             self._silent_ns = silent_ns
@@ -320,7 +319,6 @@ class Dispatcher:
                     self.agenda.wake(version)
 
     def _refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers refused or replaced requests with their errors."""
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)
