@@ -452,7 +452,7 @@ def value_of(options: Options, key: str) -> Any:
 
 
 def shown_value_of(options: Options, key: str) -> Any:
-    """Returns the value of a key, with ``...`` in place of secret header values."""
+    """Returns the value of the option ``key``, with ``...`` in place of header values that clients must know."""
     value = value_of(options, key)
     return restrictions.without_values(value) if key in _SECRET else value
 

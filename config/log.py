@@ -49,8 +49,8 @@ def name_traces(find: Callable[[], str]) -> None:
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
     """Sets up the log of this process. A second call changes the log to new options.
 
-    ``name`` is the process's name in each line, such as "worker-1". ``environment`` replaces ``os.environ``, where the
-    variable JOURNAL_STREAM says that standard error goes to systemd's journal.
+    ``name``: the process's name in each line, such as "worker-1". ``environment``: the environment variables, by default
+    ``os.environ``. If JOURNAL_STREAM is among them, lines on standard error are written for systemd's journal.
     """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)

@@ -113,10 +113,10 @@ def fetch(
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Yields a hidden folder beside a model's ``folder``, in which only this process builds the new model.
+    """Yields a hidden folder beside ``folder`` in which the caller builds a new model, and which no other process uses.
 
-    The hidden folder is removed after the ``with`` block, unless the block raises an error: then a later fetch uses its
-    files. Raises InvalidArgument if another process is fetching the model.
+    The hidden folder and its files are removed after the ``with`` block. If the block raises an error, they stay, so that a
+    later fetch can use them. Raises InvalidArgument if another process is fetching the model.
     """
     stage = folder.with_name(f".{folder.name}.fetch")
     stage.mkdir(parents=True, exist_ok=True)

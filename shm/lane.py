@@ -75,7 +75,7 @@ class LaneEnd:
     """One end of a lane, with its own arena and the mapped arena of the other end. Base class of both ends.
 
     The record SegmentOpened gives a segment's descriptor to the other end, which maps the segment until it gets SegmentClosed.
-    If the other end has no descriptor left, it answers SegmentRefused. SegmentOpened is sent again before the next use.
+    An end that has no file descriptor left answers SegmentRefused, and gets SegmentOpened again when the segment is next used.
     """
 
     def __init__(

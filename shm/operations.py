@@ -144,7 +144,7 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Asks a worker to reply once no request uses an earlier, unregistered region of this name. The reply is empty."""
+    """Asks a worker for an empty reply once no request uses a region that had this name before the client unregistered it."""
 
     name: str
 

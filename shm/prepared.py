@@ -120,10 +120,10 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers of which the other end of a lane knows the numbers."""
+    """The set of prepared requests or answers whose numbers ``publish`` has sent to the other end of a lane."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Starts empty. ``record`` makes the record that tells the other end of ``channel`` what a number stands for."""
+        """Makes an empty set. ``record`` makes the record that ``publish`` sends, from a number and the number's content."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}

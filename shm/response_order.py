@@ -40,7 +40,7 @@ class ResponseOrder(Generic[K, A]):
         return True
 
     def holds_up(self, request: K) -> bool:
-        """Returns whether stored answers wait only for the answer to ``request``."""
+        """Returns whether the answer to ``request`` must be sent next, and stored answers to later requests wait for it."""
         return bool(self._ready) and self._turns[0] is request
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:

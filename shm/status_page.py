@@ -152,7 +152,7 @@ class StatusPage(Page):
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Writes that the run of thread ``slot`` ended. If it is the main loop's slot, also writes the time ``now_ns``."""
+        """Marks that the thread number ``slot`` runs nothing. If this is the main loop, also writes the time ``now_ns``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0

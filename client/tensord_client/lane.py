@@ -337,7 +337,7 @@ class LaneConnection(Sender):
         return came
 
     def begun(self, call: Call, placed: wire.Placed, lane: ClientLane, request_id: int) -> LaneRequest:
-        """Makes the Python object of a request that C code has sent, but whose answer C code has not received.
+        """Makes the ``LaneRequest`` of a call whose request C code has already sent, and whose answer has not arrived yet.
 
         Args:
           placed: the request's inputs, as they were sent.

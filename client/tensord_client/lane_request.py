@@ -308,7 +308,7 @@ class LaneRequest(Submission, Pending[Answer]):
 
 
 class Sender:
-    """Sends requests anew that have lost their lane, or makes them fail. Base class of ``LaneConnection``."""
+    """Base class that sends requests again whose lane has ended, or makes them fail if they may not be sent again."""
 
     is_closed = False
     held: HeldResults

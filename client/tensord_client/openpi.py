@@ -303,11 +303,11 @@ class Policy:
     """Calls a model for robots: converts their observations, and the answers to actions. None of these has a batch axis."""
 
     def __init__(self, model: AsyncModel, version: int, config: Mapping[str, Any], ignored: Sequence[str]) -> None:
-        """Makes the metadata about ``model`` that a robot gets when it connects. ``version``: 0 if the newest one was asked for.
+        """Makes a policy of ``model``, with the metadata that each robot gets when it connects.
 
-        ``config``: the model's configuration, or {} if the server gives none. ``ignored``: shell patterns. An observation's value
-        is not sent to the model if the value's name matches one. Raises InvalidArgument if the parameter ``openpi_metadata`` in
-        ``config`` is no JSON object.
+        ``version``: the version that was asked for, or 0 for the newest. ``config``: the model's configuration, or {} if there is
+        none. ``ignored``: shell patterns for the names of observation values that are not sent to the model.
+        Raises InvalidArgument if the parameter ``openpi_metadata`` in ``config`` is no JSON object.
         """
         self.model, self.asked, self._ignored = model, (model.name, version), ignored
         self._inputs, self._outputs = gateway.rows(model)

@@ -39,7 +39,7 @@ class Acceptor:
     Args:
       counters: tell how many connections each front has. ``Acceptor`` only reads these numbers, so ``open_`` must update them.
       open_: is called with the accepted socket and the name of the client (``Peer.owner``).
-      opening: the accepted connections that are not in ``counters`` yet.
+      opening: a collection of the accepted connections that ``counters`` does not count yet. Only its length is used.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Acceptor:
 class AcceptLimit:
     """Decides how many connections a front accepts in one iteration of the event loop. Sans-I/O.
 
-    While many connections come, the number doubles in each iteration, up to 64. While they come one by one, a second
-    ``accept`` is tried ever more rarely.
+    The limit is 1 at first. It doubles, up to 64, after an iteration that reaches it, and else becomes 1 again. After
+    iterations that found only one connection, the limit is raised more rarely.
     """
 
     __slots__ = ("_alone", "_skips", "room")

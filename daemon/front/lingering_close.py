@@ -44,8 +44,8 @@ class LingeringClose:
     def see_out(self, transport: asyncio.Transport) -> None:
         """Ends the sending side of a connection, and closes the connection once the client has closed its side, or is too slow.
 
-        Call this method only if the kernel or the transport (TLS) has all bytes that were written. In the next iteration of the
-        event loop ``connection_lost`` of the connection's protocol is called. The protocol gets no more data.
+        Call this method only after the kernel or the TLS transport has got all written bytes. Soon after, the connection's
+        protocol gets ``connection_lost`` and no more data, while the socket stays open for the client's end.
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 

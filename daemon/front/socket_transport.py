@@ -319,8 +319,8 @@ class SocketTransport(asyncio.Transport):
 class SocketWatch:
     """Watches the client sockets of a front with epoll, and reads and writes the sockets that are ready.
 
-    ``heeds_end``: whether a protocol that has paused reading learns at once that the client has ended its sending. If False,
-    the protocol learns it after it has read all bytes that the client has sent.
+    ``heeds_end``: if True, a protocol's ``eof_received`` is called as soon as the client ends its sending, even while reading is
+    paused. If False, ``eof_received`` is called only after the protocol has got all bytes that the client sent.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:

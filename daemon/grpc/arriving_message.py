@@ -215,9 +215,9 @@ class ArrivingMessage(Receiver):
         return b"" if content is None else content
 
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
-        """Returns the parts of a complete message in the arena: other fields, id, ``raw_input_contents`` and lease.
+        """Returns (all other fields, id, tensors, lease) of a ModelInferRequest that has arrived completely.
 
-        The caller then owns the lease. A tiny tensor is returned as bytes, any other as a slice of the arena.
+        A tiny tensor is returned as bytes, any other as a slice of the arena. The caller then owns the lease of the slices.
         Raises RefusedRequest if the message is no valid request, or if the arena had no memory for it.
         """
         if self._error is not None:

@@ -74,9 +74,9 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts a call that the client has reset.
+        """Counts one call that the client has reset. Raises Violation if the client has reset too many calls.
 
-        ``answers``: how many answers were sent since the connection began. Raises Violation if there are too many resets.
+        ``answers``: the number of answers sent since the connection began. Each answer allows the client one more reset.
         """
         self._resets += 1
         left = self._resets_given + answers - self._resets

@@ -34,10 +34,7 @@ def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
 
 
 def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
-    """Decodes ``packed``, complete varints, to unsigned 64-bit numbers.
-
-    The numbers have only 8 bits if all of them are below 128.
-    """
+    """Decodes complete varints to unsigned integers, which have dtype uint8 if all are below 128, and else uint64."""
     if not len(packed) or packed.max() < 128:
         return packed
     pieces: list[Numbers] = []

@@ -40,9 +40,9 @@ class RefusedRequest(Exception):
 
 
 class MessageCutter:
-    """Cuts an encoded ModelInferRequest, whole or in pieces, into head, id and ``raw_input_contents``.
+    """Cuts an encoded ModelInferRequest, which may come in pieces, into its id, its ``raw_input_contents`` and its head.
 
-    The head is the message without id and ``raw_input_contents``. ``byte_size``: the length of the message.
+    The head has all other fields. The constructor's argument ``byte_size`` is the length of the message.
     """
 
     #: The raw tensors that have begun, and the size of the last one.

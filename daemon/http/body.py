@@ -188,8 +188,8 @@ def located(
 ) -> list[InputContent | Unconverted]:
     """Returns the content of each input tensor of a request, in the order of ``sources``.
 
-    A tensor in the binary part of the body is returned as its place in the arena, or as its bytes if it is small or if the body
-    is not in the arena. For any other tensor, the element of ``sources`` itself is returned.
+    For a ``BinaryPart``, this is the tensor's place in the arena, or its bytes if it is small or the body is not in the arena.
+    Any other element of ``sources`` is returned unchanged.
     Args:
       sources: where the JSON says that the data of each tensor is.
       json_size: the number of bytes of JSON in the body before its binary tensors.

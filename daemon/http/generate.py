@@ -125,7 +125,7 @@ class Generation(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived. Returns None once the request is submitted or refused."""
+        """Returns the request's body, which may still be arriving. Returns None once the request is submitted or refused."""
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:

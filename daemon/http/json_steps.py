@@ -200,7 +200,7 @@ class JsonStrings:
 
     @property
     def byte_size(self) -> int:
-        """Returns an upper limit for the size of the BYTES tensor, given the length of the JSON text."""
+        """Returns an upper limit of the tensor's size in bytes, which follows from the length of ``self.text``."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

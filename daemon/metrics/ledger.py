@@ -58,9 +58,9 @@ class Ledger:
         self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Replaces the counters of a worker by those that it reports now. ``incarnation``: the number of the worker process.
+        """Replaces the counters of the worker process with the number ``incarnation`` by newer ones.
 
-        If the worker has unloaded a version, or loaded it again, the counters before that stay in the sums.
+        If the worker has unloaded or reloaded a model version, the ledger adds the version's former counters to its totals.
         """
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}

@@ -42,7 +42,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Instruction to send the state of a model version to every front process."""
+    """Instruction to send the attribute ``state``, the new state of a model version, to every front process."""
 
     state: ModelState | ModelGone
 

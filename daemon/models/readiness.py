@@ -87,11 +87,11 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether the daemon is ready. It is ready if each model in ``counted`` is served, apart from two exceptions.
+    """Decides whether the daemon is ready. All models that ``counted`` names must be served for this, with two exceptions.
 
-    A model on broken devices may be unserved as long as a model on other devices is served. A model whose load has failed may be
-    unserved if ``strict`` is False.
-    ``standing``: the models, each with the reason if it is not served. ``counted``: names of models.
+    A model whose load has failed need not be served if ``strict`` is False. A model whose devices are broken need not be served
+    while any other model is served.
+    ``standing``: all models, each with the reason if it is not served.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]

@@ -44,7 +44,7 @@ class MemoryKills:
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
-        """Returns whether the kernel has killed a process of this object's cgroup for lack of memory since the last call."""
+        """Returns whether the kernel killed a process of the cgroup for lack of memory since the last call of ``grew``."""
         before, self._last = self._last, self._count()
         return self._last > before
 

@@ -126,7 +126,7 @@ class EndWatch:
             self._loop.add_reader(self._fd, self._readable)
 
     def close(self) -> None:
-        """Stops watching the descriptor. May be called again."""
+        """Stops watching the file descriptor that the constructor got. May be called again."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

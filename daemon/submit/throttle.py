@@ -129,7 +129,7 @@ class Throttle:
     # ------------------------------------------------------------------------------------------------------------ who waits
 
     def holds(self, request: InFlight) -> bool:
-        """Returns whether a request must wait until its client has read answers. Call it before the request is sent."""
+        """Returns whether a request must not be sent yet, because its client has not read enough bytes of earlier answers."""
         account = request.account
         if account is None:
             return False
@@ -162,9 +162,9 @@ class Throttle:
         return going
 
     def let_all_go(self) -> list[InFlight]:
-        """Takes the requests that may be sent now out of the waiting requests of all connections, and returns them.
+        """Removes the requests that may be sent now from the waiting requests of all connections, and returns them.
 
-        A request that delays its connection's other answers may be sent even if the connection's client is over its limit.
+        A connection over its limit may still send one request at a time, if the connection's later answers wait for this request.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

@@ -48,7 +48,7 @@ class DerivativeCall:
         return self._part(answer, answer, self._made)
 
     def parts(self, answer: Answer) -> tuple[Answer, Answer]:
-        """Returns the values and the gradients in the answer of a ``value_and_gradient``."""
+        """Splits the answer of a ``value_and_gradient`` into the model's outputs and the gradients, and returns both."""
         gradients = [name for name in answer if name.startswith(self._made)]
         values = [name for name in answer if name not in gradients]
         return self._part(answer, values, ""), self._part(answer, gradients, self._made)

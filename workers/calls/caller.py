@@ -135,7 +135,7 @@ class CallerPhase(enum.Enum):
 class Caller:
     """One run of a model's code: the requests that it works on, and whether it may call other models.
 
-    Only the thread of the worker's loop may use ``in_flight``, the number of its calls that have not ended.
+    Only the thread of the worker's loop may use ``in_flight``, which counts the run's calls of other models that have not ended.
     """
 
     __slots__ = ("execution", "in_flight", "phase", "port", "requests")

@@ -121,8 +121,8 @@ class MetricRegistry:
 
         Args:
           buckets: upper bounds of a histogram's buckets. It is None if the metric is no histogram.
-          held: the labels of the family's metrics that the caller uses. This method adds ``labels``. The caller at last passes
-            the set to ``release``, which removes the metrics that no other caller uses.
+          held: a set to which ``labels`` are added. The caller later passes the set to ``release``, which removes the metrics in
+            the set that no other caller uses.
         Raises InvalidArgument if labels or buckets are malformed, or if the metric has other buckets.
         Raises Unavailable if there are too many metrics.
         """

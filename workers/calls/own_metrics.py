@@ -102,7 +102,7 @@ class Counter(OwnMetric):
 
 
 class Gauge(Counter):
-    """A gauge that a model's code makes: a metric that goes up and down. Each worker reports a value of its own."""
+    """A metric of a model's own code, which the code can raise, lower and set. Each worker reports its own value."""
 
     _kind = MetricKind.GAUGE
 

@@ -75,7 +75,7 @@ class ProgramArray:
 
 
 class ProgramFile:
-    """A program that was read from a file of jax.export or StableHLO. It is called with named arrays while JAX traces."""
+    """A program from a jax.export or StableHLO file, which JAX can trace as a function of named arrays."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
         """Reads and checks a program. ``has_parameters``: whether a jax.export program takes parameters first.

@@ -25,7 +25,7 @@ Created = tuple[Callable[..., Any], Any, object]
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> Created:
-    """Checks the tuple that ``create`` of model.py returned. Returns a function, parameters, and a first state or None.
+    """Checks the tuple that ``create`` of model.py returned. Returns a function, parameters, and new sequences' state or None.
 
     The returned function takes and returns dicts of named arrays.
     Args:

@@ -114,7 +114,7 @@ class IdleLook:
             )
 
     def close(self) -> None:
-        """Stops the checks of the GPU, and ends their thread. May be called again."""
+        """Stops the regular checks of whether the idle worker's GPU still works. May be called again."""
         if not self._ends.is_set():
             self._ends.set()
             self._marker.close()

@@ -169,7 +169,7 @@ def complete(
       result: the outputs by name.
       version: the model's version, for the answer.
       inline_byte_size: the most bytes of an output that goes in the answer's record itself.
-      places: places that were reserved before the program ran, which are released on errors; None: places are chosen here.
+      places: where the outputs go, or None if this function chooses their places. An error releases the places.
       final: whether this is the last answer.
     Raises Internal: an output does not fit into its region, or its dtype has no datatype.
     Raises InvalidArgument: the outputs are larger than the whole arena, the client wants class labels of an output that cannot

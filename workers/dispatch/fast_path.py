@@ -154,7 +154,7 @@ def _native_batch(
 
 
 class FastPath(Poller):
-    """Answers repeats of requests in C while the worker's loop waits for events. Only the loop's thread may use it."""
+    """Answers prepared requests in C code while the worker's loop waits for events. Only the loop's thread may use it."""
 
     def __init__(
         self,

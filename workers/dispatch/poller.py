@@ -47,13 +47,13 @@ class Poller:
         """Unregisters a submitter's lane that has ended."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Notes how a run answered its requests, so that ``wait`` can answer later requests that differ only in tensor data."""
+        """Lets ``wait`` answer later requests that differ from the requests of ``execution`` only in their tensor data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
         """Forgets the prepared part that ``submitter`` sent with this number, because the submitter sends a new one."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Makes ``wait`` pass the submitter's requests to the worker's loop, until ``learn`` lets ``wait`` answer some again."""
+        """Forgets all prepared parts of a submitter. ``wait`` leaves the submitter's next requests to the worker's loop."""
 
     def forget_gone(self) -> None:
         """Stops ``wait`` from answering requests to models that were unloaded."""

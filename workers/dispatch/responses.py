@@ -82,7 +82,7 @@ class Responses(ResponseReceiver):
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the sender of a request's responses. If the request has none, makes one that sends exactly one response."""
+        """Returns the object that sends a request's responses. If there is none yet, makes one for exactly one response."""
         senders = request.version.senders
         found = senders.get(request)
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))

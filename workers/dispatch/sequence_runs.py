@@ -85,7 +85,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the model on the requests that ``self.choose`` accepted in its last call.
+        """Returns a function that runs the model on the requests that ``self.choose`` accepted last before the function's call.
 
         Before the function is called, the inputs of these requests must lie in the arrays of ``executable.gathered``.
         """

@@ -107,7 +107,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Sends later responses to the request in ``slot`` alone, not together with other requests' responses."""
+        """Takes the request in ``slot`` out of the group whose responses are sent together. Its later responses go alone."""
         member = self.members.pop(slot, None)
         if member is None:
             return

@@ -171,7 +171,7 @@ class ModelImports:
     def forget(self) -> None:
         """Removes the model's modules from ``sys.modules``, and ends the processes and metrics that the model's code made.
 
-        If a ``hold`` was not released yet, the last ``release`` does this instead. Idempotent.
+        While a caller of ``hold`` still uses the modules, this is put off until the last ``release``. May be called again.
         """
         with self._lock:
             self._forgotten = True

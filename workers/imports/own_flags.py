@@ -98,9 +98,10 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Sets the JAX setting ``name`` in this thread until ``stack`` is closed, and in later ``with`` blocks of ``code()``.
+        """Sets the JAX setting ``name`` to ``value`` in this thread, for the code of this model only.
 
-        Does nothing if the setting already has this value. Code outside of these blocks never sees the value.
+        The value holds until ``stack`` is closed, and later in each ``with`` block of this object's method ``code``. The method
+        ``take`` does nothing if JAX has the value already.
         """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))

@@ -99,7 +99,7 @@ def write(
 
     ``function``: takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
     None: the platform of the default back end. ``derivatives``: for how many orders of derivatives the programs are exported.
-    ``wide``: whether they are traced with 64-bit types in any case; False: if jax_enable_x64 is set.
+    ``wide``: True exports the programs with 64-bit types. False does so only if jax_enable_x64 is set.
     Raises InvalidArgument: the folder is not empty, or the function cannot be exported.
     """
     version = folder / "1"

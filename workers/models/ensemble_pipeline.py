@@ -105,7 +105,7 @@ class EnsemblePipeline:
         return results
 
     def count(self, execution: Execution) -> None:
-        """Counts a run of the pipeline in the statistics of each model."""
+        """Adds the requests of ``execution``, one run of the pipeline, to the statistics of each step's model."""
         rows = sum([request.rows for request in execution.requests])
         took, count = execution.computed_ns - execution.gathered_ns, len(execution.requests)
         batch = (rows, 1, 0, took, 0)

@@ -34,9 +34,9 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns the signature of the program: the sequences' state is among its inputs and outputs.
+    """Returns the signature of a model's program, whose inputs and outputs include the state of sequences.
 
-    Raises Unsupported: the model has ragged inputs.
+    ``described``: the signature that clients see. Raises Unsupported if the model has ragged inputs.
     """
     if described.ragged:
         name = described.states[0].name
@@ -71,7 +71,7 @@ def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any
 
 
 class FreeState:
-    """Adds each sequence's state to the inputs of its requests, and takes the new state from their results."""
+    """Passes each sequence's state, whose shape may vary, from one request's result to the next request's inputs."""
 
     def __init__(self, described: Signature, buckets: Buckets, initial: Mapping[str, Array], limit: int) -> None:
         """Begins without sequences.

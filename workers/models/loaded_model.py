@@ -128,7 +128,7 @@ class LoadedModel:
                 raise InvalidArgument(request.label + error.message) from None
 
     def join_again(self, request: Request) -> None:
-        """Prepares a request that its model wants to run again: clears START, and makes the control inputs anew."""
+        """Prepares a request for one more run. The request gets new control inputs, in which START is cleared."""
         assert self.sequences is not None
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.sequences.controls.arrays(request.controls))

@@ -203,7 +203,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Removes the arrays on the device from the set and returns them, if the set is also in host memory. Else returns []."""
+        """Takes the arrays on the device out of the set, and returns them. Returns [] if the set has no copy in host memory."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -439,7 +439,7 @@ class ParameterSets:
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns figures of the parameter sets and of their use, for metrics."""
+        """Returns each parameter set's size and place, and the numbers of pushes, misses and evictions, for metrics."""
         sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

@@ -53,7 +53,7 @@ _BYTES = np.dtype(np.uint8)
 class Making:
     """Copies the parameters of one push into sealed memory.
 
-    Its owner calls ``make``, and finally ``close`` in the worker's loop.
+    The method ``make`` copies the parameters. The owner must call ``close`` at the end, in the worker's loop.
     """
 
     def __init__(

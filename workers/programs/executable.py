@@ -327,7 +327,7 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns (specification, shape) of each input of the program ``wanted``, without optional inputs that it lacks."""
+    """Returns (specification, shape) of each input of the program ``wanted``. Absent optional inputs are left out."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]

@@ -212,11 +212,11 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
 
 
 def beyond(one: Array, other: Array, reference: Array, nearby: Sequence[Array], epsilon: float) -> tuple[Array, float]:
-    """Compares two outputs that should be equal, and returns a mask of elements that differ by too much, and a scale.
+    """Returns a mask of the elements in which ``one`` and ``other`` differ too much, and a scale.
 
-    ``reference``: another output of the same program. The scale is its largest absolute value, or 0.0 for integers.
-    ``nearby``: outputs for nearly the same inputs as ``reference``. Their largest distance from ``reference`` is the noise.
-    An element differs too much if rounding and noise do not explain the difference. ``epsilon``: the relative rounding error.
+    The scale is the largest absolute value in ``reference``, another output of the same program, or 0.0 for integers.
+    ``nearby``: the program's outputs for nearly the same inputs. The noise is their elements' largest distance to ``reference``.
+    Elements differ too much if their distance exceeds both sqrt(``epsilon``) times the scale, and a multiple of the noise.
     """
     noise = max(np.max(distances(reference, each), initial=0.0) for each in nearby)
     scale = 0.0 if reference.dtype.kind in "biu" else np.max(distances(reference, 0), initial=0.0)

@@ -18,7 +18,7 @@ Program = jax.stages.Lowered | jax.stages.Compiled
 
 
 class Weight(enum.IntEnum):
-    """How much work a program has, compared with the cost of calling it (some ten microseconds)."""
+    """The size of a program's work, compared with the cost of calling the program, which is some ten microseconds."""
 
     #: More than a call, or not known.
     HEAVY = 0

@@ -253,10 +253,9 @@ def validate_inner(
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
-    """Returns ``array`` with or without a batch axis, as the model needs it.
+    """Returns ``array`` with a batch axis of length 1 added or removed, if the model needs this, and else ``array`` itself.
 
-    ``dims``: the model's shape without that axis. ``batches``: whether the model has a batch axis. An added axis has length 1,
-    and only an axis of length 1 is removed. Any other tensor is returned unchanged.
+    ``dims``: the model's shape without the batch axis. ``batches``: whether the model has a batch axis.
     """
     shape = array.shape
     if batches and len(shape) == len(dims):

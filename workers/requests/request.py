@@ -247,9 +247,9 @@ class InnerRequest(Request):
 
 
 def not_kept(request: Request | None) -> None:
-    """Excludes the answers to a request from response caches, because they depend on other models. None: does nothing.
+    """Keeps the answers to a request out of response caches, because they depend on other models. Does nothing for None.
 
-    The answers to the requests on whose behalf the request was made are excluded, too.
+    If another request has caused this request, the answers to the other request are kept out, too.
     """
     while request is not None:
         request.asked = None

@@ -323,7 +323,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Ends one use that ``hold`` began. After the last use, an unfinished request fails, unless the model runs it again."""
+        """Ends a use that ``hold`` began. When the last use ends, the request fails unless it has ended or is to run again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)

@@ -116,7 +116,7 @@ class EnsembleRun(Generic[T]):
 
     @property
     def stuck(self) -> bool:
-        """Returns whether outputs for the client are missing. The caller asks this when no step runs that could make outputs."""
+        """Returns whether the client lacks outputs that no step will make any more. Call this method only while no step runs."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.

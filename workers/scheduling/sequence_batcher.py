@@ -38,10 +38,10 @@ class DirectRules:
 
 
 class DirectBatcher(Generic[S]):
-    """Makes the batches of one model instance for Triton's strategy "direct": each sequence has its own row of the batch.
+    """Makes one model instance's batches for Triton's strategy "direct", which gives each sequence a row of its own.
 
-    A batch has the sequence that has been ready to run longest, and the ready sequences whose batching key is the same. An
-    instance runs one batch at a time.
+    A batch has the next request of the sequence that has been ready longest, and of all ready sequences with the same batching
+    key. An instance runs one batch at a time.
     """
 
     def __init__(self, rules: DirectRules) -> None:

@@ -409,9 +409,9 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends a sequence. If the sequence has waiting requests, they run first, and the result is None.
+        """Ends a sequence, but only after its waiting requests have run.
 
-        Otherwise returns the waiting sequence that gets the ended sequence's slot, or None if no sequence waits for a slot.
+        Returns the sequence that gets the freed slot, or None if no slot is freed now, or if no sequence waits for a slot.
         """
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)

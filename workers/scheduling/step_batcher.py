@@ -79,7 +79,7 @@ class Step(NamedTuple, Generic[W]):
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
-    """One answer to a request of a model that runs step by step."""
+    """Tells which row of a model step's outputs answers a request, and whether this answer is the request's last."""
 
     request: W
     #: The request's row of the outputs.

@@ -84,9 +84,9 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[RequestTensors]) -> tuple[int, Shapes]:
-        """Returns the rows and the input shapes of the program for these requests to a model with ragged inputs.
+        """Returns the rows and the input shapes of the program that runs ``requests`` together. Their model has ragged inputs.
 
-        ``key``: the shapes that all these requests have (``RequestShapes.key``).
+        ``key``: the shapes that ``RequestShapes.key`` returned for each of the requests. Shapes of ragged inputs are replaced.
         """
         rows = self.rows(sum(request.rows for request in requests))
         shapes = list(key)

@@ -63,7 +63,7 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
       spec: a ragged input, or an input that the worker computes from a ragged input, such as the length of each request.
       source: the ragged input from which the worker computes ``spec``. If ``spec`` itself is ragged, this is ``spec``.
       rows: the number of rows in the batch.
-      units: the number of elements of ``source`` in the padded batch, divided by the product of the fixed dims of ``source``.
+      units: the number of pieces of ``source`` in the padded batch. The shape of a piece is the fixed dims of ``source``.
       most: the number of elements of ``source`` in the batch's largest request, with padding.
     """
     if spec.of_batch is None:

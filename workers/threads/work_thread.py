@@ -61,9 +61,9 @@ class WorkThread:
 
     @contextlib.contextmanager
     def standing_aside(self, always: bool = False) -> Iterator[None]:
-        """Lets another thread run queued functions while the current function waits in the block.
+        """Lets another thread run queued functions while the calling function waits in the ``with`` block.
 
-        If many functions wait in such blocks already, no other thread is added, unless ``always`` is True.
+        ``always``: whether a thread is added even if many functions wait in such blocks already.
         """
         with self._lock:
             stands = always or self._aside < _MAX_ASIDE
