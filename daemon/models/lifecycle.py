@@ -115,8 +115,8 @@ class Lifecycle:
     def unload(self, name: str, token: int) -> list[Instruction]:
         """Queues an unload of a model. Returns the instructions that the caller must carry out now.
 
-        The unload begins at once if no other load or unload of the model runs. When it has ended, the next instructions include
-        ``Settled(token)``. If no model has this name, this call returns only ``Settled(token)``.
+        The unload begins at once if no other load or unload of the model runs. Once the unload has ended, a later method call
+        returns ``Settled(token)`` among its instructions. If no model has this name, this call returns only ``Settled(token)``.
         """
         if name not in self.models:
             return [Settled(token)]

@@ -65,9 +65,9 @@ class StepExecutables:
         """Stores how to compile the programs, and compiles nothing yet. ``source``: the model's code, a part of the cache's keys.
 
         ``slots``: how many requests can run at the same time. Each running request has a slot in the model's state.
-        ``step_slots``: how many of the first slots each program of ``step`` runs, ascending up to ``slots``.
-        ``insert_rows``: how many new requests one call of ``insert`` takes. If it is 0, a call takes one request, whose arrays
-        have no axis for requests.
+        ``step_slots``: the numbers of slots for which ``step`` is compiled, ascending up to ``slots``. A program runs the first
+        slots. ``insert_rows``: how many new requests one call of ``insert`` takes. If it is 0, a call takes one request, whose
+        arrays have no axis for requests.
         """
         self._step_slots = step_slots
         self._signature = signature
