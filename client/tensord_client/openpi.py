@@ -66,7 +66,7 @@ _KINDS = "b", "iu", "fV", "SUO"
 
 
 class Robot(ServerConnection):
-    """A robot's connection to the gateway. It is closed if too many of its bytes wait unread, or a message arrives too slowly."""
+    """A robot's connection to the gateway. It may be closed if too many bytes wait unread, or a message arrives too slowly."""
 
     gateway: RobotGateway
     policy: Policy

@@ -34,7 +34,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory for the inputs of requests, and the encoded request that names this memory. Both are used again and again."""
+    """Shared memory for a request's inputs, and the encoded request that names this memory. Later requests reuse both."""
 
     __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 

@@ -36,7 +36,10 @@ class Served(Protocol):
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that a response to ``request``, the worker's object, was read, so that the model may send more."""
+        """Tells the worker that the user has read a response to a request, so that the model may send more responses.
+
+        ``request``: the worker's object of this request.
+        """
 
     def withdraw(self, request: Any) -> None:
         """Tells the worker that nobody waits for an answer any more. ``request`` is the worker's object of the request."""

@@ -37,7 +37,7 @@ class InstanceRuns:
         finish: Callable[[ModelVersion, Execution], None],
         changed: Callable[[ModelVersion], None],
     ) -> None:
-        """Stores the objects and functions of the worker that the running of instances needs.
+        """Prepares to run batches on the instances of all models of a worker.
 
         Args:
           prepare: reserves memory for an execution's outputs before the run; called with each output's size in bytes by name.

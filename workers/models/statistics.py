@@ -67,7 +67,7 @@ class ResponseStatistics:
 
 
 class ResponsesByNumber:
-    """Keeps one statistic of all requests' first responses, one of their second responses, and so on up to ``MAX_RESPONSES``."""
+    """Keeps one statistic of all requests' first responses, one of their second responses, up to ``MAX_RESPONSES`` of them."""
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
