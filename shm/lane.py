@@ -75,7 +75,7 @@ class LaneEnd:
     """One end of a lane, with its own arena and the mapped arena of the other end. Base class of both ends.
 
     The record SegmentOpened gives a segment's descriptor to the other end, which maps the segment until it gets SegmentClosed.
-    An end that has no file descriptor left answers SegmentRefused, and gets SegmentOpened again when the segment is next used.
+    An end that has no file descriptor left answers SegmentRefused, and gets SegmentOpened again before the segment's next use.
     """
 
     def __init__(
@@ -216,10 +216,10 @@ class SubmitterLane(LaneEnd):
         self.channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request at once if no record is queued, else queues it. Returns False if ``flush`` must be called.
+        """Sends a request at once if no record is queued, else queues it. Returns False if the caller must then call ``flush``.
 
-        The request's inputs must be written and their segments announced. ``numbered`` is the prepared request that
-        ``record`` names by number, or None if ``record`` contains it.
+        The request's inputs must already lie in segments that the worker knows. ``numbered``: the prepared request to which
+        ``record`` refers by number, or None if ``record`` contains the prepared request itself.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)

@@ -58,7 +58,7 @@ class ParameterPushes:
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """``thread``: copies, stages and frees parameters. ``agenda``: calls functions at given times in the worker's loop."""
+        """``thread`` copies, stages and frees parameters. ``agenda`` calls functions in the worker's loop at given times."""
         self._models = models
         self._regions = regions
         self._thread = thread

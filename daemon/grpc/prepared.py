@@ -128,7 +128,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         """Decodes the message ``content[start:end]`` in full.
 
         ``walked``: the parts of the message that ``walk`` found, or None if ``walk`` could not read the message. ``known``: the
-        prepared part of former messages like this one, or None.
+        cached message with the same fields besides id, tensors and scheduling parameters, or None if none is cached.
         Raises RefusedRequest if the message is no valid request for a served model.
         """
         if walked is None or walked[2]:

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class CachedAnswers:
-    """Answers requests with stored answers from a worker's response cache, and adds new answers to the cache."""
+    """Answers a worker's requests from the worker's response cache, and adds new answers to the cache."""
 
     def __init__(self, models: ModelTable, outbox: Outbox, clock: Callable[[], int]) -> None:
         self._models = models

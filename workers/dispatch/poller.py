@@ -70,7 +70,7 @@ class Poller:
         """
 
     def close(self) -> None:
-        """Frees what ``learn`` has stored. The worker calls this method before its loop ends."""
+        """Frees all data with which ``wait`` answers requests. The worker calls this method before its loop ends."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         """Waits until there is an event or the time is up. Returns what arrived.

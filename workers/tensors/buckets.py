@@ -86,7 +86,7 @@ class Buckets:
     def settled(self, key: Shapes, requests: Sequence[RequestTensors]) -> tuple[int, Shapes]:
         """Returns the rows and the input shapes of the program that runs ``requests`` together. Their model has ragged inputs.
 
-        ``key``: the shapes that ``RequestShapes.key`` returned for each of the requests. Shapes of ragged inputs are replaced.
+        ``key``: the shapes of the inputs, equal for all requests (``RequestShapes.key``). A ragged input has the shape () there.
         """
         rows = self.rows(sum(request.rows for request in requests))
         shapes = list(key)
