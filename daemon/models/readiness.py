@@ -91,7 +91,7 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
     A model whose load has failed need not be served if ``strict`` is False. A model whose devices are broken need not be served
     while any other model is served.
-    ``standing``: all models, each with the reason if it is not served.
+    ``standing``: all models that should be served, each with the reason if it is not served.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]

@@ -25,9 +25,9 @@ Created = tuple[Callable[..., Any], Any, object]
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> Created:
-    """Checks the tuple that ``create`` of model.py returned. Returns a function, parameters, and new sequences' state or None.
+    """Checks the tuple that ``create`` of model.py returned, and returns the tuple's parts.
 
-    The returned function takes and returns dicts of named arrays.
+    The parts are a function that takes and returns dicts of named arrays, the parameters, and a new sequence's state or None.
     Args:
       module: the imported model.py.
       described: the model's signature.

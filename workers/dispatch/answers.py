@@ -169,11 +169,11 @@ def complete(
       result: the outputs by name.
       version: the model's version, for the answer.
       inline_byte_size: the most bytes of an output that goes in the answer's record itself.
-      places: where the outputs go, or None if this function chooses their places. An error releases the places.
+      places: the places reserved for the outputs, or None if this function shall reserve them. An error releases them.
       final: whether this is the last answer.
-    Raises Internal: an output does not fit into its region, or its dtype has no datatype.
-    Raises InvalidArgument: the outputs are larger than the whole arena, the client wants class labels of an output that cannot
-    have them, or the memory of a region does not exist any more.
+    Raises Internal if an output does not fit into its region, or if its dtype has no datatype.
+    Raises InvalidArgument if the outputs are larger than the whole arena, if the client wants class labels of an output that
+    cannot have them, or if the memory of a region does not exist any more.
     """
     try:
         chosen = _choose(request, result, signature)

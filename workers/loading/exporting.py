@@ -97,10 +97,10 @@ def write(
 ) -> Path:
     """Adds tensors to a configuration, and writes it to a model folder with exported programs. Returns the folder.
 
-    ``function``: takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
-    None: the platform of the default back end. ``derivatives``: for how many orders of derivatives the programs are exported.
+    ``function``: takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: names from jax.export,
+    or None for the default back end's platform. ``derivatives``: how many orders of derivatives the exported programs have.
     ``wide``: True exports the programs with 64-bit types. False does so only if jax_enable_x64 is set.
-    Raises InvalidArgument: the folder is not empty, or the function cannot be exported.
+    Raises InvalidArgument if the folder is not empty, or if the function cannot be exported.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
