@@ -215,7 +215,7 @@ class Context:
         self.call(self._lasting.clear, pointer, 0, byte_size, self.stream())
 
     def synchronize(self) -> None:
-        """Waits until the GPU has done all work that the calling thread has queued in this CUDA context."""
+        """Waits until the calling thread's CUDA stream is empty. Does not wait for work that other threads have queued."""
         self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:

@@ -179,10 +179,9 @@ class SequencePage(Page):
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the number that the worker wrote under ``key``, or 0 if the page has no such key.
+        """Returns the encoded number that the worker has stored under ``key`` in this page, or 0 if the page has no such key.
 
-        A sequence's number is ``admitted << 2 | state``: its admission time in ns, and its ``SequenceState``. A model version's
-        number is ``edition << 42 | free << 22 | backlog << 2``, with the fields of ``FreeSlots``.
+        ``find`` decodes the number of a sequence, and ``slots`` that of a model version. The module's docstring has the encoding.
         """
         low, high = key
         words = self._words

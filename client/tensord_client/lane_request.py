@@ -302,7 +302,6 @@ class LaneRequest(Submission, Pending[Answer]):
         return held or error
 
     def forget(self) -> None:
-        """Ends this copy of the parent's request in a child process after a fork."""
         super().forget()
         self.astray = False
 

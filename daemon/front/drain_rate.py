@@ -19,12 +19,12 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client has received at most ``rate`` bytes per second during the last ``seconds`` seconds.
+        """Returns True if the client has received at most ``rate * seconds`` bytes in the last ``seconds`` seconds or longer.
 
-        Returns False if bytes have waited for less than ``seconds``. Call this method regularly while bytes wait for the client.
+        Returns False if no bytes wait for the client. Call this method regularly while bytes wait.
         Args:
-          since: the time from which on bytes have been waiting for the client, on the clock of ``now``. It is 0 if no bytes wait.
-          left: any number that falls by one for each byte that the client receives, such as the number of bytes that wait.
+          since: the time at which bytes began to wait for the client, in seconds like ``now``. It is 0 if no bytes wait.
+          left: the number of bytes that wait for the client, or minus the number of bytes that the client has received so far.
         """
         if not since:
             return False

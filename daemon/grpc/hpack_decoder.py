@@ -66,10 +66,10 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes the next HPACK block of the connection, and returns the header fields as a pair (common, others).
+        """Decodes an HPACK block into two groups of header fields. Call this method for each block of the connection, in order.
 
-        ``common``: the fields with a name in ``COMMON``, as bytes that ``fields`` unpacks. ``others``: all other fields, and
-        pseudo-headers, such as ``:path``, that the client sends after one of them.
+        The first group has the fields with a name in ``COMMON``, in bytes that this module's ``fields`` unpacks. The second group
+        has all other fields as pairs (name, value), and each pseudo-header, such as ``:path``, that wrongly follows such a field.
         Raises ValueError if ``block`` is malformed. Raises OverflowError if the block's header fields exceed the size limit.
         """
         try:

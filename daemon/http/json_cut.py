@@ -69,7 +69,7 @@ class Cut:
         return None
 
     def place(self, offset: int) -> int:
-        """Converts an offset in ``self.text`` to the offset of the same byte in ``self.document``, the original JSON."""
+        """Converts an offset in the shortened JSON ``text`` to the offset of the same byte in ``document``, the client's JSON."""
         for number, (start, end) in enumerate(self.spans):
             if start >= offset:
                 break

@@ -232,10 +232,10 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of all answers that share the part ``prepared``.
+        """Returns the cached object that encodes every answer with the prepared part ``prepared`` for HTTP clients.
 
-        The first call makes the encoder from ``record``, the worker's answer. ``view`` returns the bytes of a tensor.
-        Raises InvalidArgument if a tensor of the answer is outside the arena.
+        If no object is cached, the method makes one from the worker's answer ``record``. Else it ignores ``record`` and ``view``.
+        ``view`` returns a tensor's bytes. Raises InvalidArgument if a tensor of ``record`` is outside the response arena.
         """
         known = self._answers.get(id(prepared))
         if known is None or known.prepared is not prepared:

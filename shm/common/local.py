@@ -192,7 +192,7 @@ class LocalConnection:
         self._ended.put(request)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Returns a new, uninitialised numpy array."""
+        """Returns ``numpy.empty(shape, dtype)``, an array in ordinary memory. Raises Unavailable after ``close``."""
         if self._closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)

@@ -80,9 +80,9 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that calls ``apply`` with a request's properties, such as ``priority``, as an extra last argument.
+        """Wraps a model's ``apply``, so that its last argument is a dict of the request's properties, such as ``priority``.
 
-        The returned function takes the properties from among its inputs.
+        The wrapper takes one dict of inputs: the client's inputs, and the inputs that the worker has made of the properties.
         """
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:

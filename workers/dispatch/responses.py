@@ -192,9 +192,9 @@ class Responses(ResponseReceiver):
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Wakes the model that answers a cancelled request, if the model waits until the client takes responses.
+        """Lets a streaming model go on after the client has cancelled ``request``.
 
-        Ends the request if the model's function has already returned.
+        The model stops waiting for the client to read responses. If its function has already returned, the request ends.
         """
         sender = request.version.senders.get(request)
         if sender is not None:

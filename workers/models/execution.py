@@ -148,7 +148,7 @@ class Execution:
 
 
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
-    """Returns the parameter set that the first request names, else ``main``. Raises NotFound if there is no such set."""
+    """Returns the parameter set that all ``requests`` name, or ``main`` if they name none. Raises NotFound if it is missing."""
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
     if sets.told:

@@ -74,9 +74,10 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees the resources of an instance after its run, or removes an instance from those that wait for resources.
+        """Takes the resources from an instance after its run, and gives them to instances that wait for resources.
 
-        ``again``: whether an instance waits for resources again after its run.
+        If ``again`` is True, ``instance`` then waits for resources for its next run.
+        If ``instance`` has no resources, this method only ends its wait for resources, and ignores ``again``.
         """
         if instance in self._running:
             del self._running[instance]

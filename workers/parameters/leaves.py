@@ -144,7 +144,10 @@ class Leaves:
                 )
 
     def hosted(self, arrays: Iterable[Any]) -> list[Array | None]:
-        """Copies parameter arrays, one for each leaf, to host memory. Returns None in place of an array that cannot be pushed."""
+        """Copies a model's parameter arrays to host memory. ``arrays`` has one array for each leaf, in the order of the leaves.
+
+        In the returned list, None replaces an array of a type that safetensors lacks, such as int4 or JAX's random keys.
+        """
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:

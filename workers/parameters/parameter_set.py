@@ -364,9 +364,9 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Puts ``parameters`` into use in place of the set of the same name. Returns the memory that the caller frees now.
+        """Replaces the parameter set of the same name by ``parameters``. Returns memory of older sets for the caller to free.
 
-        ``stays``: whether the replaced set stays on the device, because requests still run with it.
+        If ``stays`` is True, the replaced set's memory is not returned, because requests still run with this set.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()

@@ -96,7 +96,6 @@ class RaggedBuffer:
     __slots__ = ("_name", "array")
 
     def __init__(self, name: str, array: Array) -> None:
-        """Stores ``array`` as the memory for the program's argument ``name``."""
         self._name = name
         self.array = array
 

@@ -70,9 +70,9 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Returns the key of the lease on the answer's memory in the response arena, or None if there is no lease.
+        """Hands the lease on the answer's memory over to the submitter. Returns the key with which the submitter ends the lease.
 
-        After the call, the submitter must end the lease.
+        Returns None if the answer has no lease, or if an earlier call has handed the lease over.
         """
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key

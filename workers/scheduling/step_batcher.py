@@ -143,7 +143,6 @@ class StepBatcher(QueuePlanner[W]):
             self._leave(request)
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Frees the slot of a request that will not run again. Always returns an empty list, because no other request fails."""
         self._leave(request)
         return []
 

@@ -48,7 +48,7 @@ def elements(request: RequestTensors, name: str) -> int:
 
 
 def unit(spec: TensorSpec) -> int:
-    """Returns the product of the fixed dimensions of a ragged input: every request gives a multiple of this many elements."""
+    """Returns the product of an input's fixed dimensions, such as 12 for an input of the dimensions [-1, 3, 4]."""
     return math.prod(dim for dim in spec.model_dims if dim != -1)
 
 
