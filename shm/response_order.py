@@ -29,9 +29,9 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns True if a request's answer may be sent at once. The order of answers then forgets the request.
+        """Returns True if the caller may send a request's answer now, without calling ``done``. Then removes the request.
 
-        If an earlier request is not answered or an answer is not sent yet, returns False. Then give the answer to ``done``.
+        Returns False if the answer must wait for an earlier answer, or if stored answers wait for it. Then call ``done``.
         """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:

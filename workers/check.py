@@ -62,7 +62,7 @@ class Apart:
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: ModelCall) -> None:
-        """Does nothing, because ``begin`` has already answered the call with an error."""
+        """Does nothing, because no call is in progress. While a model is checked, ``begin`` refuses each call at once."""
 
     stop = took = abandon = cancel
 

@@ -275,9 +275,9 @@ class LaneRequest(Submission, Pending[Answer]):
             self.lane.say(wire.record("T", self.request_id, read))
 
     def made(self, arrived: Answer | tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
-        """Returns the answer that has arrived, or an error if the answer cannot be read.
+        """Converts a worker's reply to an ``Answer``. Returns an error if the reply is malformed.
 
-        ``arrived``: an ``Answer``, or the answer's record and the lease of the memory that its outputs lie in, or None.
+        ``arrived``: an ``Answer``, or the reply's record and a lease of its outputs' memory. Without memory the lease is None.
         """
         if type(arrived) is Answer:
             return arrived

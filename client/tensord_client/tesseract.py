@@ -89,9 +89,9 @@ class TesseractModel:
         return wire.openapi(title, [each for each in _ENDPOINTS if has.get(each, True)], self.inputs, self.outputs)
 
     async def answer(self, endpoint: str, body: Mapping[str, Any], hold: _Hold) -> dict[str, Any]:
-        """Returns the JSON answer of a Tesseract endpoint, such as "apply", to the JSON ``body`` of a request.
+        """Runs the model for a request to a Tesseract endpoint, such as "apply". Returns the endpoint's JSON answer as a dict.
 
-        ``hold``: a function that this method calls with the number of bytes of each answer from the model.
+        ``body``: the request's JSON object. ``hold``: counts bytes of the model's answers, and raises an error above a limit.
         Raises: InvalidArgument: the request does not fit the model or exceeds a bound.  ServingError: any error of the daemon.
         """
         values = wire.by_name(flat(body.get("inputs"), self.inputs), self.inputs, "inputs")

@@ -263,7 +263,7 @@ class Stream:
             self._defect()
 
     def grant(self) -> None:
-        """Sends a WINDOW_UPDATE for all data received since the last one, unless the stream can take no more data now."""
+        """Lets the client send more bytes, by a WINDOW_UPDATE. Does nothing while the call is busy or after the stream's end."""
         if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
             self.http2.write(frames.window_update(self.id, self.ungranted))
             self.ungranted = 0

@@ -57,9 +57,9 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns which piece of large data a tensor's placeholder stands for, as an index into ``self.spans``.
+        """Returns the index in ``self.spans`` of the large value that was cut out at a tensor's ``data`` key.
 
-        Returns None if ``data`` is no placeholder. ``data``: the value of a tensor's ``data`` key, decoded or as ``msgspec.Raw``.
+        ``data``: the key's value in ``self.text``, decoded or as ``msgspec.Raw``. Returns None if nothing was cut out there.
         """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""

@@ -95,7 +95,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """An output that a request asks for, with all the output's parameters, as the exact JSON parser has read it."""
+    """The name and the parameters of an output that a client asks for in the JSON of an inference request."""
 
     name: str
     parameters: dict[str, Any]

@@ -129,9 +129,9 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets which models must serve before the daemon is ready. ``required``: the names of these models.
+        """Sets ``required``, the models that must have served before the daemon becomes ready.
 
-        If ``required`` is empty, the models in ``wanted`` must serve. Only the first call of this method reads ``wanted``.
+        If it is empty, the models in ``wanted`` of the first call must have served. Later calls ignore ``wanted``.
         """
         if not self._begun:
             self._first = set(wanted)

@@ -93,7 +93,7 @@ class VersionEntry:
 
 @dataclass(slots=True)
 class Operation:
-    """A load of a model from the repository or, if ``found`` is None, an unload of the model."""
+    """A load or unload of a model that somebody has asked for. ``found``: the model's files to load, or None for an unload."""
 
     #: The tokens of all who wait for it, also of those whose own load it has overtaken.
     tokens: tuple[int, ...]

@@ -495,7 +495,7 @@ class Parameters:
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Passes a worker's report on a load to ``Models`` once the worker has all values that were pushed to the version."""
+        """Handles a worker's report on a load. Sends the worker the values clients pushed, then gives ``Models`` the report."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)

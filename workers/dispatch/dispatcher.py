@@ -83,14 +83,14 @@ class Dispatcher:
         gpu: int | None = None,
         post: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
-        """Makes the objects that the dispatcher owns. ``options``, ``models``, ``regions`` and ``page`` are the worker's.
+        """Makes a dispatcher without requests. It shares ``options``, ``models``, ``regions`` and ``page`` with the worker.
 
         Args:
           compiler: the thread that compiles programs for requests with new shapes.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           check: raises an error if the worker's device has failed.
           gpu: the GPU's number. If it is None, the worker computes on the processor.
-          post: makes the loop call a function. Any thread may use it.
+          post: takes a function, which the worker's loop calls later. Any thread may call ``post``.
         """
         self._models = models
         self._regions = regions

@@ -106,7 +106,7 @@ class LaneAnswers:
                 self._channel.flush()
 
     def let_pass(self) -> None:
-        """Sets how many requests the poller may answer in C alone, before Python must log or trace a request."""
+        """Computes how many requests precede the next one to log or trace, and lets the poller answer these requests in C."""
         self.watched = self.tracer.on or self._log.every > 0
         unlogged = self._log.next - self.counts["OK"] - self._passed - 1
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)

@@ -41,7 +41,7 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Lets ``wait`` answer requests that come over a submitter's lane. First add the lane's socket to the poller's epoll."""
+        """Registers a submitter, whose lane's socket is in the poller's epoll. Then ``wait`` can answer the lane's requests."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Unregisters a submitter's lane that has ended."""

@@ -30,11 +30,11 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Makes the thread wait for its turn to compile a model. The turn lasts until the ``with`` block ends.
+    """Waits for the calling thread's turn to compile a model. Other threads wait for their turns until the ``with`` block ends.
 
-    ``aside``: returns a context manager, inside which other models can load while this thread waits or compiles.
-    Sets ``progress.renew``, which the ``with`` block must call at the beginning of each step. If a step takes too long, the next
-    thread's turn begins. Raises Cancelled if the load is cancelled during the wait.
+    ``aside``: returns a context manager for the wait and the block, in which other models can be loaded. The block must call
+    ``progress.renew``, which this function sets, at the beginning of each step of its work. If a step takes too long, the next
+    thread no longer waits and compiles at the same time. Raises Cancelled if the load is cancelled during the wait.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:

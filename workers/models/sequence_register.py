@@ -110,7 +110,7 @@ class RegisteredSequences:
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Marks a sequence as ended on the worker's ``SequencePage``. ``generation``: the number that ``waiting`` got for it."""
+        """Marks a sequence as ended on the worker's sequence page. The arguments are those of the sequence's ``waiting`` call."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

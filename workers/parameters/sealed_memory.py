@@ -213,9 +213,9 @@ class _Memory:
 
 
 class NewMemory:
-    """Memory for the parameters of a push, which can be written until it is sealed.
+    """Writable memory for the values that a client pushes to parameters. The method ``sealed`` makes the memory read-only.
 
-    The owner calls the method ``sealed`` once the content is checked, and calls ``close`` in any case.
+    The caller writes to ``content`` and calls ``sealed``. The caller always calls ``close`` at the end, also after an error.
     """
 
     def __init__(self, memory: _Memory, pool: MemoryPool) -> None:
@@ -336,7 +336,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns whether a process that lends memory to others can see on this kernel when they have closed and unmapped it."""
+    """Tests if file locks on this kernel tell the lender of memory that borrowers have closed and unmapped the memory."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

@@ -114,7 +114,6 @@ class SmallPrograms:
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
-        """Compiles nothing yet. ``device``: the CPU device that has one thread. ``sets``: the model version's parameter sets."""
         self._signature = signature
         self._device = device
         self._sets = sets

@@ -208,7 +208,7 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """Returns the estimated work of one call, divided by the most work that the worker's loop may do in one iteration."""
+        """Estimates the work of one call in the worker's event loop. 1.0 is the most work for one iteration of the loop."""
         return self.rows / 64
 
     @property

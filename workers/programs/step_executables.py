@@ -62,12 +62,12 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """Stores how to compile the programs, and compiles nothing yet. ``source``: the model's code, a part of the cache's keys.
+        """Compiles nothing yet. ``source``: the model's code, from which the keys of compiled programs in ``cache`` are made.
 
-        ``slots``: how many requests can run at the same time. Each running request has a slot in the model's state.
-        ``step_slots``: the numbers of slots for which ``step`` is compiled, ascending up to ``slots``. A program runs the first
-        slots. ``insert_rows``: how many new requests one call of ``insert`` takes. If it is 0, a call takes one request, whose
-        arrays have no axis for requests.
+        ``slots``: how many requests can run at the same time, each in a numbered slot of the model's state.
+        ``step_slots``: for how many slots ``step`` is compiled, ascending up to ``slots``. For 4, ``step`` runs the slots 0 to 3.
+        ``insert_rows``: how many new requests the model's function ``insert`` takes in one call. If it is 0, ``insert`` takes one
+        request, whose arrays have no axis for requests.
         """
         self._step_slots = step_slots
         self._signature = signature

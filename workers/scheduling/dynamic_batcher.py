@@ -78,9 +78,9 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns how long requests with a batching key wait for other requests, and at how many rows they run together.
+        """Returns the waiting time and the number of rows at which waiting requests run as one batch.
 
-        Returns None if the requests do not wait, or if the model has several preferred batch sizes. ``key``: the batching key.
+        ``key``: requests with equal keys share a batch. Returns None if no request waits, or for several preferred batch sizes.
         """
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:

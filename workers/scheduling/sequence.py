@@ -31,7 +31,7 @@ Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """A place for one sequence on an instance. Of all instances' free slots, that with the lowest ``number`` is used first."""
+    """A numbered place for a sequence on a model instance. A new sequence takes the free slot with the lowest ``number``."""
 
     number: int
     instance: int

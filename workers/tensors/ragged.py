@@ -114,7 +114,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -> list[Array]:
-    """Divides a batch's output among its requests. Each part has the shape of the input ``source`` in the part's request."""
+    """Splits a batch's output into an array for each request, in the shape of the request's array for the input ``source``."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0
@@ -188,11 +188,12 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns a model's signature, to which the batch inputs and batch outputs in ``config`` are added.
+    """Returns a copy of ``described``, a model's signature, with the batch inputs and batch outputs that ``config`` declares.
 
-    A batch input tells the model how many items each request has in a ragged input. The worker makes it for each batch.
-    A batch output is split among the requests as a ragged input is. ``segments`` maps names of further batch inputs to names of
-    ragged inputs. Such a batch input has, for each item of the ragged input, the index of the item's request in the batch.
+    The worker computes a batch input for each batch, for example the number of elements of each request in a ragged input.
+    A batch output has the results of all requests, one behind the other. A request gets as many elements of the output as the
+    request has in a ragged input. ``segments``: adds a batch input for each key. The value is the name of a ragged input. The
+    batch input has, for each item of the ragged input, the number of the item's row in the batch.
     Raises InvalidArgument if a named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
