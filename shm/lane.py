@@ -415,7 +415,7 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns True if the submitter knows the lease's segment, and knows which of the arena's segments were closed."""
+        """Returns True if an answer in the lease's memory can be sent without news of opened or closed segments before it."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

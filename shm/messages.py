@@ -192,7 +192,7 @@ class TraceContext(Record, frozen=True, tag="tc"):
 
 
 class RequestRecord(Record, frozen=True, tag="q"):
-    """An inference request. The submitter gives each of its requests another ``request_id``."""
+    """An inference request on a lane. Two requests of one submitter never have the same ``request_id``."""
 
     request_id: _Natural
     #: The prepared request's number, or the prepared request itself where it has none.

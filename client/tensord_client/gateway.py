@@ -131,9 +131,9 @@ class Gateway:
 
 
 async def ask(model: AsyncModel, inputs: Mapping[str, Any], **own: Any) -> Answer:
-    """Returns the model's answer. While earlier answers hold too much memory of this process, it calls the model again.
+    """Calls the model and returns its answer. Repeats the call as long as the model raises ``ResultsHeld``.
 
-    ``own``: further keyword arguments of the call.
+    Other tasks run between two calls, and can release older answers. ``own``: keyword arguments for the model.
     """
     while True:
         try:

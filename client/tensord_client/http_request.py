@@ -399,7 +399,6 @@ class HttpRequest(Pending[Any]):
                     loop.remove_writer(fd)
 
     def watch(self) -> None:
-        """Hands this request to the client's background thread (``Waiter``), which sends it and receives the answer."""
         self._driver = self._waiter()
         self._driver.add(self)
 

@@ -104,7 +104,7 @@ class SharedCounters:
         return self._words[row * _WORDS + _TRACES]
 
     def note_sent(self, row: int, count: int) -> None:
-        """Stores the number of records that the supervisor has sent, or is about to send, to the front of this ``row``."""
+        """Stores that the supervisor has sent ``count`` records to a front so far. ``row``: the front's row in these counters."""
         self._words[row * _WORDS + _SENT] = count
 
     def clear(self, row: int) -> None:

@@ -128,10 +128,10 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Writes ``part``, the next bytes of the answer to the oldest request. Only a ``Generation`` is answered in parts.
+        """Sends ``part``, the next bytes of a streamed answer, to the client. The answer is for the connection's oldest request.
 
-        Returns whether the caller may write the next part at once. If not, the caller waits until the request's ``written`` is
-        called. After the last part, the caller must call ``answered``.
+        Returns False if the client reads too slowly. The caller must then send no other part until the request's ``written`` is
+        called. The caller must call ``answered`` after the last part.
         """
         self.transport.write(part)
         if not self.flow.write_paused:

@@ -158,7 +158,7 @@ class Ensembles:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Returns the ensembles to load again now, because missing members serve again or a member was replaced."""
+        """Lists the ensembles to load again because one of their models was replaced, or all their models are available again."""
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)

@@ -73,7 +73,7 @@ def _shared(config: ModelConfig, devices: Sequence[str], rate_limited: bool, eac
 
 
 def say_kinds(config: ModelConfig, devices: Sequence[str]) -> bool:
-    """Sets KIND_GPU in instance groups without a kind if ``devices`` mixes GPUs and CPUs. Returns whether a group changed."""
+    """Changes a model's KIND_AUTO and KIND_MODEL groups to KIND_GPU if ``devices`` has GPUs and CPUs. Returns True if it did."""
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
         for group in config.instance_group:

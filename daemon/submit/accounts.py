@@ -40,9 +40,9 @@ class Holdings:
 
 
 class ClientAccount(Holdings):
-    """Counts the arena bytes that one client holds through all its connections. Each client has a limit.
+    """Counts the bytes of the request arena that one client holds, over all connections of the client.
 
-    ``sizes``: the most bytes of a small lease, the most bytes of a medium lease, and the bytes of the whole arena.
+    ``sizes``: the most bytes of a small lease, the most bytes of a medium lease, and the arena's bytes (see ``limit_of``).
     """
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")

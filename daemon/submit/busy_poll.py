@@ -64,7 +64,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Stops polling, because answers have come. Call it before the answered requests leave ``in_flight``."""
+        """Stores how long the front waited for answers. Call it before the answered requests are removed from ``in_flight``."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

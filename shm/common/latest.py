@@ -27,7 +27,7 @@ class Newest(Generic[A]):
     """Base class of ``Latest`` and ``AsyncLatest``. It sends the inputs of ``put``, and stores the newest answer for ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
-        """Stores the function that sends requests to the model. ``submit(inputs)`` returns a future of the model's answer."""
+        """Stores ``submit``, which sends given inputs to the model and returns a future of the model's answer."""
         self._submit = submit
         self._put = 0
         #: The number of the newest answer, and of the newest one that ``get`` has returned.

@@ -124,7 +124,7 @@ class StepRows:
             self._joined.clear()
 
     def leave_all(self) -> None:
-        """Removes all requests that have joined. Until they join again, each of their responses is sent alone."""
+        """Ends the joint sending of responses. Each request's responses are sent separately until the request joins again."""
         for slot in list(self.members):
             self.leave(slot)
 

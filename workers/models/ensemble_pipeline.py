@@ -72,7 +72,7 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns the programs for 1 to ``most`` rows, in this order, with None for each missing program. ``key`` is ignored."""
+        """Lists the ensemble's programs for batches of 1 to ``most`` rows. It has None for a batch size without a program."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:

@@ -90,10 +90,10 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds the state of the request's sequence to the request's inputs, and sets the request's batching key.
+        """Adds the state of a request's sequence to the request's inputs, and sets ``request.key``.
 
-        The key says the shapes of the inputs and of the state. If the state does not fit the inputs, the inputs stay unchanged,
-        and the key becomes an ``Unfit`` with the error.
+        Requests with equal keys can run in one batch. If the state does not fit the inputs, the key is an ``Unfit``, which holds
+        the error for the client.
         """
         kept = None if request.controls.start else request.live.kept
         try:

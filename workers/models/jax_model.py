@@ -135,9 +135,9 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model without state that shares this model's programs. ``count`` threads may run it at the same time.
+        """Returns another ``JaxModel`` with the same compiled programs, which ``count`` threads may run at the same time.
 
-        ``alone``: whether a model without a batch dimension runs each request in a program call of its own.
+        If ``alone`` is True, and the model has no batch dimension, each call of a program computes only one request.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 

@@ -41,7 +41,7 @@ class RateLimiter:
         self.moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:
-        """Adds instances. The caller ensures that no instance needs more of a resource than there is."""
+        """Adds model instances that may wait for resources. No instance may need more of a resource than the worker has."""
         for instance in instances:
             if instance.needs and instance not in self._turns:
                 # One that comes later has not missed the turns of the others.

@@ -40,10 +40,7 @@ _ASKED, _STEPS = 4, 3
 
 
 class DeviceRun(NamedTuple):
-    """Holds the results of one program run on the device. The run may still be going on.
-
-    The run either adds new requests to a stepped model's batch or computes one step of this batch.
-    """
+    """A program's run on the device, which may not have ended. ``read`` waits for its end and returns the results."""
 
     made: Any
     #: Arrays that the device may still read.

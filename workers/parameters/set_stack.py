@@ -122,12 +122,12 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Stores on which device the arrays of all parameter sets lie, and how to make and fill these arrays.
+        """Stores how this stack creates its arrays on a device, and how it copies a parameter set into the arrays.
 
         Args:
-          at: 1 for the CPU device that computes with one thread, 0 for the worker's own device.
-          open: makes the arrays on the device, filled with zeros. Each array holds one leaf of all sets.
-          put: writes one set's leaves into the arrays, at the index of the set.
+          at: the device's number. 0 is the worker's usual device. 1 is a CPU device that computes with one thread.
+          open: copies arrays of zeros to the device, and returns the copies.
+          put: copies the values of one parameter set into the stack's arrays.
         """
         self._at, self._open, self._put = at, open, put
 

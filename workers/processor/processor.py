@@ -170,7 +170,7 @@ class HostExecutable(Executable):
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Ends the use of ``memory``, which begins at ``address``, for an output. If an array still uses it, it stays mapped."""
+        """Makes XLA stop writing outputs to ``memory``. This process never unmaps the memory if XLA still uses it."""
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 

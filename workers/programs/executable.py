@@ -93,7 +93,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Returns host memory for the values of ``arguments``. If it is too small for them, the result's ``fit`` is False."""
+        """Allocates host memory to gather ``arguments`` for a program. ``fit`` of the result is False if they are too large."""
 
     @abstractmethod
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
@@ -291,9 +291,9 @@ class Executable(ABC):
         return
 
     def settle(self, places: Places) -> None:
-        """Ends the use of ``places``, the memory that ``offer`` was given. Later runs write no outputs to it.
+        """Stops later runs from writing outputs to ``places``, which was passed to ``offer``. This base class does nothing.
 
-        Call it when the request's answer has been sent or given up, and nobody uses the outputs any more.
+        The caller must have sent or dropped the request's answer before, and nobody may use the outputs any more.
         """
         return
 

@@ -248,7 +248,7 @@ class Executables:
         stack.open(usual.at, made, written)
 
     def carry(self) -> Carry | None:
-        """Returns an empty store for one instance's sequence states on the device, or None if the model keeps no states."""
+        """Creates a ``Carry``, which keeps a model instance's sequence states. Returns None if the model has no such states."""
         if self._initial is None:
             return None
         return Carry(self.signature, self._initial, self._usual.device)

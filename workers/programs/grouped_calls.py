@@ -183,10 +183,10 @@ class GroupedProgram:
         read: Callable[[Sequence[Any]], list[Content]],
         room: int,
     ) -> None:
-        """Prepares calls of ``program``. Each call runs ``rows`` requests, whose inputs lie in ``memory``.
+        """Stores ``program``, which computes ``rows`` requests in one call. ``memory`` holds the inputs of these requests.
 
-        ``outputs``: how the outputs of one request are packed into one row of the arrays that the program returns. ``read``:
-        copies these arrays to host memory. ``room``: the number of rows of these arrays. Only the first ``rows`` have results.
+        ``outputs`` says where each output lies in a row of the program's results. ``read`` copies the results to host memory.
+        ``room`` is the number of rows in the results. The rows after the first ``rows`` belong to no request.
         """
         self.rows = rows
         self._signature = signature
@@ -450,12 +450,12 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Compiles programs that each run several requests with the input shapes of ``single`` in one call. Thread-safe.
+        """Compiles programs that compute several requests like the request of ``single`` in one call. Thread-safe.
 
-        Returns an empty list if one call might compute other results than several calls, or if there is not enough memory.
-        ``make``: compiles a program, or takes it from a cache. Its arguments are the input shapes, a number of requests, and a
-        function that compiles the program for this number. If the number is None, the program runs any number up to ``MOST``.
-        ``lengths``: the numbers of requests for which programs are wanted. Errors of tracing the model are raised unchanged.
+        Returns an empty list if memory is short, or if a request's result could depend on the other requests in the call.
+        ``make(shapes, number, compile_it)`` returns the program for ``number`` requests, from a cache or from
+        ``compile_it(number)``. If the number is None, the program accepts every number of requests up to ``MOST``.
+        ``lengths``: the numbers of requests that the programs are for. Raises the model's own errors, unchanged.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
         numbers, shapes = maker.numbers(lengths), single.wanted.shapes

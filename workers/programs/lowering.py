@@ -37,7 +37,7 @@ class Lowering:
     """Lowers the function of one model version to programs for given shapes. Any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
-        """Stores the model's function ``apply``. ``pack``: whether programs return small outputs also as one byte array."""
+        """Stores the model's function ``apply``. ``pack`` adds an output with the bytes of all outputs, if they are small."""
         self._signature = signature
         if signature.states:
             apply = stepping(apply, signature)

@@ -33,9 +33,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_needed(program: Any, held: int | None = None) -> int | None:
-    """Returns how many bytes of memory a run of a compiled program needs, or None if JAX does not know.
+    """Returns how many bytes a run of a compiled program allocates for outputs and intermediate values, or None if unknown.
 
-    Counts outputs and temporary values. If ``held`` is given, also counts the program's arguments, less ``held`` bytes.
+    If ``held`` is given, adds the size of the arguments that are not on the device yet: all arguments less ``held`` bytes.
     """
     try:
         found: Any = program.memory_analysis()

@@ -120,9 +120,9 @@ class EncodedResponses:
         self.taken = False
 
     def add(self, record: bytes) -> bool:
-        """Adds an encoded response. Only the model's thread calls this method.
+        """Stores ``record``, an encoded response, for the worker's loop to send. Only the model's thread calls this method.
 
-        Returns False if the worker's loop has called ``take``. The caller must then pass this object to the loop once more.
+        Returns False if the loop has called ``take`` before. The caller must then make the loop call ``take`` again.
         """
         self._records.append(record)
         return not self.taken
@@ -160,14 +160,14 @@ class ResponseReceiver:
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Discards a response, or raises ``result`` if it is an error. Subclasses send the response. Any thread may call it.
+        """Receives a model's response to one request. This class drops the response, but raises an error. Any thread may call it.
 
         Args:
-          sender: the object by which the model sends the responses to this request.
-          result: the response or an error. It is None if the model only says that no response follows.
-          final: whether no response follows.
-          byte_size: the response's size, which ``sender.settle`` is told when the response was read by the client or dropped.
-          wake: whether to wake the worker's event loop. It is False if the caller wakes the loop.
+          sender: counts the bytes of the request's responses that the client has not read.
+          result: the response or an error. It is None if the model ends the responses without another response.
+          final: True if this call is the last for the request.
+          byte_size: the size of the response in bytes.
+          wake: whether to wake the worker's event loop, which sends the response.
         """
         sender.settle(byte_size)
         if isinstance(result, ServingError):

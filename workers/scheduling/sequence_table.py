@@ -421,9 +421,9 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences that have been idle for too long. Returns the waiting sequences that get the freed slots.
+        """Ends each sequence that was idle for too long. Returns the waiting sequences that get the slots of ended sequences.
 
-        ``now_ns``: the current time. If it is None, all sequences without a request end, however short they have been idle.
+        If ``now_ns``, the current time, is None, this method ends each sequence that has no unanswered request.
         """
         ready: list[LiveSequence[S]] = []
         while self._idle:

@@ -52,7 +52,10 @@ def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
 
 
 def is_tree(module: ModuleType) -> bool:
-    """Returns whether the inputs or outputs in model.py are nested, so that they are no dict of names to tensors."""
+    """Returns True if the ``inputs`` or ``outputs`` of a model.py is a nested dict, a list or any other tree of tensors.
+
+    Returns False if both are flat dicts, which have one tensor's declaration for each name.
+    """
     return not all(_is_flat(getattr(module, kind, {})) for kind in ("inputs", "outputs"))
 
 

@@ -39,14 +39,14 @@ class Inbox:
                 if self._fd >= 0:
                     os.eventfd_write(self._fd, 1)
 
-    def look(self, looks: bool) -> bool:
-        """Sets whether the worker's loop calls ``run`` by itself (``looks`` is true), or ``post`` must wake the loop.
+    def look(self, comes: bool) -> bool:
+        """Sets whether the worker's loop calls ``run`` soon even if ``post`` does not wake the loop.
 
-        Returns True if functions were posted without waking the loop. The loop must then call ``run`` before it sleeps.
+        Returns True if the loop must call ``run`` now, because functions were added while ``post`` did not wake the loop.
         """
-        self._looks = looks
+        self._looks = comes
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
-        return bool(self._calls) and not looks
+        return bool(self._calls) and not comes
 
     def drain(self) -> None:
         """Resets the eventfd that wakes the loop, and calls the functions that were queued so far."""
