@@ -431,7 +431,10 @@ class WorkerLane(LaneEnd):
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers with outputs. All refer to the prepared answer ``numbered``, which goes first if it is new."""
+        """Queues encoded answers, all with outputs, to be sent to the submitter.
+
+        ``numbered``: the prepared answer to which all ``records`` refer. It is sent first if the submitter does not have it yet.
+        """
         if numbered not in self.published:
             self.published.publish(numbered)
         self.channel.put_encoded(records)

@@ -27,10 +27,10 @@ class Spin:
         self._worth = False
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
-        """Begins a wait. Returns the time at which the caller must stop polling, or 0 if the caller must sleep at once.
+        """Starts a wait. Returns the time until which the caller should poll for a record, or 0 if the caller should sleep.
 
-        All times are in CLOCK_MONOTONIC ns. ``worked_ns``: how long the caller has worked since its last wait. The result is 0 if
-        ``worked_ns`` is more than half of ``limit_ns``.
+        ``now_ns`` and the returned time are CLOCK_MONOTONIC ns. ``worked_ns``: ns of work since the caller's last wait.
+        After long work the result is 0.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0

@@ -174,9 +174,9 @@ class Tracer:
 
         Args:
           incarnation: a number that the process has from its start and no other front has. It is the upper bits of trace ids.
-          files: writes traces to files. ``close`` closes it.
+          files: writes traces to files. The tracer's ``close`` closes ``files``.
           buckets: the upper bounds of the duration histograms' buckets in seconds. Each bucket's last traced request is kept.
-          hand_over: sends traces to the supervisor, and returns False if it drops them. None means that there is no collector.
+          hand_over: passes traces to an OpenTelemetry collector. Returns False if it drops them. If None, there is no collector.
           protocol: "http", "grpc" or "lane".
           later: calls a function after a number of seconds. If it is None, the running event loop does so.
         """

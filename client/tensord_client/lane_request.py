@@ -178,10 +178,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Makes whoever awaits the answer receive it from the lane over which the request was sent again.
-
-        If the request was cancelled meanwhile, this method cancels the request on that lane too.
-        """
+        """Continues the wait for the request's answer, or its cancellation, on the lane over which the request was sent again."""
         lane = self.lane
         if lane is None:
             return

@@ -109,9 +109,9 @@ def paths(name: str) -> Iterator[str]:
 
 
 def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str, Any]:
-    """Replaces the paths by which a client named tensors, such as "a.[0]", by the tensors' names.
+    """Returns a copy of the dict ``values`` with the tensors' names as keys, instead of the client's paths, such as "a.[0]".
 
-    ``values``: a dict with paths as keys, or a list of paths. Returns a dict: tensor name -> value, or for a list -> path.
+    A list of paths is treated as a dict in which each path is its own value.
     ``tensors``: the model's tensors by name. ``field``: the name of the request's field with ``values``, for error messages.
     Raises InvalidArgument if a path names no tensor, or if two paths name the same tensor.
     """

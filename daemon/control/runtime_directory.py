@@ -67,7 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the socket paths of a user's daemons in ``folder``. The first is ``folder / name``, even if it does not exist."""
+    """Returns ``folder / name``, even if missing, then the files there named like it with a process id (control-4711.sock)."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

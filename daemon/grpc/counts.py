@@ -58,7 +58,7 @@ class _Kind:
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Raises InvalidArgument if an encoded protobuf message has more entries or more bytes besides its tensors than allowed.
+    """Raises InvalidArgument if an encoded protobuf message has too many values in a field, or too many bytes besides tensors.
 
     ``descriptor``: the protobuf descriptor of the message's type. A malformed message raises no error here.
     """

@@ -240,9 +240,9 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call from the connection's calls that wait until their requests are sent in order.
+        """Removes the call ``step`` from the connection's queue of calls whose requests were not sent to a worker yet.
 
-        ``sent``: whether the request was sent. If it was not, later requests of the same sequence are refused.
+        ``sent``: whether the call's request was sent. If it was not, later requests of the same sequence are refused.
         """
         if self.unsent.pop(step, None) is None or not self.unsent:
             return

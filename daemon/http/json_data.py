@@ -162,7 +162,7 @@ def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
 
 
 def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Returns whether nested lists of the lengths ``dims``, outermost first, fit ``shape``. Both may have extra lengths of 1."""
+    """Returns whether ``dims`` (the lengths of nested lists, outermost first) equals ``shape`` if both are taken without 1s."""
     return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
 
 

@@ -295,9 +295,9 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses bytes from the client. If ``data`` is one request's whole head and at most its body, the parsed head is cached.
+        """Parses the next bytes from the client's connection. They may be a part of an HTTP request or several requests.
 
-        ``between``: whether ``data`` begins a request and all earlier requests were answered.
+        ``between``: True if ``data`` starts with a new request and the connection has no unanswered request.
         """
         order, messages = self._order, self.messages
         if order.receiving is None:

@@ -272,14 +272,14 @@ class AnswerText:
         record: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head that all answers with the repeating part ``prepared`` share.
+        """Encodes an answer's HTTP head and JSON once, for all answers that differ only in their ids and binary tensor values.
 
-        No head is stored if it is longer than ``_MAX_TEXT`` or contains an output's values. Then ``whole`` and ``pieces``
-        return None.
+        Stores nothing if the JSON contains tensor values or is too long. This object's ``whole`` and ``pieces`` then return None.
         Args:
           asked: the request of the first such answer. The request says which outputs are binary.
+          prepared: the part that all these answers have in common.
           record: the first answer's own part, such as its tensor values.
-          view: returns the bytes of a tensor.
+          view: returns the bytes of a tensor in shared memory.
         Raises InvalidArgument if a tensor is outside the arena.
         """
         self.prepared = prepared

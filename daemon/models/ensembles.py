@@ -135,9 +135,9 @@ class Ensembles:
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Marks ensembles as unloaded because a member is missing, and returns their names. The caller must unload them.
+        """Marks ensembles to be loaded again once all members serve, and returns their names. The caller must unload them now.
 
-        Skips ensembles that do not serve or are being loaded. ``returned`` returns a marked ensemble when all its members serve.
+        ``names``: ensembles of which a member is missing. Ensembles that are not served, or are being loaded, are left out.
         """
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
         for name in gone:
@@ -150,10 +150,7 @@ class Ensembles:
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
     def failed(self, found: FoundModel) -> None:
-        """Records that loading the ensemble ``found`` again has failed.
-
-        If members are missing, ``returned`` returns the ensemble when all members serve, and otherwise when a member is replaced.
-        """
+        """Records that reloading the ensemble ``found`` has failed. The daemon tries again when the ensemble's members change."""
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)
 

@@ -50,7 +50,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Describes the push to clients. "kept" tells where the values are: "memory", "file", "repository" or "none"."""
+        """Describes the push for clients. "kept" is "memory", "file" or "repository", or "none" if the values are not stored."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {

@@ -491,7 +491,7 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Removes an ended worker's loads that wait for pushed values. ``worker``: the number that the daemon gave the worker."""
+        """Forgets the model loads in which the ended worker number ``worker`` still waited for values that clients pushed."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:

@@ -126,9 +126,9 @@ class _Scope:
 
 
 class TraceSettings:
-    """Stores the trace settings for each model by its name. The name "" stands for the settings of all models.
+    """Stores each model's trace settings, and the settings of all other models under the name "".
 
-    ``known``: returns whether a model is served. ``publish``: sends a record, and descriptors of trace counters, to all fronts.
+    ``known``: returns whether a model of this name is served. ``publish``: sends each change of settings to fronts and workers.
     """
 
     def __init__(self, options: TraceOptions, known: Callable[[str], bool], publish: Callable[..., None]) -> None:

@@ -193,9 +193,9 @@ def named_lacking(config: ModelConfig, lacking: Mapping[str, str], failed: Mappi
 
 
 def check_samples(config: ModelConfig, lacking: Mapping[str, str] | None) -> None:
-    """Raises InvalidArgument if a sample of ``model_warmup`` is of a derivative that the model lacks.
+    """Raises InvalidArgument if a warmup request in ``config.model_warmup`` calls a derivative that the model does not have.
 
-    ``lacking``: maps each missing derivative's name to the reason. If it is None, the model has no derivatives.
+    ``lacking``: the full name of each missing derivative ("M.pull_back") -> why it is missing. If None, all are missing.
     """
     for sample in config.model_warmup:
         kind = sample.name.partition(".")[0]

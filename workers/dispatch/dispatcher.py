@@ -357,7 +357,7 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """True if no model runs step by step, and the last program's estimated work fits into one iteration of the loop."""
+        """True if the last program that the worker ran was short by XLA's estimate, and no model is running step by step."""
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:

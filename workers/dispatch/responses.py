@@ -106,13 +106,13 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Gives the worker's loop a response to send, after the earlier responses of ``sender``.
+        """Queues a response, which the worker's loop sends after the earlier responses of ``sender``.
 
         Args:
           result: the response. None means that no response follows.
           final: whether the response is the last response of ``sender``.
           byte_size: the response's bytes, for the limit on the bytes of a request's responses that the client has not taken yet.
-          wake: whether to wake the loop now. If not, the loop sends the response at the next call of ``gather`` that is due.
+          wake: whether to wake the loop. If False, the loop sends the response a little later, together with others.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.

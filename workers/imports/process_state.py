@@ -35,7 +35,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Undoes models' changes to settings of the Python process, such as JAX's, at the start and end of each ``kept`` block."""
+    """Restores settings of the worker's Python process, such as JAX's configuration, after a model's code has changed them."""
 
     # To be used only outside of ``OwnFlags.code`` blocks, in which settings of JAX are a model's own.
 

@@ -318,7 +318,7 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts ``count`` successful responses that a sender sent together after its first. Adds no time for writing them."""
+        """Counts ``count`` more successful responses of a request, all sent at ``now_ns``. The first was counted before."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns

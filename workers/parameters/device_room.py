@@ -96,7 +96,7 @@ class DeviceRoom:
             self._stacks.add(stack)
 
     def leave_stack(self, stack: SetStack) -> None:
-        """Frees the device memory that ``join_stack`` reserved for ``stack``. May be called more than once."""
+        """Gives back the device memory that ``join_stack`` reserved for the parameter sets in ``stack``. May be called again."""
         with self.lock:
             self._stacks.discard(stack)
 

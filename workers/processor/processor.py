@@ -164,7 +164,7 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Makes XLA stop writing outputs into the memory that ``places`` offered. The caller has answered the request before."""
+        """Checks that XLA has left the memory in ``places.offered`` after the answer. Memory that XLA still uses stays mapped."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()

@@ -133,7 +133,10 @@ class DevicePlacer(Placer):
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Builds a tree of parameters from arrays in host memory. None in ``host`` stands for the model's original leaf."""
+        """Returns a tree of the model's parameters for the CPU. Copies only arrays that are misaligned or have another datatype.
+
+        ``host``: an array for each leaf of the tree, or None for a leaf that clients cannot replace by a push.
+        """
         # Copies what is not aligned or has another datatype, because XLA's own copy takes three times as long.
         whole = zip(host, self._fixed, self.leaves, strict=True)
         laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]

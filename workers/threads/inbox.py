@@ -26,9 +26,9 @@ class Inbox:
         return self._fd
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
-        """Adds a function to the queue, and wakes the worker's loop to call it. Does nothing after ``close``.
+        """Queues a function, which the worker's loop calls in its own thread. Wakes the loop if it sleeps.
 
-        ``soon``: if False, the loop is not woken while ``look`` has set that the loop reads the queue by itself.
+        ``soon``: if False, the loop is not woken while it reads the queue by itself anyway, as ``look`` tells this object.
         """
         self._calls.append(call)
         # Who drains says so before it looks.
