@@ -94,7 +94,7 @@ class Budget:
 
     @property
     def share(self) -> int:
-        """Returns how many bytes each arena may have even when the common limit is reached. This base class returns 0."""
+        """Returns how many bytes in total one arena may hold even if all arenas together hold ``max_byte_size``. Here it is 0."""
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:

@@ -264,9 +264,9 @@ class Cancel(Record, frozen=True, tag="X"):
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no more requests of a sequence. The worker does not answer this record.
+    """Tells the worker to end a sequence, because the client sends no more requests of it. The worker does not answer.
 
-    The sequence ends once its waiting requests have run. It goes on if its latest request came over another lane.
+    The worker runs the sequence's waiting requests first. It ignores the record if the latest request came over another lane.
     """
 
     model: str

@@ -329,10 +329,10 @@ class Sender:
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends the request ``pending`` again. The caller must be the thread to which ``pending.claim()`` has returned True.
+        """Sends a request over another lane, because the request's lane has ended or the worker has refused the request.
 
+        Call it only after ``pending.claim()`` has returned True. If ``claim`` returned False, another thread sends the request.
         ``until``: the time of ``time.monotonic()`` in seconds when the search for a lane ends, or None for no limit.
-
         Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
         """
         raise NotImplementedError

@@ -92,7 +92,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """Makes all file descriptors from ``descriptor`` readable. The front calls this method when the connection has ended."""
+        """Makes the descriptors from ``self.descriptor()`` readable, which means that the client's connection has ended."""
         self._closed = True
         self._release()
 

@@ -181,7 +181,7 @@ def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]
 
 
 def is_flat(text: memoryview) -> bool:
-    """Returns whether a JSON text begins with an array whose first element is a string. The rest of the text is not read."""
+    """Returns whether a tensor's JSON text begins like a flat array of strings, with "[" and a quotation mark after it."""
     return _FLAT.match(text) is not None
 
 

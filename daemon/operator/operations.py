@@ -73,10 +73,10 @@ class Operations:
     _audit: Audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
-        """Carries out the operation in ``call``. Returns the operation's result, or the error's code and message.
+        """Carries out the operation that ``call`` asks for. Returns a reply with the operation's result, or with an error.
 
-        ``end``: the descriptor that came with ``call``, or -1. The caller closes it afterwards in any case.
-        ``by_model``: whether the code of a model has asked for the operation.
+        ``end``: the file descriptor that the asker sent with ``call``, or -1 if there is none. The caller closes the descriptor.
+        ``by_model``: True if the code of a model asks for the operation, False if a client or an operator does.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))

@@ -89,7 +89,7 @@ class ProcessSlots:
         return self._restarts[name]
 
     def was_filled(self, name: str) -> bool:
-        """Returns whether an earlier process with this name was ready before it died."""
+        """Returns whether any process called ``name``, such as "worker-1", had become ready before the process died."""
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:

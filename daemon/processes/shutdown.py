@@ -52,7 +52,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Wakes ``finish`` and ``bury`` after a child process has ended and was removed from their argument ``children``."""
+        """Tells ``self.finish`` and ``self.bury``, which wait until all child processes have ended, that another has ended."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:

@@ -109,11 +109,11 @@ def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) 
 def place(
     contents: Iterable[InputContent | Unconverted], lease: Lease | None, inline_byte_size: int
 ) -> tuple[Content, ...]:
-    """Returns the input tensors in the form in which a request's record has them: as bytes, or as slices of shared memory.
+    """Returns the contents of a request's input tensors for the request's record, without the tensors that lie in regions.
 
-    A tensor of at most ``inline_byte_size`` bytes becomes bytes. A larger tensor is copied into ``lease``, unless it lies in the
-    arena already. A tensor in a region is left out. A tensor that is not converted from JSON yet gets a slice without content,
-    which the function ``fill`` writes later. ``lease``: the memory for large tensors, or None if no tensor needs any.
+    A tensor of at most ``inline_byte_size`` bytes is returned as bytes. A larger tensor is copied into ``lease``, and its slice
+    of the arena is returned. A tensor that lies in the arena already is not copied. For a tensor in JSON, a part of ``lease`` is
+    kept free, into which ``fill`` later writes the tensor. ``lease`` may be None if no tensor needs it.
     """
     used = 0
     placed: list[Content] = []

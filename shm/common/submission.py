@@ -87,10 +87,10 @@ class Submission:
 
 
 def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
-    """Returns whether a worker's error means that the worker does not have the model, and ran nothing.
+    """Returns whether a worker's error says that the worker does not have the model, so that another worker may run the request.
 
-    ``is_told``: whether the submitter always knows which workers serve the model. If it is False, the codes NotFound and
-    Unavailable always mean this.
+    NotFound says so if its message is about an unknown model. ``is_told``: True if the submitter's list of the model's workers is
+    up to date. If ``is_told`` is False, every NotFound and every Unavailable counts as such an error.
     """
     if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
         return True

@@ -84,7 +84,7 @@ class LaneAnswers:
         self.let_pass()
 
     def log_every(self, access: int) -> None:
-        """Lets every ``access``-th successful answer and up to ten errors a second be logged, or nothing if ``access`` is 0."""
+        """Logs from now on one in ``access`` successful answers and up to 10 errors a second, or nothing if ``access`` is 0."""
         self.passed()
         self._log.log_every(access, self.counts["OK"] + self._passed)
         self.let_pass()

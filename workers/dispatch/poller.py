@@ -64,9 +64,9 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many more requests from clients' lanes ``wait`` may answer itself. The worker's loop gets all later requests.
+        """Lets ``self.wait`` answer the next ``most`` requests from clients' lanes. Later requests go to the worker's loop.
 
-        ``joins``: if it is True, the worker's loop also gets every request that has a client's trace context.
+        ``joins``: True if each request for which a client has sent a trace context must also go to the worker's loop.
         """
 
     def close(self) -> None:

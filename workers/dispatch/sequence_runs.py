@@ -42,9 +42,9 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """Chooses no batch yet. ``sequences``: chooses the requests of each batch. ``model``: runs the batches.
+        """Stores the arguments. ``sequences`` chooses the requests of each batch, which ``model`` then runs.
 
-        ``submitters``: the submitters by the file descriptors of their lanes. ``register``: counts the worker's live sequences.
+        ``submitters``: each submitter by the file descriptor of its lane. ``register``: counts the live sequences of all models.
         """
         self._version = version
         self._model = model

@@ -195,9 +195,9 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the compiled program for a request of ``rows`` rows whose inputs have ``shapes``.
+        """Returns the compiled program that can run a request of ``rows`` rows with inputs of the shapes ``shapes``.
 
-        Returns None if there is no such program, or if the model needs more than this program, for example because it has state.
+        Returns None if the program is not compiled, or if the model has state, ragged inputs, varying shapes or several devices.
         """
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:

@@ -291,9 +291,9 @@ class VersionStatistics:
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response of ``sender``. ``now_ns``: when the model made it. ``placed_ns``: when its record was written.
+        """Counts a response and its durations. ``now_ns``: when the model made it. ``placed_ns``: when the worker passed it on.
 
-        ``result``: the response, or None if ``sender`` only told that no more responses follow.
+        ``result``: the response, or None if ``sender`` has ended the request's responses without sending another.
         """
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns

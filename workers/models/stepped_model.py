@@ -72,9 +72,9 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """Begins without requests. ``remote``: whether the device has its own memory.
+        """Creates the model without requests. ``declared``: the settings in the model's file model.py.
 
-        ``rows``: the layout of the bytes in which one step returns its outputs for one request.
+        ``rows``: the layout of the bytes that a step returns for each request. ``remote``: False if the model runs on the CPU.
         """
         self._remote = remote
         self.rules = declared.rules

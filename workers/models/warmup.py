@@ -78,10 +78,10 @@ class Sample:
     def run_jitted(
         self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works
     ) -> Mapping[str, Array]:
-        """Runs the sample on a jitted model and returns the last outputs. First compiles the program if it is missing.
+        """Runs this sample request ``self.count`` times on a JAX model. Returns the outputs of the last run.
 
-        ``runner``: runs the model in the calling thread. ``check``: raises an error if the device has failed.
-        Raises InvalidArgument if the model fails. Errors of compiling are raised unchanged.
+        Compiles the request's program first if ``model`` lacks it. Errors of compiling are raised unchanged.
+        Raises InvalidArgument if a run fails. ``check``: raises an error if the device has failed. ``runner``: runs ``model``.
         """
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])

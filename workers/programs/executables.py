@@ -142,9 +142,9 @@ class Executables:
         self._lowering.traced.clear()
 
     def postpone(self, tried: Buckets) -> None:
-        """Delays the compilation of each program until the first batch that needs it. Such a program is never evicted.
+        """Leaves each of the model's programs uncompiled until a batch first needs the program. Such programs are never evicted.
 
-        Lowers the first program of the buckets ``tried`` to find errors. Errors of tracing and lowering are raised unchanged.
+        Lowers only the first program that ``tried.planned()`` yields, to find errors early. Errors of JAX are raised unchanged.
         """
         self._postponed = {Wanted(rows, shapes) for rows, shapes in self._buckets.planned()}
         for first in itertools.islice(tried.planned(), 1):

@@ -142,7 +142,7 @@ class GroupedMemory:
 
     @functools.cached_property
     def places(self) -> list[list[_Place]]:
-        """Returns a list for each request that the program has room for, with the memory of each of the request's inputs."""
+        """Returns a list for each request of one call. The list has the memory to which each input of the request is copied."""
         return [
             [
                 _Place(name, array, array.reshape(-1).view(np.uint8).data)
@@ -276,9 +276,9 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns the argument ``number`` of ``compile`` for each length. A length is how many requests one call runs.
+        """Returns for each number of requests in ``lengths`` the argument of ``self.compile`` for a program that runs so many.
 
-        For the lengths 2 and 4, returns {2: 2, 4: 4}, or {2: None, 4: None} if one program can run any number of requests.
+        On a GPU, [2, 4] gives {2: 2, 4: 4}. On a CPU it gives {2: None, 4: None}, because one program runs any number.
         """
         return {length: length if self._one_for_each else None for length in lengths}
 
@@ -466,7 +466,7 @@ class GroupedCalls:
         return maker.programs({length: compiled[number] for length, number in numbers.items()})
 
     def add(self, single: Executable, programs: Sequence[GroupedProgram]) -> None:
-        """Makes ``find`` return ``programs``. Each runs several requests with the input shapes of ``single`` in one call."""
+        """Stores ``programs`` for requests with the input shapes of ``single``, so that ``self.find`` can return them."""
         shape = self._shapes.get(single.wanted.shapes)
         if shape is not None and programs:
             shape.add(programs)

@@ -48,10 +48,10 @@ def work_of(program: Program) -> tuple[float, float]:
 
 
 def is_within(program: Program, most: tuple[float, float], text: Program | None = None) -> bool:
-    """Returns whether a program's work is known and is at most ``most``, a pair of floating-point operations and bytes.
+    """Returns whether XLA can estimate a program's work and the estimate is at most ``most`` (floating-point operations, bytes).
 
-    The work is unknown if the program has an operation that XLA does not count. Such operations are searched in ``text``, another
-    form of the same program, or in ``program`` if ``text`` is None.
+    XLA cannot estimate while loops and custom calls. They are looked for in ``text``, or in ``program`` if ``text`` is None.
+    ``text``: the same program before its compilation, if ``program`` is a compiled program.
     """
     known = all(0 <= own <= bound for own, bound in zip(work_of(program), most, strict=True))
     return known and not _UNCOUNTED.search((text or program).as_text() or "")

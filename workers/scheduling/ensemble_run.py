@@ -106,7 +106,7 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many responses of the streaming step number ``step`` are still needed by later steps, waiting or in use."""
+        """Returns how many responses of the streaming step ``step`` the ensemble's later steps have not fully processed."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
