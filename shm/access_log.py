@@ -36,9 +36,9 @@ class AccessLog:
         self._errors = LineRate(_MAX_ERRORS)
 
     def log_every(self, every: int, count: int) -> None:
-        """Switches on the log of errors and of every ``every``-th successful answer. If ``every`` is 0, nothing is logged.
+        """Makes the process log errors and each n-th successful answer, where n is ``every``. If n is 0, nothing is logged.
 
-        ``count`` is the number of successful answers so far. The next one is logged ``every`` answers later.
+        ``count``: how many successful answers the process has given so far.
         """
         if every != self.every:
             self.every = every

@@ -98,9 +98,9 @@ class Budget:
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Reserves ``byte_size`` bytes for a new segment of an arena. Returns False if there is no room for them.
+        """Asks whether an arena may add a segment of ``byte_size`` bytes. If True is returned, these bytes count as used.
 
-        ``held``: how many bytes the arena already has. If ``share`` bytes or less result, there is always room.
+        ``held``: the bytes that the arena has so far. An arena may always grow to ``Budget.share`` bytes.
         """
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:

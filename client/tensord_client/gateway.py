@@ -172,7 +172,7 @@ def array(what: str, dtype: np.dtype[Any], shape: Any, content: Any) -> Array:
 
 
 def rows(model: AsyncModel) -> list[dict[str, Tensor]]:
-    """Returns the model's inputs and the model's outputs, each as a dict by name. The shapes lack the batch dimension."""
+    """Returns the model's inputs by name and the model's outputs by name. A tensor's shape lacks the batch dimension."""
     batched, both = model.max_batch_size > 0, (model.inputs, model.outputs)
     return [{each.name: each._replace(shape=each.shape[batched:]) for each in tensors} for tensors in both]
 

@@ -113,9 +113,9 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def limit_wait(self, until: float | None) -> None:
-        """Sets the timeout of later calls of ``receive``. The timeout may be shorter than the time that is left until ``until``.
+        """Gives the lane's ``receive`` a timeout, which may end before ``until``. Call both in a loop to wait until ``until``.
 
-        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if it has passed.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None to wait without limit. Raises WaitEnded if it has passed.
         """
         milliseconds = 0
         if until is not None:

@@ -181,10 +181,10 @@ class Point:
         return rows.reshape(shape).astype(self._dtypes[name], copy=False)
 
     def block(self, name: str, rows: Array) -> Array:
-        """Returns the Jacobian of an output with respect to the input ``name``, in the shape that the client expects.
+        """Joins the Jacobians of all rows of a request into the array that the client gets as the Jacobian.
 
-        ``rows[i]``: the Jacobian of row i of the output with respect to row i of the input. In the result, derivatives of a row
-        with respect to a different row are 0.
+        ``rows[i]`` is the Jacobian of row i of some output with respect to row i of the input ``name``. The array has zeros for a
+        row of the output and a different row of the input.
         """
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:

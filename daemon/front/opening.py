@@ -41,7 +41,7 @@ class Opening:
         self.pending: set[Coroutine[Any, Any, object]] = set()
 
     def open(self, taken: socket.SocketType, owner: str) -> None:
-        """Starts to make a connection from the accepted socket ``taken``, for the client ``owner`` (``Peer.owner``)."""
+        """Begins to serve a client over the accepted socket ``taken``, and returns at once. ``owner``: the client's name."""
         make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
         context = self._certificates.context
         timeouts = {} if context is None else self._timeouts

@@ -114,7 +114,7 @@ class InferCall(Call):
         """Notes that a request of the call no longer waits for arena memory. The request was sent to a worker, or refused."""
 
     def several(self, asked: CallRequest) -> None:
-        """Tells the call that the model gives several responses to ``asked``, so that answers to later requests need not wait."""
+        """Lets the call send answers to later requests before ``asked`` has ended, because ``asked`` gets several responses."""
 
     def holds_up(self, asked: CallRequest) -> bool:
         """Returns whether answers to later requests of the call wait for the answer to ``asked``."""

@@ -120,12 +120,12 @@ class TextBody:
 
 
 class PlacedBody:
-    """Writes a large binary body of known length into a block of the request arena while the body arrives.
+    """Stores a large HTTP body of known length in a block of the request arena while the body arrives.
 
     Args:
-      lease: the right to the block, which has at least ``lease_size(byte_size)`` bytes.
-      byte_size: the length of the body.
-      head_size: the size of the JSON with which the body begins. The body is so placed that the data after it are aligned.
+      lease: the lease of the block, which has at least ``lease_size(byte_size)`` bytes.
+      byte_size: the length of the body, which consists of JSON and then the tensors' data.
+      head_size: the length of the JSON. The body starts at such an address that the tensors' data are aligned.
     """
 
     __slots__ = ("_end", "_start", "lease", "received")

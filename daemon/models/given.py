@@ -100,7 +100,7 @@ class GivenModels:
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
-        """Deletes the given folders of a model, except for folders being loaded and folders whose path is in ``needed``."""
+        """Deletes the files that clients sent for model ``name``, except in folders being loaded or listed in ``needed``."""
         folders = self._folders.pop(name, [])
         kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
         if kept:

@@ -118,10 +118,10 @@ class PushedSets:
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores newly pushed values of a parameter set. The set's newest values until now become its ``former`` values.
+        """Records that a client pushed ``content`` as the newest values of the parameter set ``name`` of a model version.
 
-        If all sets take more than ``limit`` bytes, frees the memory of former values, the oldest first. If that is not enough,
-        frees the memory of ``content``, too.
+        The set's earlier values become its ``former`` values. If all sets take more than ``limit`` bytes of memory, frees the
+        memory of former values, the oldest first, then the memory of ``content``. The push of ``content`` stays recorded.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)

@@ -76,13 +76,13 @@ def chosen_devices(
 def given_devices(
     config: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
-    """Returns the devices to pass to the model's ``create``, and the devices that run the model's programs.
+    """Chooses the devices that a model's ``create`` gets as its argument, and the devices on which the model's programs run.
 
-    ``create`` gets a single device if the model declares no number of devices, else a tuple. The second result is None if only
-    ``devices[0]`` runs the programs. ``gpu`` is the number of the GPU ``devices[0]``, or None if no device is a GPU.
-    ``keeps_state``: whether the model has state.
-    Raises InvalidArgument if the declared number of devices is malformed or too large. Raises Unsupported if the model has
-    state and other devices than ``devices[0]`` would run its programs.
+    ``create`` gets a tuple if the model declares how many devices it needs, else a single device. The second result is None if
+    the programs run only on the worker's first device, as they must if the model has state (``keeps_state``).
+    ``devices``: all devices of the worker. ``gpu``: the number of the worker's first GPU, or None if the worker has no GPU.
+    Raises InvalidArgument if the declared number of devices is malformed or too large. Raises Unsupported if a model with state
+    was to run on other devices.
     """
     count = device_count(config, module)
     chosen = chosen_devices(config, count, devices, gpu)

@@ -37,7 +37,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """The parts of a loaded model that are needed to load a derivative of this model, such as ``M.pull_back``."""
+    """The function and parameters of a loaded model, from which a model of gradients is made, such as ``M.pull_back``."""
 
     apply: Callable[..., Any]
     #: The model's parameters, as ``create`` returned them.

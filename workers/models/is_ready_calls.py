@@ -42,11 +42,11 @@ class IsReadyCalls:
         self._logged = False
 
     def join(self, is_ready: Callable[[], object]) -> None:
-        """Adds the function ``is_ready`` of an instance. From now on, ``ask`` calls this function too."""
+        """Adds the function ``is_ready`` to the functions that must return True for the model version to be ready."""
         self._models.append(is_ready)
 
     def leave(self, is_ready: Callable[[], object]) -> None:
-        """Removes the function ``is_ready`` of an instance. From now on, ``ask`` does not call this function."""
+        """Undoes ``join`` for the function ``is_ready``. Does nothing if this function was not added."""
         with contextlib.suppress(ValueError):
             self._models.remove(is_ready)
 

@@ -84,7 +84,7 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """Removes these sequences' free slots from the worker's ``SequencePage``, so that fronts send no new sequences here."""
+        """Undoes ``serve``, so that fronts send no more new sequences of this model version to this worker."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]

@@ -95,14 +95,14 @@ class Leaves:
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Checks pushed arrays against the model's leaves, and returns the arrays in the order of the leaves.
+        """Checks that a client has pushed an array for each leaf of the model's parameters. Returns the arrays in leaf order.
 
-        The result has None for each leaf whose datatype safetensors lacks, and, if ``named``, for each leaf that all sets share.
+        A leaf must not be pushed, and is None in the result, if safetensors lacks its datatype. In a push to another set than
+        ``main`` (``named`` is True), the same applies to leaves that all sets share.
         Args:
-          found: leaf name -> pushed array.
-          what: a name for the pushed arrays in error messages.
-          named: whether the arrays were pushed into another set than ``main``.
-        Raises InvalidArgument if a leaf is missing or must not be pushed, or if an array's datatype or shape is not the leaf's.
+          found: the pushed arrays by the leaf's name.
+          what: a name for the push in error messages.
+        Raises InvalidArgument if an array is missing, must not be pushed, or has another datatype or shape than the leaf.
         Raises Unsupported if no leaf of the model can be pushed.
         """
         self.check_named()

@@ -329,10 +329,10 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Makes all parameter sets usable by the device that runs small programs on one thread, without copying their memory.
+        """Lets programs on a CPU device with one thread use all parameter sets, without copying the sets' memory.
 
-        ``share``: turns a tree of arrays into arrays of that device in the same memory. It is called at once for the main set.
-        If it raises an error, nothing changes, and the error is raised unchanged.
+        ``share`` gets a tree of arrays, and returns arrays of that device in the same memory. It is called at once for ``main``.
+        If this call raises an error, ``share_by`` raises the error unchanged, and has no effect.
         """
         self.share = share
         try:

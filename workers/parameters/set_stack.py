@@ -161,11 +161,11 @@ class SetStack:
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
-        """Returns two arguments of a program: the stacked parameters of several sets as a tree, and which set each row uses.
+        """Returns the two arguments by which a program applies a different parameter set to each row of a batch.
 
-        The second is INT32[rows], with indices into the stack. A set that is not in the stack is written to it first, and may
-        replace another. So call the program before this method is called again. If the device fails, the device's error is raised
-        unchanged, and the stack is emptied.
+        The first is the tree of the model's parameters, whose arrays have an additional axis 0 that counts the sets in the stack.
+        Arrays that all sets share lack this axis. The second is INT32[rows], the index of each row's set. The next call may
+        overwrite the arrays, so call the program first. If the device fails, empties the stack, and raises its error unchanged.
         Args:
           sets: all parameter sets of the model version.
           chosen: one set for all rows, the sets of the batch's requests, or a tuple with a set for each row. None means ``main``.

@@ -137,7 +137,7 @@ class SmallPrograms:
                         device.client,
                     )
                 except Exception as error:
-                    self.give_up(error)
+                    self._give_up(error)
             return self._placement
 
     def _shared(self, parameters: Any) -> Any:
@@ -157,7 +157,7 @@ class SmallPrograms:
         try:
             return lower(placement), placement
         except Exception as error:
-            self.give_up(error)
+            self._give_up(error)
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
@@ -194,12 +194,11 @@ class SmallPrograms:
                     return None
                 jax.block_until_ready(made(placement.parameters, zeros()))
         except Exception as error:
-            self.give_up(error)
+            self._give_up(error)
             return None
         return CompiledProgram(made, placement)
 
-    def give_up(self, error: Exception) -> None:
-        """Logs ``error``, and lets all programs that are compiled later for this model use all threads of the CPU."""
+    def _give_up(self, error: Exception) -> None:
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False

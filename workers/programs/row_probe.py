@@ -230,7 +230,7 @@ def nudged(array: Array, epsilon: float) -> Array:
 
 
 def distances(one: Any, other: Any) -> Array:
-    """Returns the absolute difference of each two elements of the arrays, or 0 if the difference is infinite or NaN."""
+    """Subtracts two arrays element by element, and returns the absolute differences. Infinite and NaN differences become 0."""
     wide = np.complex128 if np.iscomplexobj(one) else np.float64
     apart = np.abs(np.asarray(one).astype(wide) - np.asarray(other).astype(wide))
     return np.where(np.isfinite(apart), apart, 0.0)

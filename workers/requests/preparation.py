@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Copies this plan. Answers by the copy contain the number of their prepared part instead of the prepared part."""
+        """Returns a copy of this plan whose answers contain ``numbered.number`` in place of the outputs' names and shapes."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
@@ -142,10 +142,10 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the result of a request's check. Later requests with the same prepared part are then not checked again.
+        """Stores that a request was found valid, so that later requests with the same prepared part need no check.
 
-        ``load``: the load of the model version for which the request was checked. ``checked``: the result for the inputs, or None
-        if each request has other shapes. ``outputs``: the requested outputs by name. Stored answer plans are removed.
+        ``load``: the attribute ``checked`` of the request's model version, to which the stored result belongs. ``checked``: the
+        result for the inputs, or None if each request has other shapes. ``outputs``: the requested outputs by name.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None

@@ -153,9 +153,9 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns an encoder for responses with the same outputs, datatypes and shapes as ``result``, which ``sender`` sends.
+        """Returns an encoder for responses that have the same outputs, datatypes and shapes as the response ``result``.
 
-        Any thread may call this method. Returns None if only the worker's loop can encode such responses.
+        ``sender`` is about to send ``result`` to a client. Returns None if the worker's loop must encode such responses.
         """
         return None
 

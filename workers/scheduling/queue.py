@@ -578,9 +578,9 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests. Returns each waiting request that was discarded with the new one that has taken its place.
+        """Adds requests to the queue. Of two requests with the same replace key, the queue keeps only the newer request.
 
-        A new request takes the place of a waiting request with the same ``replace_key``, if there is one.
+        Returns a pair for each discarded request, which has the discarded request and the request that is kept instead.
         """
         replacements: list[Replacement[W]] = []
         for request in batch:
