@@ -17,7 +17,7 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -635,6 +635,7 @@ class OpenedModel:
             return lanes[0] if lanes[0].usable else None
         usable = [lane for lane in lanes if lane.usable]
         if taken:
-            fewest = min(map(taken.count, usable), default=0)
-            usable = [lane for lane in usable if taken.count(lane) == fewest]
+            counts = Counter(taken)
+            fewest = min((counts[lane] for lane in usable), default=0)
+            usable = [lane for lane in usable if counts[lane] == fewest]
         return least_busy(usable)
