@@ -432,7 +432,7 @@ class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     footprint: Footprint = Footprint()
     #: The completed configurations of its derivatives as JSON, by name.
     derivatives: dict[str, str] = {}
-    #: As in ``VersionTraits``.
+    #: Name of a derivative that the model lacks -> the reason.
     lacking: dict[str, str] = {}
     #: The warnings that the load has logged.
     warnings: tuple[str, ...] = ()

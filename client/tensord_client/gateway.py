@@ -1,4 +1,4 @@
-"""What gateways share: programs that speak another protocol with their clients, and ask the models of a daemon."""
+"""Flags, keys, sockets, look-ups and bounds of gateways, which ask a daemon's models for clients of another protocol."""
 
 from __future__ import annotations
 

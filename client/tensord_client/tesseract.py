@@ -72,10 +72,10 @@ class TesseractModel:
         self._model, self._bounds, self._batched = model, bounds, model.max_batch_size > 0
         self.inputs, self.outputs = gateway.rows(model)
         names, taken, given = Names(model.name), wire.floating(self.inputs), wire.floating(self.outputs)
-        #: What is asked: a derivative by its kind, and the model by "".
+        #: The model under "", and each of its derivatives under the derivative's kind.
         self._models = {"": model, **derivatives}
-        #: For each of these: what names of vectors and of what it gives begin with, the vectors that it takes besides inputs,
-        #: and what it gives.
+        #: For each of these, a prefix and two groups of tensors: the vectors that it takes besides the model's inputs, and its
+        #: results. The names of both begin with the prefix on the daemon's side.
         self._kinds: dict[str, tuple[str, _Tensors, _Tensors]] = {
             "": ("", {}, self.outputs),
             PULL_BACK: (names.cotangent, given, taken),

@@ -37,7 +37,8 @@ class FakeService:
         #: Whether the daemon answers, whether it knows the model, whether the worker answers, and whether it refuses.
         self._answers = self._has_model = self._works = True
         self._refuses = self._ends = self._drains = False
-        #: Whether the next lane comes with one to a worker that has ended; and the lanes that the client has called ended.
+        #: Whether another lane, to a worker that has ended, is given with the next lane.
+        #: Then: the lanes of which the client has said that they ended.
         self._half_gone = False
         self.called_ended: list[int] = []
         self._listening: socket.socket | None = None

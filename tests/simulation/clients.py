@@ -53,12 +53,12 @@ class Ask:
     cancelled: bool = False
     #: The workers that had died before.
     deaths: int = 0
-    #: It kills who runs it; and how often it has.
+    #: Whether it kills the worker that runs it, and how many workers it has killed.
     deadly: bool = False
     kills: int = 0
-    #: Of a sequence.
+    #: The step of a sequence that this request is, if it is one.
     step: Step | None = None
-    #: What it asks for, where that is not its number: others ask the same.
+    #: The value that it asks with, in place of its number, if other requests ask with the same value. 0: its number.
     x: int = 0
     #: Over a lane: how its program waits, and for how many seconds.
     way: str = ""

@@ -39,7 +39,7 @@ class Program(ClientProcess):
         self.models: dict[str, Model] = {}
         #: Requests that are repeated, with their input, and that no thread makes now.
         self.repeated: dict[tuple[str, str, int], tuple[Any, Any]] = {}
-        #: It closes its connection, or has.
+        #: Whether it closes its connection now, or has closed it.
         self.leaves = False
         #: Answers whose arrays it still reads.
         self.held: list[Any] = []

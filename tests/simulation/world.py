@@ -38,7 +38,7 @@ from tests.simulation.scheduler import SECOND, Scheduler
 #: Models that are asked without further ado, and all.
 PLAIN = ("a", "b")
 MODELS = (*PLAIN, sequences.MODEL)
-#: What clients ask without further ado, an ensemble of the plain ones as well.
+#: The models that clients ask with single requests: the plain ones, and the ensemble of these.
 ASKED = (*PLAIN, ensembles.MODEL)
 #: Programs ask nothing more while so many requests have no end.
 _MOST_OPEN = 60

@@ -108,7 +108,7 @@ class LoadedModel:
     users: dict[ModelVersion, None] = field(default_factory=dict)
     #: Its derivatives, which are served, replaced and unloaded with it.
     derivatives: tuple[LoadedModel, ...] = ()
-    #: The same as in ``ModelState``.
+    #: Name of a derivative that the model lacks -> the reason.
     lacking: dict[str, str] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
