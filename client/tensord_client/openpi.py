@@ -387,6 +387,9 @@ async def serving(client: AsyncClient, options: Namespace, listening: gateway.Li
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None
     if tls:
         tls.load_cert_chain(options.certificate, options.key)
+        # openpi-client writes while its other thread reads. OpenSSL may hold up the writer for ever while the reader takes a
+        # ticket; robots connect once, and have no use for one.
+        tls.num_tickets = 0
     robot = type("Robot", (Robot,), {"gateway": served})
     hooks: Any = {"process_request": served.admit, "create_connection": robot, "ssl": tls}
     bounds = {"max_size": options.max_message_bytes, "max_queue": 1, "ping_timeout": options.silence_timeout}
