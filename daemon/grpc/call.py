@@ -63,9 +63,17 @@ class Call(ABC):
         """
         return None
 
-    @abstractmethod
-    def stop(self) -> None:
-        """Ends the call once its accepted requests are answered, because the server stops. May be called again."""
+    @property
+    def is_new(self) -> bool:
+        """Returns whether the client has not sent the first request of the call yet."""
+        return self.idle
+
+    # Unary calls end by themselves.
+    def stop(self) -> None:  # noqa: B027
+        """Ends the call once its accepted requests are answered, because the server stops. May be called again.
+
+        It is not called while the call is new.
+        """
 
     @abstractmethod
     def abandoned(self) -> None:

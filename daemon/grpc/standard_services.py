@@ -85,6 +85,7 @@ class _Conversation(Call):
         self._stream = stream
         self._request = request
         self._questions: asyncio.Queue[Any] = asyncio.Queue()
+        self._is_new = True
         #: No question follows, and None is the last in the queue.
         self._ended = False
         self._task = asyncio.get_running_loop().create_task(self._run(answers))
@@ -92,6 +93,7 @@ class _Conversation(Call):
     def message(self, content: Buffer, start: int, end: int) -> None:
         if self._ended:
             return
+        self._is_new = False
         if self._questions.qsize() >= _MAX_QUESTIONS:
             self._stream.refuse(INVALID_ARGUMENT, f"more than {_MAX_QUESTIONS} questions are waiting")
             return
@@ -109,6 +111,10 @@ class _Conversation(Call):
     def idle(self) -> bool:
         # A watch has its answer, and never comes to read that nothing follows.
         return self._questions.qsize() <= self._ended
+
+    @property
+    def is_new(self) -> bool:
+        return self._is_new
 
     def stop(self) -> None:
         self.half_closed()

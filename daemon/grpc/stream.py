@@ -578,21 +578,24 @@ class Stream:
     def stop(self, now: float, pending: int) -> None:
         """Ends the call when accepted requests are answered. A stopping server calls this method again until the call has ended.
 
-        A call whose client stays silent in the middle of a message for ``SILENCE_SECONDS`` is ended at once.
+        A call whose client stays silent for ``SILENCE_SECONDS``, before the first message or in the middle of one, is ended.
         ``now``: the event loop's time, in seconds.
         ``pending``: how many received bytes of that message ``advance`` has not got yet. If it grows, the client is not silent.
         """
         call = self.call
         if self._finished or call is None:
             return
-        if not (self.half_closed or call.answers or self.waits_for_room or self.idle):
+        # The first message of a new call may be under way.
+        is_new = call.is_new
+        if not (self.half_closed or call.answers or self.waits_for_room) and (is_new or not self.idle):
             came = pending + self._received_byte_size()
             if came != self._came:
                 self._came, self._silent_since = came, now
             elif now - self._silent_since > SILENCE_SECONDS:
                 self.stopped()
                 return
-        call.stop()
+        if not is_new:
+            call.stop()
 
     def _received_byte_size(self) -> int:
         """Returns how many bytes of the arriving message have come, or 0 if none arrives."""

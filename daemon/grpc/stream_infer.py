@@ -57,7 +57,6 @@ class StreamInfer(InferCall):
         self._half_closed = False
         #: Nothing more is taken.
         self._stopping = False
-        #: True until a request of the client's is looked at, or the server stops.
         self._is_new = True
         #: The time since which it waits for its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
         self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
@@ -87,11 +86,11 @@ class StreamInfer(InferCall):
     def idle(self) -> bool:
         return not self._in_flight and not self._waiting
 
+    @property
+    def is_new(self) -> bool:
+        return self._is_new
+
     def stop(self) -> None:
-        if self._is_new:
-            # Its first request may be under way, and is waited for until the next call.
-            self._is_new = False
-            return
         # Whatever comes from now on takes the way of what has to wait.
         self._stopping = self.stream.held = True
         self._end_if_done()

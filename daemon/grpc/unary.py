@@ -61,10 +61,6 @@ class Unary(Call):
     def answers(self) -> bool:
         return self._task is not None
 
-    def stop(self) -> None:
-        if self._stream.idle:
-            self._stream.stopped()
-
     def abandoned(self) -> None:
         if self._task is not None:
             self._task.cancel()

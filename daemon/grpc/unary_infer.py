@@ -160,10 +160,6 @@ class UnaryInfer(InferCall):
     def asked(self) -> CallRequest | None:
         return self._asked
 
-    def stop(self) -> None:
-        if self.stream.idle:
-            self.stream.stopped()
-
     def abandoned(self) -> None:
         self.stream.connection.steps.leave(self, False)
         if isinstance(self._message, ArrivingMessage):

@@ -48,6 +48,8 @@ class Echo(Call):
     def idle(self) -> bool:
         return True
 
+    is_new = False
+
     def stop(self) -> None:
         self._stream.stopped()
 

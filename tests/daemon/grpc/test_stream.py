@@ -20,6 +20,7 @@ from tensord.config.options import Arenas, Grpc
 from tensord.daemon.control.refusals import Refusals
 from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.answered import Answered
+from tensord.daemon.front.drain_rate import SILENCE_SECONDS
 from tensord.daemon.front.status import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
@@ -263,8 +264,30 @@ def test_what_is_idle() -> None:
     assert not stream.idle
 
 
+@pytest.mark.parametrize("first", ["whole", "in parts"])
+def test_a_stop_waits_for_the_first_message(first: str) -> None:
+    """However often it is asked to end before that; a client that sends nothing is not waited for."""
+    _, stream, call = opened()
+    message = prefixed(b"abcd")
+    for now in (0.0, 0.02, 0.04, SILENCE_SECONDS):
+        stream.stop(now, 0)
+    pieces = [message] if first == "whole" else [message[at : at + 1] for at in range(len(message))]
+    for number, piece in enumerate(pieces, 1):
+        assert (stream.ended, call.stopped) == (False, False)
+        stream.receive(piece, 0, len(piece))
+        stream.stop((number + 1) * SILENCE_SECONDS, 0)
+    assert call.messages == [b"abcd"]
+    assert call.stopped
+    wire, stream, call = opened()
+    stream.stop(1.0, 0)
+    stream.stop(1.1 + SILENCE_SECONDS, 0)
+    assert [kind for kind, _, _ in wire.frames()] == [frames.HEADERS, frames.RST_STREAM]
+    assert call.gone
+
+
 def test_a_stop_is_the_calls_affair() -> None:
     wire, stream, call = opened()
+    call.message(b"a", 0, 1)
     stream.stop(0.0, 0)
     assert call.stopped
     assert not stream.ended
