@@ -109,7 +109,7 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words that are allowed as the value of ``key``, or as an item if the value is a list.
+    """Returns the words that are allowed as the value of the setting ``key``, or as an item if the value is a list.
 
     The result is empty if any text or number is allowed.
     """

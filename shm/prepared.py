@@ -123,7 +123,7 @@ class PublishedNumbers(set[Numbered[T]]):
     """The set of prepared requests or answers whose numbers ``publish`` has sent to the other end of a lane."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Makes an empty set. ``record`` makes the record that ``publish`` sends, from a number and the number's content."""
+        """Publishes nothing yet. ``record`` makes the record that ``publish`` sends, from a number and its content."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}

@@ -29,9 +29,9 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns True if the caller may send a request's answer now, without calling ``done``. Then removes the request.
+        """Removes a request and returns True if its answer may be sent now, and no stored answer waits for this.
 
-        Returns False if the answer must wait for an earlier answer, or if stored answers wait for it. Then call ``done``.
+        Otherwise returns False and changes nothing: the caller has to call ``done`` for the answer.
         """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:

@@ -1,4 +1,4 @@
-"""A worker's sequence page lists the worker's sequences; every front can read it at any time, even after the worker died.
+"""A worker's sequence page lists its sequences and its models' free slots. Fronts read it at any time, even after its death.
 
 The page is nameless and sealed like every segment. Only the worker writes to it, nobody locks. Words of u64:
 

@@ -45,7 +45,10 @@ class Apart:
     """Answers a model's calls while the model is loaded only to be checked. Refuses inference. Says that every model is ready."""
 
     def __init__(self, explicit: bool) -> None:
-        """Stores whether the daemon loads models only on request. Only then may models ask it to load others."""
+        """Makes the surroundings of a model that is checked without a daemon.
+
+        ``explicit``: whether the daemon would load models only on request. Only then may models ask it to load others.
+        """
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:

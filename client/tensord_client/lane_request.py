@@ -39,7 +39,7 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A client's request over a lane. It has to be sent over another lane if its lane ends or its worker refuses it."""
+    """A client's request over a lane. The client sends it over another lane if its lane ends or its worker refuses it."""
 
     # What most requests neither read nor change is an attribute of the class.
     refusal: ServingError | None = None

@@ -1,7 +1,7 @@
 """Reads the JSON object of a control request (repository, regions, settings) and its fields; errors as in Triton 2.51.
 
-A function that is named after a kind of value returns a value of that kind, or raises InvalidArgument. If Triton answers a
-client's mistake with status 500, the error has Triton's sentence and the status 400. Source: as recorded.
+A function that is named after a kind of value returns a value of that kind, or raises InvalidArgument. Where Triton answers a
+client's mistake with status 500, our error has the same sentence and status 400. The sentences are from recorded conversations.
 """
 
 from __future__ import annotations

@@ -456,7 +456,10 @@ class MissingParts:
     """Logs which optional parts child processes lack. A C extension is such a part."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """``what``: the beginning of each warning, before the list of parts that are missing."""
+        """Makes an object that logs warnings about parts of the program that could not be imported.
+
+        ``what``: the beginning of each warning, before the list of parts that are missing.
+        """
         self._what = what
         self._said: tuple[str, ...] = ()
 

@@ -2,7 +2,7 @@
 
 start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its slot is filled again
 
-The slot of an isolated model exists as long as the model needs it ("worker-0#m", on "cpu:0#m"): ``isolate``.
+``isolate`` makes the slot of a model "m" that has a worker of its own ("worker-0#m", on "cpu:0#m"), and removes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells objects that belong to one process that this process was forked off: no other thread runs here, and locks may be held."""
+"""Lets objects that a forked child process must not use know that they are in one, where only the forking thread runs."""
 
 from __future__ import annotations
 

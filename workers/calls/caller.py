@@ -168,7 +168,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Ends the run of a model's code that this ``Caller`` describes. Later calls by this code belong to no request."""
+        """Notes that the run of a model's code has ended. Calls by threads that the code has left behind have no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

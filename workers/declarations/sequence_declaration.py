@@ -109,7 +109,10 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns each request's START, END and id as inputs for the model. The list ends before an id that does not fit."""
+        """Returns each request's START, END and id as inputs for the model.
+
+        The list ends before the first request whose id does not fit the datatype of the model's input.
+        """
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:

@@ -8,9 +8,9 @@ error. A call ends when the requests that it was made for are cancelled, and wai
     a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls that these wait for ─▶ ...
                                                                     └▶ the model that does not take their responses
 
-An instance waits for the call that blocks its thread; while it executes a coroutine, for any call that is awaited. A call from a
-thread that the model started itself does not show what ``execute`` waits for: an instance of the model may wait for that thread,
-so a circle through such a call counts only when it has lasted for 5 s.
+An instance with an ordinary ``execute`` waits for the one call that blocks its thread. An instance that executes a coroutine
+waits for every call that the coroutine has begun. A call from a thread that the model has started itself may be waited for or
+not, so a circle through such a call counts only when it has lasted for 5 s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Teaches the C part (``workers/native/_fast_path.c``) to answer, without Python, repeats of requests that differ in data only.
 
-    answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from
-                                  │     a large one: what runs it where its tensors lie (``workers/processor/single_run.py``)
+    answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from; or for
+                                  │     large tensors, the program that runs in their memory (``workers/processor/single_run.py``)
                                   ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
 
 For a model with sequences the planner says before each run which requests take part (``workers/dispatch/sequence_runs.py``).

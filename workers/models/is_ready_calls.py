@@ -46,7 +46,7 @@ class IsReadyCalls:
         self._models.append(is_ready)
 
     def leave(self, is_ready: Callable[[], object]) -> None:
-        """Undoes ``join`` for the function ``is_ready``. Does nothing if this function was not added."""
+        """Removes a function that was added by ``join``. Does nothing if this function was not added."""
         with contextlib.suppress(ValueError):
             self._models.remove(is_ready)
 

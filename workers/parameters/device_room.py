@@ -1,8 +1,9 @@
 """Limits the memory that the pushed parameter sets of all models take on a worker's device.
 
 A set that a batch needs stays on the device, or is brought back. If there is no room, the set that was not used for the longest
-time leaves the device. A set that is staged never leaves, nor does a model's ``main`` (unless it is on demand). A set that has
-left a GPU lies in page-locked host memory, as far as ``workers.pinned_byte_size`` allows, and comes back at the speed of the bus.
+time leaves the device. A set that is being pushed never leaves, nor does a model's ``main`` unless the model's configuration
+says that it is brought to the device on demand. A set that has left a GPU lies in page-locked host memory, as far as
+``workers.pinned_byte_size`` allows, and comes back at the speed of the bus.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 
 Each run looks a set up once, and its answers are of that version, whatever is committed meanwhile. A version that is not used any
 more is freed when the last run with it has ended. Only the worker's loop changes which versions are in use; any thread may look
-one up. ``number``: the version of a set. ``placement``: 0: the worker's device; 1: the device for small programs (a single thread
-of the processor).
+one up. Parameters named ``number`` are versions of a set. Parameters named ``placement`` say where arrays are: 0 on the worker's
+device, 1 on the device for small programs, which is a single thread of the processor.
 """
 
 from __future__ import annotations
@@ -203,7 +203,10 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Takes the arrays on the device out of the set, and returns them. Returns [] if the set has no copy in host memory."""
+        """Takes the arrays on the device out of the set, and returns them, so that the caller can free them.
+
+        Returns [] and changes nothing if the set has no copy in host memory, as its values would be lost.
+        """
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:

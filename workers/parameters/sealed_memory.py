@@ -336,7 +336,10 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Tests if file locks on this kernel tell the lender of memory that borrowers have closed and unmapped the memory."""
+    """Tests if this kernel keeps a process's lock on a memfd until the process has closed and unmapped it.
+
+    If it does, whoever made the memory can learn by a lock of its own that all other processes have unmapped it.
+    """
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

@@ -122,12 +122,12 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Stores how this stack creates its arrays on a device, and how it copies a parameter set into the arrays.
+        """Makes the stack usable on one more device.
 
         Args:
           at: the device's number. 0 is the worker's usual device. 1 is a CPU device that computes with one thread.
-          open: copies arrays of zeros to the device, and returns the copies.
-          put: copies the values of one parameter set into the stack's arrays.
+          open: the function by which the stack makes its arrays there: it copies arrays of zeros to the device.
+          put: the function by which the stack copies the values of one parameter set into these arrays.
         """
         self._at, self._open, self._put = at, open, put
 

@@ -130,7 +130,7 @@ class HostExecutable(Executable):
     def offer(self, places: Places) -> None:
         """Lets the program's next run write a request's large outputs directly to their final memory, without a copy.
 
-        ``places``: the memory of each output. The method adds the outputs that may be written directly to ``places.offered``.
+        ``places``: the memory of each output. An entry of ``places.offered`` is added for each output that may be written so.
         """
         # Only aligned memory. A client can read and change its region while the program runs: so a region is chosen only if the
         # program writes nothing but outputs to their memory, and no input and no other output of the request overlaps.

@@ -1,4 +1,4 @@
-"""Runs small programs with one thread: on a second XLA:CPU client in this process, which has no more.
+"""Runs small programs with one thread: on a second XLA:CPU client in this process, which has a single thread.
 
 XLA divides a program among the threads of the client that compiles it, and these threads wait for each other by spinning: a small
 program costs up to twice the processor time and is hardly faster (docs/measurements.md). No option of a single program changes

@@ -100,7 +100,7 @@ class ExecutionDevice(ABC):
         """Waits for outputs of a program, and returns their contents on the host. Errors of the run are raised unchanged."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns an object that compiles those programs of a model that have few operations for one CPU thread.
+        """Returns an object that compiles the small programs of a model, those with few operations, for a single CPU thread.
 
         Returns None if this device runs such programs like all others. ``sets``: the parameter sets of the model.
         """

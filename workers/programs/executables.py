@@ -1,7 +1,8 @@
 """Compiles and keeps the executables of a model version: at load for its buckets, on demand for a few other shapes.
 
     executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile()
-                  on the worker's device; a small program on the single-thread device, which shares the parameters' memory
+                  on the worker's device. A program with few operations runs on a device that is one thread of the processor,
+                  and reads the parameters in the same memory
 
 Parameters are arguments, never constants: a constant would be copied into every executable. Compiling may happen in any thread;
 ``find``, ``add`` and ``limit`` belong to the worker's loop.

@@ -136,9 +136,9 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the model's ``step`` for as many slots as ``unmasked`` has. Returns packed results and the next ``carry``.
+        """Calls the model's ``step`` once for the first n slots, one row each. Returns packed results and the next ``carry``.
 
-        ``unmasked``: a BOOL for each slot from the first on: whether it takes part. ``carry``: the model's state.
+        ``unmasked``: n BOOLs, each of which says whether its slot takes part. ``carry``: the model's state.
         """
         own, live = carry
         count = unmasked.shape[0]

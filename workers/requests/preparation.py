@@ -125,7 +125,10 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """``number``: the number that stands for ``prepared`` on a lane, or ``INLINE`` if ``prepared`` has no number."""
+        """Keeps the part of a request that repeats, with what the worker has found out about it.
+
+        ``number``: the number that stands for ``prepared`` on a lane, or ``INLINE`` if ``prepared`` has no number.
+        """
         self.number = number
         self.prepared = prepared
         #: True if all of its tensors are each request's own, and none lies in a region.

@@ -153,9 +153,9 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns an encoder for responses that have the same outputs, datatypes and shapes as the response ``result``.
+        """Returns an encoder, for any thread, of responses with the same outputs, datatypes and shapes as ``result``.
 
-        ``sender`` is about to send ``result`` to a client. Returns None if the worker's loop must encode such responses.
+        Returns None if only the worker's loop can encode such responses. ``sender``: what is about to send ``result``.
         """
         return None
 

@@ -40,7 +40,7 @@ class BatchRules:
 
 
 class Company(NamedTuple):
-    """Waiting requests run as one batch once they have ``full`` rows in total, or once the oldest has waited ``delay_ns``."""
+    """When waiting requests run as a batch: once they have ``full`` rows in total, or the oldest has waited ``delay_ns``."""
 
     #: How long the oldest request may wait.
     delay_ns: int

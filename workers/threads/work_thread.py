@@ -63,7 +63,7 @@ class WorkThread:
     def standing_aside(self, always: bool = False) -> Iterator[None]:
         """Lets another thread run queued functions while the calling function waits in the ``with`` block.
 
-        ``always``: whether a thread is added even if many functions wait in such blocks already.
+        A thread is started for that unless many functions wait in such blocks already, or if ``always`` is True in any case.
         """
         with self._lock:
             stands = always or self._aside < _MAX_ASIDE
