@@ -343,7 +343,8 @@ class Source:
     def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
         """Downloads ``files`` to the paths ``places``. A path exists only once its file has arrived completely.
 
-        ``stage``: a folder on the same file system for incomplete files. ``max_byte_size``: the most bytes of an archive.
+        ``stage``: a folder on the same file system for incomplete files. ``max_byte_size``: the most bytes that come if the
+        source is one archive, whose size is not known before.
         Raises ServingError if a file could not be read, or has another size than was listed. Raises OSError if a file cannot be
         written.
         """

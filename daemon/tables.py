@@ -1,4 +1,4 @@
-"""Prints what tensord and tensorctl show as tables: reports, one line for each row, and the commands in their help."""
+"""Formats the tables that tensord and tensorctl print: reports with a line for each row, and the list of commands in --help."""
 
 from __future__ import annotations
 

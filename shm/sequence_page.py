@@ -133,7 +133,7 @@ class SequencePage(Page):
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a sequence page and takes ownership of ``fd``.
+        """Maps the sequence page of a worker, which other processes read, and takes ownership of its memfd ``fd``.
 
         Raises InvalidArgument if ``fd`` is no sequence page, or Unavailable if it cannot be mapped.
         """

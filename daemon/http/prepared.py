@@ -1,9 +1,9 @@
 """Parses the JSON of HTTP inference requests, and caches what requests of one kind have in common ("prepared"). Sans-I/O.
 
     text ─▶ a cached text ───────────────────────────────────────────────────▶ ParsedRequest: kind, id, sources
-         ├▶ quick (request_head) ─▶ what it says ─▶ a known kind ────────────▶
-         │                                       ╰▶ checked (request_codec) ─▶
-         ╰▶ exact: what the quick parser does not understand ────────────────▶
+         ├▶ the quick parser (request_head) ─▶ of a known kind ──────────────▶
+         │                                  ╰▶ of a new kind: request_codec ─▶
+         ╰▶ what the quick parser does not understand: the exact parser ─────▶
 
 Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters. Of a
 known kind only what may differ is checked: id, scheduling, the values of tensors, the order of keys and the HTTP head.

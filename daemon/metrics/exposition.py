@@ -1,7 +1,7 @@
 """Writes a snapshot as the text that Prometheus reads, in its own format or in OpenMetrics.
 
-Names are Triton's where it has the metric; others begin with ``tensord_``. Runs in a thread of its own. The text is that of
-prometheus_client, to the byte, which takes far longer.
+Names are Triton's where it has the metric; others begin with ``tensord_``. Runs in a thread of its own. The library
+prometheus_client writes the same text, byte by byte, and takes far longer to do so.
 Source: Triton docs/user_guide/metrics.md; the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 

@@ -1,9 +1,10 @@
 """Pushes new parameters to every worker of a model version or to none, and sends them to workers that replace dead ones.
 
-    push ─▶ numbered ─▶ its model's turn ─▶ Make (what is not sealed memory yet) ─▶ Stage on every worker
-         ─▶ in force here ─▶ Commit on every worker ─▶ answered           an error before that: Abort, and nothing has changed
-    a worker is replaced ─▶ Load(held) ─▶ Loaded ─▶ Stage, Commit of all that is in force ─▶ ServeLoaded
-         ─▶ answered: it serves ─▶ published to fronts
+    push ─▶ it gets a number ─▶ its model's turn ─▶ Make: a worker copies its values to sealed memory, if they are not there
+         ─▶ Stage on every worker ─▶ this process notes that it is in force ─▶ Commit on every worker ─▶ answer to the client
+            an error until then: Abort on every worker, and nothing has changed
+    a worker is replaced ─▶ Load, but do not serve yet ─▶ Loaded ─▶ Stage and Commit of all pushes in force ─▶ ServeLoaded
+         ─▶ the worker serves ─▶ fronts are told of it
 
 Changes of one model's parameters are made one after the other; giving them to a new worker is such a change. The parameters come
 into force in one step in this process, before any worker is told to commit: a worker that dies after that is replaced by one that

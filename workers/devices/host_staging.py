@@ -47,7 +47,7 @@ class StagingPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Allocates and page-locks memory for one thread in advance."""
+        """Adds a page-locked buffer to the pool, so that the first call of ``take`` need not wait for one."""
         self._free.append(self._made())
 
     def take(self) -> HostStaging:

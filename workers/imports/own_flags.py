@@ -100,8 +100,8 @@ class OwnFlags:
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
         """Sets the JAX setting ``name`` to ``value`` in this thread, for the code of this model only.
 
-        The value holds until ``stack`` is closed, and later in each ``with`` block of this object's method ``code``. The method
-        ``take`` does nothing if JAX has the value already.
+        The value holds until ``stack`` is closed. It holds again in each later ``with`` block of this object's method ``code``,
+        in which the model's code runs. Nothing happens if JAX has the value already.
         """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))

@@ -32,9 +32,10 @@ Aside = Callable[[], AbstractContextManager[None]]
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
     """Waits for the calling thread's turn to compile a model. Other threads wait for their turns until the ``with`` block ends.
 
-    ``aside``: returns a context manager for the wait and the block, in which other models can be loaded. The block must call
-    ``progress.renew``, which this function sets, at the beginning of each step of its work. If a step takes too long, the next
-    thread no longer waits and compiles at the same time. Raises Cancelled if the load is cancelled during the wait.
+    ``aside``: a function that returns a context manager. It is entered for the wait and for the block, and lets another thread
+    load models meanwhile. The block must call ``progress.renew``, which this function sets, at the beginning of each step of its
+    work. If a step takes too long, the next thread no longer waits and compiles at the same time. Raises Cancelled if the load
+    is cancelled during the wait.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:

@@ -3,8 +3,8 @@
     places of its tensors ─▶ arrays that lie there ─▶ a lease for its large outputs ─▶ the program, which writes them there
                                                                                      ╰─▶ the lease's key, and the small outputs
 
-Tensors in regions are always at the place that the prepared request names, so their arrays are made once. No lease on a region is
-held: ``FastPath`` forgets this object when a region changes, and nothing else happens in the loop while a program runs.
+Tensors in regions are always at the place that the prepared request names, so their arrays are made once. They need no lease: the
+loop that runs the program is also what unregisters regions, and ``FastPath`` forgets this object when a region changes.
 
 The result is the same as that of the ordinary path for such a request (``Places``, ``Executable``).
 """

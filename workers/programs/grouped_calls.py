@@ -276,9 +276,10 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns for each number of requests in ``lengths`` the argument of ``self.compile`` for a program that runs so many.
+        """Returns a dict whose keys are ``lengths``, numbers of requests. The values are arguments for ``self.compile``.
 
-        On a GPU, [2, 4] gives {2: 2, 4: 4}. On a CPU it gives {2: None, 4: None}, because one program runs any number.
+        On a GPU, [2, 4] gives {2: 2, 4: 4}. On a CPU it gives {2: None, 4: None}, because one program runs any number of
+        requests.
         """
         return {length: length if self._one_for_each else None for length in lengths}
 

@@ -1,4 +1,8 @@
-"""Reads traced programs: whether they may be run on generated inputs, how exactly they compute, and what combines their rows."""
+"""Finds out facts about traced programs, for a test whether the rows of a batch affect each other.
+
+The facts are whether a program may be run on generated inputs, how large its rounding errors are, and which of its operations
+combine rows of a batch.
+"""
 
 from __future__ import annotations
 

@@ -200,8 +200,7 @@ class StepExecutables:
         return arrays, np.full(lead, self._slots, np.int32)
 
     def _run_once(self) -> None:
-        """Runs each program once."""
-        # A model that fails must not serve, and no request wait for a slow first run.
+        """Runs each program once on zeros, so that a model that fails is not served and no request waits for a slow first run."""
         parameters = self.sets.main.on(self.at)
         with precision(self._signature.wide):
             carry = self.init(parameters)

@@ -1,10 +1,10 @@
-"""Schedules which parts of a loop are asked for work in an iteration: those that have work now, and those whose time has come.
+"""Says whom a loop asks for work in an iteration: those of its objects ("parts") that have work now, or whose time has come.
 
     put(part, when)   ─▶ heap ─the time has come─▶ take ─▶ the loop asks the part, which says when it is due next
     wake(part)        ─▶ list ─────at once───────▶
 
-A part is any object that the loop knows how to ask for work. A part that is in neither is not asked, so models without requests
-cost nothing. A part has one due time: a new one replaces it, and outdated entries of the heap are skipped. Pure.
+A part is any object that the loop can ask for work, such as a model version. A part that is in neither is not asked, so models
+without requests cost nothing. A part has one due time: a new one replaces it, and outdated entries of the heap are skipped. Pure.
 """
 
 from __future__ import annotations

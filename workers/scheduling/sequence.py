@@ -1,6 +1,6 @@
 """Describes sequences: requests of one correlation id that one slot of one instance runs, one after the other.
 
-    WAITING ──a slot becomes free──▶ ACTIVE ──its id is forgotten──▶ ENDING ──its last request is done──▶ gone
+    WAITING ──a slot becomes free──▶ ACTIVE ──END came, or it idled too long──▶ ENDING ──its last request is done──▶ gone
        └──cancelled, or its time is up──▶ gone
 
 Pure values, which ``tensord.workers.scheduling.sequence_table`` owns and changes.

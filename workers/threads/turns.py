@@ -1,4 +1,4 @@
-"""Lets one long job run at a time, so that a job that takes very long does not block the others for ever."""
+"""Lets one long job run at a time. If a step of the job takes too long, the next job no longer waits for it."""
 
 from __future__ import annotations
 
