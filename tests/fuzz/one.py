@@ -38,6 +38,9 @@ def main(build: Path, seconds: int, runs: int, seed: int, jobs: int, names: list
         from tests.fuzz.targets import TARGETS
     if unknown := [name for name in names if name not in TARGETS]:
         sys.exit(f"fuzz: no target is called {', '.join(unknown)}; there are {', '.join(TARGETS)}")
+    # Processes are forked off below. What JAX watches its start with ends on its own, on a busy machine a moment later.
+    for thread in threading.enumerate()[1:]:
+        thread.join(60)
     assert threading.active_count() == 1
     # It is JAX's, of threads that it has once it was used.
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
