@@ -108,12 +108,19 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
     supervisor = Supervisor(
         configured, lambda: layers.read(config, os.environ, given), os.environ, workers, first_signals=first_signals
     )
+
+    async def run() -> int:
+        try:
+            return await supervisor.run()
+        finally:
+            first_signals.block()
+
     try:
         if first_signals.came is not None:
             _log.info("stopping: %s came while the daemon was started", first_signals.came.name)
             spawned.end(workers)
             sys.exit(0)
-        status = asyncio.run(supervisor.run())
+        status = asyncio.run(run())
     except (ListenError, InvalidArgument) as error:
         _fail(str(error), status=1)
     except OSError as error:

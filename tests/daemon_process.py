@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 
 from tests import on_stub, prepared, run_folder
+from tests.written_log import WrittenLog
 
 ROOT = Path(__file__).parent.parent
 #: Generous: these machines are shared, and no test decides by time.
@@ -78,9 +78,9 @@ class DaemonProcess:
         self.platform: str = sections["workers"]["device"]
         self.write_config(sections)
         self.sections = sections
-        self._log: list[str] = []
-        self._process: subprocess.Popen[str] | prepared.Process | None = None
-        self._reader: threading.Thread | None = None
+        self._log = WrittenLog()
+        self._process: subprocess.Popen[bytes] | prepared.Process | None = None
+        self._stopped = False
         self.port = 0
         #: Another installation's, for those who test one.
         self.program: Sequence[str] = _PROGRAM
@@ -118,7 +118,12 @@ class DaemonProcess:
         arguments = ["serve", "--config", str(self.config), *self.arguments]
         if self.program is _PROGRAM:
             self._process = prepared.start(
-                ["tensord", *arguments], environment=environment, cwd=self.cwd, new_session=True, read_errors=True
+                ["tensord", *arguments],
+                environment=environment,
+                cwd=self.cwd,
+                new_session=True,
+                output=None,
+                errors=self._log.fileno(),
             )
         else:
             self._process = subprocess.Popen(
@@ -128,12 +133,10 @@ class DaemonProcess:
                 pass_fds=self.pass_fds,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+                stderr=self._log,
                 start_new_session=True,
             )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._stopped = False
         self.wait_log(self.served_on)
         ports = re.findall(r"serving http on http://127\.0\.0\.1:(\d+)", self.log)
         self.port = int(ports[-1]) if ports else 0
@@ -141,27 +144,21 @@ class DaemonProcess:
     def stop(self) -> int:
         """Sends SIGTERM, then kills all processes that are left. Returns the exit status."""
         assert self._process is not None
-        assert self._reader is not None
-        if self._process.stderr is None or self._process.stderr.closed:
-            return self._process.returncode  # stopped before
+        if self._stopped:
+            assert self._process.returncode is not None
+            return self._process.returncode
         family = self.everybody()
         try:
             return end_group(self._process, signal.SIGTERM)
         finally:
+            self._stopped = True
             psutil.wait_procs(family, timeout=PATIENCE)
-            self._reader.join(PATIENCE)
-            self._process.stderr.close()
-
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._log.append(line)
+            self._log.close()
 
     @property
     def log(self) -> str:
         """Returns what the daemon wrote to standard error so far."""
-        return "".join(self._log)
+        return self._log.text
 
     @property
     def url(self) -> str:
@@ -281,8 +278,6 @@ def wait_until(condition: Any, what: str, daemon: DaemonProcess | None = None) -
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if daemon is not None and daemon._process is not None and has_ended(daemon._process):
-            assert daemon._reader is not None
-            daemon._reader.join(PATIENCE)  # its last words
             if condition():
                 return
             raise AssertionError(f"the daemon exited with {daemon._process.poll()} before {what}:\n{daemon.log}")
@@ -291,7 +286,7 @@ def wait_until(condition: Any, what: str, daemon: DaemonProcess | None = None) -
         time.sleep(0.02)
 
 
-def end_group(leader: subprocess.Popen[str] | prepared.Process, number: int) -> int:
+def end_group(leader: subprocess.Popen[bytes] | prepared.Process, number: int) -> int:
     """Asks the leader of a process group to end, then kills the rest of the group. Returns the leader's exit status.
 
     The group is killed before its leader is reaped: afterwards another process may have the leader's process id.
@@ -311,7 +306,7 @@ def end_group(leader: subprocess.Popen[str] | prepared.Process, number: int) -> 
     return status
 
 
-def has_ended(process: subprocess.Popen[str] | prepared.Process) -> bool:
+def has_ended(process: subprocess.Popen[bytes] | prepared.Process) -> bool:
     """Returns whether a process has ended, without reaping it, so that no other process gets its id."""
     if process.returncode is not None:
         return True

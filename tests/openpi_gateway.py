@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pytest
 
 from tests.daemon_process import PATIENCE, ROOT, end_group, has_ended, wait_until
 from tests.run_folder import only_one
+from tests.written_log import WrittenLog
 
 _PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
 CLIENT = "openpi-client==0.1.2"
@@ -103,14 +103,14 @@ class GatewayProcess:
         module: str = "tensord_client.openpi",
     ) -> None:
         self._command = [python, "-m", module, "--address", "127.0.0.1:0", "--server", server, *arguments]
-        self._lines: list[str] = []
+        self._log = WrittenLog()
         #: Variables besides this process's own.
         self.variables: dict[str, str] = {}
         self.port = 0
 
     @property
     def log(self) -> str:
-        return "".join(self._lines)
+        return self._log.text
 
     @property
     def url(self) -> str:
@@ -140,17 +140,9 @@ class GatewayProcess:
             env=os.environ | self.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=self._log,
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._lines.append(line)
 
     def wait_ended(self) -> None:
         """Waits until it has ended by itself."""
@@ -158,11 +150,10 @@ class GatewayProcess:
 
     def stop(self) -> int:
         """Sends SIGTERM unless it has ended, and waits for its end; returns its exit status."""
-        status = end_group(self._process, signal.SIGTERM)
-        self._reader.join(PATIENCE)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
-        return status
+        try:
+            return end_group(self._process, signal.SIGTERM)
+        finally:
+            self._log.close()
 
 
 def ran(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

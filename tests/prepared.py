@@ -25,7 +25,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _ROOT = Path(__file__).parent.parent
 #: Variables that are read when a process begins, or something is imported.
@@ -36,9 +36,8 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 class Process:
     """A child of this process, with as much of subprocess.Popen as supervisors and tests use."""
 
-    def __init__(self, pid: int, stderr: IO[str] | None = None) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.stderr = stderr
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -102,9 +101,8 @@ def start(
     cwd: Path = _ROOT,
     new_session: bool = False,
     given: int | None = None,
-    output: int = 1,
+    output: int | None = 1,
     errors: int = 2,
-    read_errors: bool = False,
 ) -> Process:
     """Starts ``python -m WORDS`` by a fork, or ``python -c`` if that is the first word.
 
@@ -112,12 +110,10 @@ def start(
 
     Args:
       given: the descriptor of its standard input; None: it has none.
-      output, errors: the descriptors of its outputs, by default those of this process.
-      read_errors: its standard error can be read from the returned object, and its output is dropped.
+      output, errors: the descriptors of its outputs, by default those of this process. Without ``output`` that is dropped.
     """
     environment = dict(os.environ if environment is None else environment)
     null = os.open(os.devnull, os.O_RDWR)
-    reader, writer = os.pipe() if read_errors else (-1, os.dup(errors))
     try:
         order = {
             "words": list(words),
@@ -126,18 +122,13 @@ def start(
             "new_session": new_session,
             "fds": [0, 1, 2, *fds],
         }
-        standard = [null if given is None else given, null if read_errors else output, writer]
+        standard = [null if given is None else given, null if output is None else output, errors]
         # Threads may ask at the same time: there is one first process for them, and who adopts is the whole process.
         with _one_at_a_time:
             pid = _first_for(environment).fork(order, [*standard, *fds])
-    except BaseException:
-        if read_errors:
-            os.close(reader)
-        raise
     finally:
-        os.close(writer)
         os.close(null)
-    return Process(pid, os.fdopen(reader) if read_errors else None)
+    return Process(pid)
 
 
 def is_forked(pid: int) -> bool:

@@ -1,6 +1,7 @@
-"""Handles signals until the event loop exists: a SIGTERM or SIGINT that comes earlier is remembered for the loop.
+"""Handles signals before and after the event loop: a SIGTERM or SIGINT that comes earlier is remembered for the loop.
 
-Without a handler the first process of a container would lose these signals; elsewhere it would end without a message.
+Without a handler the first process of a container would lose these signals; elsewhere it would end without a message. A signal
+that comes while the daemon exits would make it end with the wrong status.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """Handles signals until the event loop handles them. ``came``: the signal that asked for a stop, or None."""
+    """Handles signals while the event loop does not. ``came``: the signal that asked for a stop, or None."""
 
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.
@@ -25,6 +26,10 @@ class FirstSignals:
             signal.signal(number, self._ending)
         for number in _PASSED_OVER:
             signal.signal(number, _pass_over)
+
+    def block(self) -> None:
+        """Blocks these signals, because the daemon exits. Call it before the event loop closes and removes its handlers."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDING, *_PASSED_OVER))
 
     def _ending(self, number: int, frame: FrameType | None) -> None:
         self.came = signal.Signals(number)

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import psutil
 
 from tests import prepared
 from tests.daemon_process import end_group, has_ended
+from tests.written_log import WrittenLog
 
 ROOT = Path(__file__).parent.parent.parent
 #: These machines are shared; no test decides by time.
@@ -90,23 +90,21 @@ class FakeDaemon:
         for section, values in options.items():
             self.sections.setdefault(section, {}).update(values)
         self.write_config()
-        self._lines: list[str] = []
+        self._log = WrittenLog()
         words = ["tests.daemon.serve_fakes", str(self.file)]
-        self.process: prepared.Process | subprocess.Popen[str]
+        self.process: prepared.Process | subprocess.Popen[bytes]
         if environment is None:
             variables = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")}
-            self.process = prepared.start(words, environment=variables, new_session=True, read_errors=True)
+            errors = self._log.fileno()
+            self.process = prepared.start(words, environment=variables, new_session=True, output=None, errors=errors)
         else:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *words],
                 cwd=ROOT,
                 env={k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")} | environment,
-                stderr=subprocess.PIPE,
-                text=True,
+                stderr=self._log,
                 start_new_session=True,
             )
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
 
     def write_config(self) -> None:
         lines: list[str] = []
@@ -114,14 +112,9 @@ class FakeDaemon:
             lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
         self.file.write_text("\n".join(lines) + "\n")
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._lines.append(line)
-
     @property
     def log(self) -> str:
-        return "".join(self._lines)
+        return self._log.text
 
     def wait_log(self, pattern: str, count: int = 1) -> None:
         self.wait(lambda: len(re.findall(pattern, self.log)) >= count, repr(pattern))
@@ -131,7 +124,6 @@ class FakeDaemon:
         while not condition():
             assert time.monotonic() < deadline, f"no {what}:\n{self.log}"
             if has_ended(self.process):
-                self._reader.join(PATIENCE)  # its last words
                 assert condition(), f"exited before {what}:\n{self.log}"
                 return
             time.sleep(0.02)
@@ -213,6 +205,4 @@ class FakeDaemon:
         try:
             return end_group(self.process, number)
         finally:
-            self._reader.join(PATIENCE)
-            assert self.process.stderr is not None
-            self.process.stderr.close()
+            self._log.close()

@@ -6,6 +6,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tritonclient.grpc import service_pb2
 from tensord.daemon.grpc import frames
 from tests import repositories
 from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, prefixed
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, has_ended, wait_until
 
 _CUT = "were cut at the end of the grace period"
 
@@ -181,3 +182,13 @@ def test_http_requests_that_are_not_finished(daemon: DaemonProcess, sent: bytes)
             pass
     assert daemon.stop() == 0
     assert _CUT not in daemon.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_until_it_is_gone(daemon: DaemonProcess, number: signal.Signals) -> None:
+    """The last ones come when there is no event loop any more; none of them changes how the daemon ends."""
+    daemon.signal(signal.SIGTERM)
+    while not has_ended(daemon._process):
+        daemon.signal(number)
+        time.sleep(0.001)
+    assert daemon.stop() == 0

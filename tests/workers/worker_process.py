@@ -40,6 +40,7 @@ from tensord.shm.status_page import StatusPage
 from tests import prepared, run_folder
 from tests.fakes import whole_answers
 from tests.records import Tensor, WholeAnswer, WholeRequest
+from tests.written_log import WrittenLog
 
 #: Generous: these machines are shared, and no test decides by time.
 PATIENCE_S = 240.0
@@ -60,7 +61,8 @@ class WorkerProcess:
         ours, theirs = pair()
         words = ["tensord.workers", "--control-fd", str(theirs.fileno()), "--device", "cpu:0"]
         words += ["--cores", cores] if cores else []
-        self.process = prepared.start(words, [theirs.fileno()], read_errors=True)
+        self._log = WrittenLog()
+        self.process = prepared.start(words, [theirs.fileno()], output=None, errors=self._log.fileno())
         theirs.close()
         self.channel = Channel(ours, decoder(FromWorker))
         self._records: list[tuple[Any, list[int]]] = []
@@ -86,9 +88,8 @@ class WorkerProcess:
         self.sequences.close()
         self.process.kill()
         self.process.wait()
-        assert self.process.stderr is not None
-        self.log = self.process.stderr.read()
-        self.process.stderr.close()
+        self._log.close()
+        self.log = self._log.text
         for _, fds in self._records:
             for fd in fds:
                 os.close(fd)
