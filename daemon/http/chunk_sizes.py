@@ -13,6 +13,9 @@ import re
 from tensord.daemon.front.status import BodyTooLarge
 
 _SIZE = re.compile(rb"[0-9A-Fa-f]+")
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+#: What may be between a size and the end of its line.
+_EXTENSIONS = re.compile(rb'(?:;%b(?:=(?:%b|"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\.)*"))?)*\r\n' % (_TOKEN, _TOKEN))
 
 
 class ChunkRefused(Exception):
@@ -28,7 +31,9 @@ class _Phase(enum.Enum):
     TRAILERS = "trailers"
     #: The body has ended.
     ENDED = "ended"
-    #: The size of the chunk is unknown: the bytes are no chunked body.
+    #: The CRLF behind a chunk.
+    CRLF = "crlf"
+    #: The bytes are no chunked body.
     LOST = "lost"
 
 
@@ -46,9 +51,9 @@ class ChunkSizes:
         self._max_body = max_body
         self._max_lines = max_lines
         self._phase = _Phase.SIZE
-        #: Bytes to come of the current chunk, with its CRLF.
+        #: Bytes to come of the current chunk.
         self._left = 0
-        #: The beginning of a line that is not complete.
+        #: The beginning of a line, or of a chunk's CRLF, that is not complete.
         self._line = b""
         self._total = 0
         #: Bytes of extensions, or of trailers.
@@ -65,6 +70,14 @@ class ChunkSizes:
                 taken = min(self._left, end - at)
                 self._left -= taken
                 at += taken
+                continue
+            if self._phase is _Phase.CRLF:
+                self._line += data[at : at + 1]
+                at += 1
+                if not b"\r\n".startswith(self._line):
+                    self._phase = _Phase.LOST
+                elif len(self._line) == 2:
+                    self._phase, self._line = _Phase.SIZE, b""
                 continue
             cut = data.find(b"\n", at, end)
             self._line += data[at : end if cut < 0 else cut + 1]
@@ -96,8 +109,11 @@ class ChunkSizes:
             return
         self._total += byte_size
         if self._total > self._max_body:
+            if _EXTENSIONS.fullmatch(line, size.end()) is None:
+                self._phase = _Phase.LOST
+                return
             raise ChunkRefused(*BodyTooLarge(f"has at least {min(self._total, 1 << 63)} bytes", self._max_body).refusal)
-        self._left = byte_size + len(b"\r\n")
+        self._left, self._phase = byte_size, _Phase.CRLF
 
     def _check_lines(self, byte_size: int) -> None:
         if self._spent + byte_size > self._max_lines:
