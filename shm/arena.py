@@ -279,7 +279,7 @@ class Arena:
         """Returns a whole segment as a block, or None if the arena has no room now."""
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
-            limit = max(self._max_byte_size - self._first, self._buddies.largest)
+            limit = max((self._max_byte_size - self._first) // _LARGE_STEP * _LARGE_STEP, self._buddies.largest)
             raise InvalidArgument(
                 f"{byte_size} bytes cannot fit into an arena whose largest place is {limit} bytes (arenas.max_byte_size; of "
                 "answers on a client's lane clients.response_byte_size)"

@@ -145,6 +145,14 @@ def test_full_says_none_and_never_fitting_says_why() -> None:
     arena.close()
 
 
+def test_never_fitting_names_a_size_that_fits() -> None:
+    arena = Arena(1 * MIB, 4 * MIB + MIB // 2, 0)
+    with pytest.raises(InvalidArgument, match=f"{3 * MIB + 1} bytes cannot fit .* {3 * MIB} bytes"):
+        arena.loan(3 * MIB + 1)
+    assert arena.loan(3 * MIB) is not None
+    arena.close()
+
+
 def test_the_peer_reads_what_the_owner_wrote_and_cannot_write() -> None:
     arena, peer = Arena(1 * MIB, 1 * MIB, 0), ArenaMap()
     lease = arena.loan(8)
