@@ -166,6 +166,8 @@ class Arena:
         self.closures = 0
         #: Counts leases that came back, so that who waits for room looks for it only when there may be some.
         self.returned = 0
+        #: Whether it was the budget, and not ``max_byte_size``, that left the last loan without room.
+        self.over_budget = False
 
     def loan(self, byte_size: int) -> Lease | None:
         """Allocates a block of at least ``byte_size`` bytes. Returns its lease, or None if the arena has no room now.
@@ -293,6 +295,7 @@ class Arena:
         while self._byte_size + size > self._max_byte_size and self._free_large:
             self._close_segment(self._free_large.pop(0))
         if self._byte_size + size > self._max_byte_size:
+            self.over_budget = False
             return None
         number = self._next_segment
         if not self._make(number, size):
@@ -315,6 +318,7 @@ class Arena:
     def _make(self, number: int, byte_size: int) -> bool:
         """Creates segment ``number``. Returns False if the budget has no room."""
         if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
+            self.over_budget = True
             return False
         try:
             segment = self._segments[number] = Segment.create(byte_size)

@@ -406,9 +406,9 @@ def _reason(request: Request, error: ServingError, result: Result) -> Failure:
 
 
 def _describe_full(submitter: SubmitterLink[Request], byte_size: int) -> str:
-    found, owner = submitter.lane.arena.statistics(), submitter.owner
-    if owner is not None and found["byte_size"] + byte_size <= found["max_byte_size"]:
-        return owner.describe_full(byte_size)
+    if submitter.owner is not None and submitter.lane.arena.over_budget:
+        return submitter.owner.describe_full(byte_size)
+    found = submitter.lane.arena.statistics()
     return (
         f"no room for an answer of {byte_size} bytes in the response arena: "
         f"{found['leased_byte_size']} of {found['max_byte_size']} are in use"

@@ -18,7 +18,7 @@ from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.statistics import Failure, VersionStatistics
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.submitter_link import SubmitterLink
+from tensord.workers.requests.submitter_link import LaneOwner, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.tensors.signature import signature
 from tests.records import WholeAnswer, noting
@@ -49,7 +49,7 @@ class ALane:
         self.arena = Arena(MEBIBYTE, MEBIBYTE, 0)
         self.sent: list[WholeAnswer] = []
         self.complete = noting(self.sent)
-        self.loan = self.arena.loan
+        self.loan = lambda byte_size: self.arena.loan(byte_size)
 
     def take(self) -> None:
         """Gives the first lease back."""
@@ -199,6 +199,20 @@ def test_given_up_with_both_numbers(outbox: Outbox, submitter_of: Submitters) ->
         f"no room for an answer of {MEBIBYTE // 4} bytes in the response arena: {MEBIBYTE} of {MEBIBYTE} are in use"
     )
     assert submitter.in_flight == {}
+
+
+def test_a_full_lane_is_not_said_to_be_its_user_s_limit(outbox: Outbox, submitter_of: Submitters) -> None:
+    """The lane's arena has half a MiB left, and a segment takes whole ones; its user may have much more."""
+    submitter, lane = submitter_of()
+    submitter.owner = owner = LaneOwner("anna", 64 * MEBIBYTE)
+    lane.arena = Arena(MEBIBYTE, MEBIBYTE * 3 // 2, 0, lazy=True, budget=owner)
+    for i in range(1, 6):
+        outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0)
+    outbox.retry(1_000_000_000)
+    assert lane.sent[4].message == (
+        f"no room for an answer of {MEBIBYTE // 4} bytes in the response arena: {MEBIBYTE} of {MEBIBYTE * 3 // 2} are in use"
+    )
+    lane.arena.close()
 
 
 def test_requests_are_held_while_too_much_is_blocked(outbox: Outbox, submitter_of: Submitters) -> None:
