@@ -299,7 +299,7 @@ class ModelState(VersionTraits, frozen=True, tag="model"):
     workers: tuple[int, ...] = ()
     #: The devices whose workers load it, whether they are there now or not; empty: all.
     devices: tuple[str, ...] = ()
-    #: True if it is UNAVAILABLE for now: it is to be served, and its next try or a worker that can use its device is awaited.
+    #: True if it is UNAVAILABLE or UNLOADING for now: its next try, or a worker or a model that it needs, is awaited.
     awaited: bool = False
 
 

@@ -154,7 +154,7 @@ class Models:
             self._wanted.discard(name)
             token, gone = self._outcomes.expect()
             gone.add_done_callback(functools.partial(self._gone, name))
-            out += self.lifecycle.unload(name, token)
+            out += self.lifecycle.unload(name, token, self.ensembles.awaits(self.ensembles.members(name)))
         if out:
             self._begin(out)
 
@@ -291,6 +291,7 @@ class Models:
                 if placed.resources:
                     placement.check_resources(placed.name, placed.resources, self.lifecycle.resources())
         except InvalidArgument as error:
+            self.ensembles.expect(found)
             self._refuse(found.name, error.message)
             return repository.placement_error(found.name, error.message)
         latest = self._latest.get(found.name)
@@ -369,8 +370,12 @@ class Models:
 
     def _note_refused(self, name: str, reason: str) -> None:
         self._refused[name] = reason
-        self._supervisor.model_changed(_refused_state(name, reason))
+        self._supervisor.model_changed(self._refused_state(name))
         self._check_readiness()
+
+    def _refused_state(self, name: str) -> ModelState:
+        awaited = bool(self.ensembles.awaits(self.ensembles.members(name)))
+        return ModelState(name, 0, "UNAVAILABLE", self._refused[name], awaited=awaited)
 
     def _dismiss(self, name: str) -> None:
         if self._refused.pop(name, None) is not None:
@@ -468,7 +473,7 @@ class Models:
         states = [
             *self.lifecycle.states(),
             *self._coming.states(),
-            *itertools.starmap(_refused_state, self._refused.items()),
+            *map(self._refused_state, self._refused),
         ]
         return [*states, self.readiness]
 
@@ -510,10 +515,6 @@ class Models:
 
     def _paths(self) -> list[Path]:
         return [Path(path) for path in self._options.paths]
-
-
-def _refused_state(name: str, reason: str) -> ModelState:
-    return ModelState(name, 0, "UNAVAILABLE", reason)
 
 
 def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.Task[Any]) -> None:

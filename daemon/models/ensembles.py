@@ -23,7 +23,7 @@ from tensord.config import ensemble_checks, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.daemon.models import placement
 from tensord.daemon.models.repository import FoundModel
-from tensord.daemon.models.versions import IndexState, ModelEntry, VersionEntry
+from tensord.daemon.models.versions import IndexState, ModelEntry, VersionEntry, named
 from tensord.shm.common.derivatives import described, original
 from tensord.shm.control_records import ModelGone, ModelState
 from tensord.shm.device_names import model_of
@@ -79,7 +79,7 @@ class Ensembles:
 
     def circle(self, name: str, member: str) -> bool:
         """Returns whether the model ``member`` is the ensemble ``name``, or uses it directly or through other ensembles."""
-        return name == member or any(self.circle(name, each) for each, _ in self._members(member))
+        return name == member or any(self.circle(name, each) for each, _ in self.members(member))
 
     def _config(self, name: str, number: int) -> ModelConfig:
         version = self._ready(original(name)[0], number)
@@ -114,6 +114,11 @@ class Ensembles:
         """Stores an ensemble whose load begins."""
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
+    def expect(self, found: FoundModel) -> None:
+        """Stores an ensemble that could not be loaded, if it can be as soon as a model of it is that was given up for now."""
+        if self._ready(found.name, -1) is None and self.awaits(found.members):
+            self._built[found.name] = _Built(found, self._fingerprints(found), down=True)
+
     def drop(self, name: str) -> None:
         """Forgets an ensemble that was unloaded by name, so that it is not loaded again when its members change."""
         self._built.pop(name, None)
@@ -145,9 +150,24 @@ class Ensembles:
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles that must be unloaded because a member does not serve."""
-        gone = [name for name, built in self._built.items() if not self._whole(built.found)]
-        return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
+        """Returns the ensembles that must be unloaded because a member does not serve.
+
+        Among them are those that were unloaded because of a member that is not awaited any more.
+        """
+        broken = [name for name, built in self._built.items() if not self._whole(built.found)]
+        gone = self.take_down(dict.fromkeys(each for name in broken for each in (*self.users(name), name)))
+        awaited = [name for name in broken if any(version.awaited for version in named(self._models, name, -1))]
+        return [*gone, *(name for name in awaited if not self._busy(name) and not self.awaits(self.members(name)))]
+
+    def awaits(self, members: Iterable[tuple[str, int]]) -> str:
+        """Returns which of these models of an ensemble cannot be served now, but is to be again, and why; or "": none."""
+        for member, number in members:
+            if why := self.awaits(self.members(member)):
+                return why
+            for version in named(self._models, member, number) if self._ready(member, number) is None else ():
+                if version.awaited or version.state is IndexState.LOADING:
+                    return f"model '{member}': {version.given_up or 'it is being loaded'}"
+        return ""
 
     def failed(self, found: FoundModel) -> None:
         """Records that reloading the ensemble ``found`` has failed. The daemon tries again when the ensemble's members change."""
@@ -174,12 +194,13 @@ class Ensembles:
         """
         gone = [name]
         for each in gone:
-            for member, _ in self._members(each):
+            for member, _ in self.members(each):
                 if member not in kept and member not in gone and set(self._direct(member)) <= set(gone):
                     gone.append(member)
         return gone[1:]
 
-    def _members(self, name: str) -> Iterable[tuple[str, int]]:
+    def members(self, name: str) -> Iterable[tuple[str, int]]:
+        """Returns the models of an ensemble that was loaded, with the versions that it asks for, -1 the newest."""
         return self._built[name].found.members if name in self._built else ()
 
     def _direct(self, name: str) -> list[str]:
@@ -189,9 +210,8 @@ class Ensembles:
         return all(self._ready(name, number) is not None for name, number in found.members)
 
     def _ready(self, name: str, number: int) -> VersionEntry | None:
-        versions = self._models[name].versions if name in self._models else {}
-        ready = [n for n, version in versions.items() if version.state is IndexState.READY and number in (-1, n)]
-        return versions[max(ready)] if ready else None
+        ready = [version for version in named(self._models, name, number) if version.state is IndexState.READY]
+        return ready[-1] if ready else None
 
     def _busy(self, name: str) -> bool:
         model = self._models.get(name)

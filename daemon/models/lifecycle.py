@@ -110,17 +110,18 @@ class Lifecycle:
         ``again``: whether to load also versions that already serve from the same files.
         """
         model = self.models.setdefault(found.name, ModelEntry())
-        return self._follow(found.name, model, Operation((token,), found, again))
+        return self._follow(found.name, model, Operation((token,), found, again=again))
 
-    def unload(self, name: str, token: int) -> list[Instruction]:
+    def unload(self, name: str, token: int, given_up: str = "") -> list[Instruction]:
         """Queues an unload of a model. Returns the instructions that the caller must carry out now.
 
         The unload begins at once if no other load or unload of the model runs. Once the unload has ended, a later method call
         returns ``Settled(token)`` among its instructions. If no model has this name, this call returns only ``Settled(token)``.
+        ``given_up``: why an ensemble cannot be served until the caller loads it again, or "" if nobody will.
         """
         if name not in self.models:
             return [Settled(token)]
-        return self._follow(name, self.models[name], Operation((token,), None))
+        return self._follow(name, self.models[name], Operation((token,), None, given_up))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
         # Callers that wait for a load that ``later`` makes pointless get its outcome or, if it is an unload, an error.
@@ -188,7 +189,7 @@ class Lifecycle:
             model.running = model.waiting.popleft()
             found = model.running.found
             out += (
-                self._begin_unload(name, model)
+                self._begin_unload(name, model, model.running.given_up)
                 if found is None
                 else self._begin_load(model, found, model.running.again)
             )
@@ -229,11 +230,11 @@ class Lifecycle:
         model.fingerprint = found.fingerprint
         return out
 
-    def _begin_unload(self, name: str, model: ModelEntry) -> list[Instruction]:
+    def _begin_unload(self, name: str, model: ModelEntry, given_up: str) -> list[Instruction]:
         model.fingerprint = ""
-        return [i for number in sorted(model.versions) for i in self._retire(name, number)]
+        return [i for number in sorted(model.versions) for i in self._retire(name, number, given_up)]
 
-    def _retire(self, name: str, number: int) -> list[Instruction]:
+    def _retire(self, name: str, number: int, given_up: str = "") -> list[Instruction]:
         """Begins to unload a version if it serves, and stops loads of it. The repository index keeps the version."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
@@ -242,6 +243,7 @@ class Lifecycle:
         forget, version.outdated = Forget(name, number), False
         if version.state is not IndexState.READY:
             return [self._publish(number, version), forget] if was_awaited else [forget]
+        version.wanted, version.given_up, version.reason = bool(given_up), given_up, given_up
         version.state, version.unloading = IndexState.UNLOADING, set(version.ready)
         out: list[Instruction] = [Send(worker, Unload(name, number)) for worker in sorted(version.ready)]
         version.ready = {}
@@ -250,7 +252,8 @@ class Lifecycle:
     def _unload_ended(self, number: int, version: VersionEntry) -> list[Instruction]:
         if version.state is not IndexState.UNLOADING or version.unloading:
             return []
-        version.state, version.reason, version.described = IndexState.UNAVAILABLE, "unloaded", None
+        version.state, version.described = IndexState.UNAVAILABLE, None
+        version.reason = version.given_up or "unloaded"
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:

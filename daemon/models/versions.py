@@ -56,7 +56,8 @@ class VersionEntry:
     #: The number of workers that died while it alone was loading.
     deaths: int = 0
     #: Why it was given up, after too many deaths or without a device; "": it is not. Only the tries that ``Retry`` asks for
-    #: load it, and workers that join with its device, until one is answered.
+    #: load it, and workers that join with its device, until one is answered. Of an ensemble: which model of it was given up,
+    #: and why.
     given_up: str = ""
     #: True if a try is due, and no worker was free for it.
     due: bool = False
@@ -71,6 +72,11 @@ class VersionEntry:
         return bool(self.given_up) and not self.deaths
 
     @property
+    def awaited(self) -> bool:
+        """Returns whether the version serves nothing now, and is loaded again without being asked for."""
+        return bool(self.given_up) and self.state in (IndexState.UNLOADING, IndexState.UNAVAILABLE)
+
+    @property
     def in_use(self) -> bool:
         """Returns whether the version serves, is being loaded or is being unloaded."""
         return self.state not in (IndexState.UNKNOWN, IndexState.UNAVAILABLE) or bool(self.loading)
@@ -83,8 +89,7 @@ class VersionEntry:
         """Returns the record that tells fronts the state of this model version. ``number``: the number of this version."""
         described = self.described if self.state is IndexState.READY else None
         if described is None:
-            awaited = self.state is IndexState.UNAVAILABLE and bool(self.given_up)
-            return ModelState(self.load.name, number, self.state.value, self.reason, awaited=awaited)
+            return ModelState(self.load.name, number, self.state.value, self.reason, awaited=self.awaited)
         traits = {name: getattr(described, name) for name in VersionTraits.__struct_fields__}
         traits["config"] = with_gpus_of(described.config, (each.config for each in self.ready.values()))
         workers = tuple(sorted(self.ready))
@@ -98,6 +103,8 @@ class Operation:
     #: The tokens of all who wait for it, also of those whose own load it has overtaken.
     tokens: tuple[int, ...]
     found: FoundModel | None
+    #: Why what is unloaded will be loaded again by itself, as in ``VersionEntry.given_up``.
+    given_up: str = ""
     #: True: what serves already from the same files is loaded as well.
     again: bool = False
 
@@ -130,20 +137,21 @@ def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker:
 
     ``worker``: the number of the worker process.
     """
-    return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
+    return all(any(worker in one.ready for one in named(models, *member)) for member in version.members)
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
     """Returns whether any worker loads ``version`` or will load it. ``models``: all models, by name."""
     return bool(version.loading) or any(
         all(
-            any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))
+            any(worker in (*one.ready, *one.loading, *one.postponed) for one in named(models, *member))
             for member in version.members
         )
         for worker in version.postponed
     )
 
 
-def _named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
+def named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
+    """Returns a model's version ``number`` or, if that is -1, all its versions, the newest last."""
     versions = models[name].versions if name in models else {}
-    return [version for n, version in versions.items() if number in (-1, n)]
+    return [version for n, version in sorted(versions.items()) if number in (-1, n)]

@@ -103,9 +103,10 @@ class ModelStates:
                 why = lacks(model, kind, self.find(model, version).lacking)
                 raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {why}")
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
-        asked = [state for number, state in sorted(versions.items()) if version in (0, number)]
-        if version and asked and asked[0].state == "READY":
-            return asked[0]
+        if version in versions and versions[version].state == "READY":
+            return versions[version]
+        # What is said of number 0 is said of all versions.
+        asked = [state for number, state in sorted(versions.items()) if version in (0, number) or not number]
         of, why = f"'{name}'{f' version {version}' if version else ''}", "; ".join(filter(None, map(_why, asked)))
         if any(state.state == "LOADING" for state in asked):
             raise Unavailable(f"model {of} is being loaded")
@@ -144,7 +145,7 @@ class ModelStates:
 
 def _why(state: ModelState) -> str:
     """Returns why the version of ``state`` failed, or ""."""
-    if state.state != "UNAVAILABLE" or state.reason == "unloaded":
+    if not state.awaited and (state.state != "UNAVAILABLE" or state.reason == "unloaded"):
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason
 

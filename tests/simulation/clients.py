@@ -328,8 +328,6 @@ class Clients:
             (code in ("NOT_FOUND", "UNAVAILABLE") and not self._is_up(ask))
             or (code == "UNAVAILABLE" and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask))
             or (code == "UNAVAILABLE" and "cannot be served now" in message and deaths >= 2)
-            # So says an ensemble, a model of which is given up for now.
-            or (code == "NOT_FOUND" and ask.model == ensembles.MODEL and deaths >= 2)
             or (code == "INTERNAL" and "was given up" in message and deaths - ask.deaths >= 2)
             or (code == "UNAVAILABLE" and "is draining" in message and self.history.drained)
             or self.refused

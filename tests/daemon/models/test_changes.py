@@ -14,9 +14,11 @@ import pytest
 
 from tensord.config import model_config
 from tensord.config.options import Options, Repository
+from tensord.daemon.models import lifecycle
 from tensord.daemon.models.changes import Models
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState, Readiness, Unload
-from tensord.shm.errors import Internal, InvalidArgument, Unsupported
+from tensord.shm.errors import Internal, InvalidArgument, NotFound, Unavailable, Unsupported
 from tensord.shm.operations import LoadModel
 from tensord.shm.record import Record
 from tests.daemon.fake_daemon import write_model
@@ -40,7 +42,10 @@ class ObedientWorker:
         loop = asyncio.get_running_loop()
         if isinstance(record, Load):
             self.loads.append(record)
-            loop.call_soon(self.models.loaded, 1, Loaded(record.name, record.version, reason=self.reason))
+            config = model_config.to_json(model_config.from_bytes(record.config))
+            loop.call_soon(
+                self.models.loaded, 1, Loaded(record.name, record.version, reason=self.reason, config=config)
+            )
         elif isinstance(record, Unload):
             loop.call_soon(self.models.unloaded, 1, record.name, record.version)
 
@@ -372,3 +377,104 @@ async def test_a_repository_that_cannot_be_read_keeps_its_models(
     # One that is no longer named goes.
     options = Repository(paths=paths[:1], control_mode=control, load=load, exit_on_error=False)
     assert await served() == (["a"] if control == "none" else ["a", "b"])
+
+
+class DeadlyWorker(ObedientWorker):
+    """Dies, as often as it is told, of the model whose name it is told; it is replaced at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dies_of = ""
+
+    def send(self, record: Record, *fds: int) -> None:
+        if isinstance(record, Load) and record.name == self.dies_of:
+            self.die()
+        else:
+            super().send(record)
+
+    def die(self) -> None:
+        assert self.models is not None
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self.models.worker_left, 1, "was killed", ["cpu:0"])
+        loop.call_soon(self.models.worker_joined, 1, "cpu:0")
+
+
+_TENSORS = 'input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }'
+
+
+def made_of(folder: Path, name: str, member: str) -> None:
+    step = f'step {{ model_name: "{member}" model_version: -1 input_map {{ key: "x" value: "x" }} '
+    step += 'output_map { key: "y" value: "y" } }'
+    (folder / name / "1").mkdir(parents=True)
+    (folder / name / "config.pbtxt").write_text(f'platform: "ensemble" {_TENSORS} ensemble_scheduling {{ {step} }}')
+
+
+@pytest.mark.parametrize("served", [False, True])
+async def test_an_ensemble_of_a_model_that_is_given_up_says_so_and_comes_back_with_it(
+    tmp_path: Path, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the model kills workers when it is first loaded, or when a worker that has served it is replaced."""
+    monkeypatch.setattr(lifecycle, "FIRST_RETRY", 0.02)
+    write_model(tmp_path, "m", config=_TENSORS)
+    made_of(tmp_path, "e", "m")
+    made_of(tmp_path, "outer", "e")
+    table, worker = ModelStates(), DeadlyWorker()
+
+    def publish(record: ModelState | ModelGone | Readiness) -> None:
+        if isinstance(record, ModelState):
+            table.update(record)
+        elif isinstance(record, ModelGone):
+            table.remove(record)
+
+    options = Options(repository=Repository(paths=(str(tmp_path),)))
+    models = worker.models = Models(options, supervisor({1: worker}, publish))
+    worker.dies_of = "" if served else "m"
+    models.worker_joined(1, "cpu:0")
+    loads = models.begin(await models.scan(options.repository), options.repository)
+    failed = await asyncio.gather(*loads)
+    assert all(map(bool, failed)) != served, failed
+    if served:
+        worker.dies_of = "m"
+        worker.die()
+        while not table._models["m"][1].awaited:
+            await asyncio.sleep(0)
+    for name in ("m", "e", "outer"):
+        for version in (0, 1):
+            with pytest.raises(Unavailable, match=f"model '{name}'.* cannot be served now: .*2 worker processes died"):
+                table.find(name, version)
+    worker.dies_of = ""
+    while not table.ready_versions("outer"):
+        await asyncio.sleep(0.01)
+    assert [table.find(name).state for name in ("m", "e", "outer")] == ["READY"] * 3
+    models.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_ensemble_awaits_no_model_that_does_not_come(tmp_path: Path, fails: bool) -> None:
+    """The model was unloaded while it was given up, or loaded anew in vain: the ensemble is as unknown as the model."""
+    write_model(tmp_path, "m", config=_TENSORS)
+    made_of(tmp_path, "e", "m")
+    table, worker = ModelStates(), DeadlyWorker()
+    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
+    models = worker.models = Models(
+        options, supervisor({1: worker}, lambda record: isinstance(record, ModelState) and table.update(record))
+    )
+    models.worker_joined(1, "cpu:0")
+    await models.load(LoadModel("e"))
+    worker.dies_of = "m"
+    worker.die()
+    while not table._models["m"][1].awaited:
+        await asyncio.sleep(0)
+    with pytest.raises(Unavailable):
+        table.find("e")
+    if fails:
+        worker.dies_of, worker.reason = "", "its files are wrong"
+        with pytest.raises(InvalidArgument):
+            await models.load(LoadModel("m"))
+    else:
+        models.unload("m")
+        await settled(models)
+    for name in ("m", "e"):
+        with pytest.raises(NotFound):
+            table.find(name)
+    models.close()

@@ -96,9 +96,21 @@ def test_what_is_to_be_served_and_cannot_be_now_is_not_unknown(table: ModelState
         ):
             find("n", version)
     assert not table.is_ready("n", version)
+    table.update(ModelState("n", 2, "UNLOADING", "a model of it is awaited", awaited=True))
+    with pytest.raises(Unavailable, match=r"cannot be served now: .*version 2: a model of it is awaited$"):
+        table.find("n", version)
     table.update(ModelState("n", 2, "UNAVAILABLE", "unloaded"))
     with pytest.raises(NotFound):
         table.find("n", version)
+
+
+def test_a_model_that_could_not_be_tried_says_why_of_each_version(table: ModelStates) -> None:
+    table.update(ModelState("m", 0, "UNAVAILABLE", "its folder is wrong"))
+    assert table.find("m", 3).state == "READY"
+    table.update(ModelState("n", 0, "UNAVAILABLE", "a model of it is awaited", awaited=True))
+    for version in (0, 1):
+        with pytest.raises(Unavailable, match="cannot be served now: a model of it is awaited"):
+            table.find("n", version)
 
 
 def test_it_says_why_nothing_serves() -> None:
