@@ -23,6 +23,7 @@ from tensord.daemon.models.given import GivenModels, Overrides
 from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Outdate, Publish, Retry, Send, Settled
 from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
+from tensord.daemon.models.versions import named
 from tensord.shm.common.derivatives import check_not_derivative
 from tensord.shm.control_records import Load, Loaded, Loading, ModelGone, ModelState, Readiness
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
@@ -342,7 +343,11 @@ class Models:
             task.add_done_callback(functools.partial(_drop_if_same, self._again, found.name))
 
     async def _bring_again(self, found: FoundModel) -> None:
-        if error := await self._bring(found, again=True):
+        error = await self._bring(found, again=True)
+        # One of which workers died while they loaded it is tried again, as any model is.
+        if error and not any(
+            version.awaited and version.deaths for version in named(self.lifecycle.models, found.name, -1)
+        ):
             _log.error("ensemble '%s' is not served any more: %s", found.name, error.strip())
             self._take_down((), found.name)
             self.ensembles.failed(found)

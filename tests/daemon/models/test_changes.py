@@ -478,3 +478,29 @@ async def test_an_ensemble_awaits_no_model_that_does_not_come(tmp_path: Path, fa
         with pytest.raises(NotFound):
             table.find(name)
     models.close()
+
+
+async def test_an_ensemble_that_workers_die_of_is_tried_again_as_any_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of it was unloaded and is loaded, and workers die, for want of memory, while they load the ensemble with it."""
+    monkeypatch.setattr(lifecycle, "FIRST_RETRY", 0.02)
+    write_model(tmp_path, "m", config=_TENSORS)
+    made_of(tmp_path, "e", "m")
+    table, worker = ModelStates(), DeadlyWorker()
+    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
+    models = worker.models = Models(
+        options, supervisor({1: worker}, lambda record: isinstance(record, ModelState) and table.update(record))
+    )
+    models.worker_joined(1, "cpu:0")
+    await models.load(LoadModel("e"))
+    worker.dies_of = "e"
+    models.unload("m")
+    await models.load(LoadModel("m"))
+    await asyncio.sleep(0)  # what follows upon the outcome
+    with pytest.raises(Unavailable, match="model 'e' cannot be served now: .*2 worker processes died"):
+        table.find("e")
+    worker.dies_of = ""
+    while not table.ready_versions("e"):
+        await asyncio.sleep(0.01)
+    models.close()
