@@ -221,7 +221,8 @@ class Lifecycle:
             if version.state is not IndexState.READY:
                 version.state, version.reason = IndexState.LOADING, ""
                 out.append(self._publish(number, version))
-            version.postponed, version.devices, version.members = set(), found.devices, found.members
+            version.earlier, version.postponed = set(version.ready), set()
+            version.devices, version.members = found.devices, found.members
             version.resources = found.resources
             # A version that was being unloaded is loaded again: each worker does one after the other.
             version.unloading = set()
@@ -415,19 +416,18 @@ class Lifecycle:
             out += self._failed(answer.name, answer.version, version, answer.reason)
         elif version.wanted and (worker in version.ready or worker in self._homes(version)):
             others = (
-                self._homes(version) - version.ready.keys() - version.loading.keys() - {worker}
+                self._homes(version) - (version.ready.keys() - version.earlier) - version.loading.keys() - {worker}
                 if version.given_up
                 else ()
             )
             version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
             version.ready[worker] = version.described = answer
+            version.earlier.discard(worker)
             version.state, version.reason = IndexState.READY, ""
             # An earlier load of it served on workers where this one does not belong.
-            strays = sorted(version.ready.keys() - self._homes(version))
-            version.ready = {home: version.ready[home] for home in version.ready.keys() - set(strays)}
+            strays = version.ready.keys() - self._homes(version)
             out += self._forget_outdated(answer.name, answer.version, version)
-            out.append(self._publish(answer.version, version))
-            out += [Send(stray, Unload(answer.name, answer.version)) for stray in strays]
+            out += self._leave(answer.name, answer.version, version, strays)
             for other in sorted(others):
                 out += self._send_load(other, version)
             model = self.models[answer.name]
@@ -447,8 +447,19 @@ class Lifecycle:
         return self._unload_ended(number, version) + self._after_answer(name)
 
     def _after_answer(self, name: str) -> list[Instruction]:
-        out = self._finish(name, self.models[name])
-        return out + self._advance(name)
+        out: list[Instruction] = []
+        for number, version in self.models[name].versions.items():
+            version.earlier &= version.ready.keys()
+            if version.earlier and not (
+                version.loading or version.postponed or version.earlier == version.ready.keys()
+            ):
+                # It serves from the newer files elsewhere: one version does not answer in two ways.
+                out += self._leave(name, number, version, version.earlier)
+        return out + self._finish(name, self.models[name]) + self._advance(name)
+
+    def _leave(self, name: str, number: int, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
+        version.ready = {worker: version.ready[worker] for worker in version.ready.keys() - workers}
+        return [self._publish(number, version), *(Send(worker, Unload(name, number)) for worker in sorted(workers))]
 
     def _failed(self, name: str, number: int, version: VersionEntry, reason: str) -> list[Instruction]:
         model = self.models[name]

@@ -38,6 +38,8 @@ class VersionEntry:
     ready: dict[int, Loaded] = field(default_factory=dict)
     #: Workers that load it -> the number of loads they have not answered yet.
     loading: dict[int, int] = field(default_factory=dict)
+    #: Workers in ``ready`` that serve what was there before the newest load began.
+    earlier: set[int] = field(default_factory=set)
     #: Workers that have what an earlier Load brought, while the answer to a newer one is awaited.
     held: set[int] = field(default_factory=set)
     #: Workers that get a Load once they load nothing else.

@@ -498,7 +498,7 @@ async def test_an_ensemble_that_workers_die_of_is_tried_again_as_any_model_is(
     models.unload("m")
     await models.load(LoadModel("m"))
     await asyncio.sleep(0)  # what follows upon the outcome
-    with pytest.raises(Unavailable, match="model 'e' cannot be served now: .*2 worker processes died"):
+    with pytest.raises(Unavailable, match=r"model 'e' cannot be served now: .*2 worker processes died"):
         table.find("e")
     worker.dies_of = ""
     while not table.ready_versions("e"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -319,6 +320,25 @@ def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
     assert retries(lifecycle.worker_left(3)) == [("m", FIRST_RETRY)]
     expected = [{"name": "m", "version": "1", "state": "READY"}]
     assert lifecycle.index({}, {("m", 1): FIRST_RETRY}, ready=False, detailed=False) == expected
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_load_that_fails_on_one_worker_leaves_no_earlier_content_there(first: int) -> None:
+    """Whichever answers first: requests are answered from one load, and what was pushed into the other is gone with it."""
+    lifecycle = serving(1, 2)
+    lifecycle.load(found("m", 1, fingerprint="g"), 2)
+    answers = {1: Loaded("m", 1), 2: Loaded("m", 1, reason="no memory")}
+    out = [*lifecycle.loaded(first, answers[first]), *lifecycle.loaded(3 - first, answers[3 - first])]
+    assert states(out)[-1] == (1, "READY", (1,))
+    assert sent(out) == [(2, "Unload", 1)]
+    assert forgotten(out) == [1]
+    assert settled(out) == [(2, "load failed for model 'm': version 1 is at UNAVAILABLE state: no memory;\n")]
+    # Where it has failed everywhere, or nobody has the newer content any more, what was there goes on.
+    lifecycle.load(found("m", 1, fingerprint="h"), 3)
+    out = [*lifecycle.loaded(1, Loaded("m", 1, reason="no")), *lifecycle.loaded(2, Loaded("m", 1, reason="no"))]
+    assert (sent(out), forgotten(out)) == ([], [])
+    assert states(lifecycle.worker_joined(3, "cpu:3")) == []
+    lifecycle.check_invariants()
 
 
 def test_what_was_given_up_is_tried_again_later_and_later() -> None:
