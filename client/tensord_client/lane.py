@@ -424,7 +424,7 @@ class LaneConnection(Sender):
 
         Does nothing if no request of the sequence was sent over this connection.
         """
-        lane = self._sequences.pop((model, sequence_id), None)
+        lane = self._place_sequence((model, sequence_id), None)
         if lane is not None:
             lane.say(wire.record("E", model, sequence_id))
 
@@ -460,7 +460,7 @@ class LaneConnection(Sender):
         lane = self._sequences.get((call.model, sequence_id)) if sequence_id else None
         if lane is not None and not call.scheduling.sequence_start:
             if not lane.usable:
-                self._sequences.pop((call.model, sequence_id), None)
+                self._place_sequence((call.model, sequence_id), None)
                 raise lost_sequence(call.model, sequence_id)
             return lane
         known = self.known(call)
@@ -473,15 +473,25 @@ class LaneConnection(Sender):
         if lane is not None and lane.usable and lane in known.lanes:
             # It is live there, and would keep its slot beside the one that begins.
             return lane
-        return known.choose([each for (model, _), each in list(self._sequences.items()) if model == call.model])
+        return known.choose(call.model)
 
     def sent(self, call: Call, lane: ClientLane) -> None:
         """Stores ``lane`` for later requests of the call's sequence. If this was the last request, the sequence is forgotten."""
-        sequence_id = call.scheduling.sequence_id
+        key = call.model, call.scheduling.sequence_id
         if call.scheduling.sequence_end:
-            self._sequences.pop((call.model, sequence_id), None)
-        else:
-            self._sequences[call.model, sequence_id] = lane
+            self._place_sequence(key, None)
+        elif self._sequences.get(key) is not lane:
+            self._place_sequence(key, lane)
+
+    def _place_sequence(self, key: tuple[str, int | str], lane: ClientLane | None) -> ClientLane | None:
+        """Stores on which lane a sequence is from now on, or None if it has ended. Returns the lane where it was."""
+        former = self._sequences.pop(key, None)
+        if former is not None:
+            former.sequences[key[0]].discard(key[1])
+        if lane is not None:
+            lane.sequences[key[0]].add(key[1])
+            self._sequences[key] = lane
+        return former
 
     # ---------------------------------------------------------------------------------- where workers or daemons end
 

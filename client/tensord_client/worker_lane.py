@@ -17,7 +17,7 @@ import queue
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,8 @@ class ClientLane:
         self.reading = self.socket.reading
         #: ``LaneRequest``s by their ids; None: the part in C waits for the answer, and holds ``reading``.
         self.in_flight: dict[int, Any] = {}
+        #: The ids of this connection's open sequences here, by model.
+        self.sequences: defaultdict[str, set[int | str]] = defaultdict(set)
         #: True: the lane has ended, and every request in flight has been notified.
         self.ended = False
         #: When it ended, in seconds of ``time.monotonic()``; 0: it has not.
@@ -625,17 +627,16 @@ class OpenedModel:
         # One that is alone, and has ended, is missed by the next request.
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
-    def choose(self, taken: Sequence[ClientLane] = ()) -> ClientLane | None:
-        """Returns a usable lane of the model, or None if no lane is usable. ``taken``: the lanes of the open sequences.
+    def choose(self, model: str = "") -> ClientLane | None:
+        """Returns the usable lane with the fewest requests in flight, or None if no lane is usable.
 
-        Prefers lanes that occur least often in ``taken``, and among these the lane with the fewest requests in flight.
+        ``model``: the model of which a sequence begins, if one does. Then only lanes with the fewest of its sequences count.
         """
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None
         usable = [lane for lane in lanes if lane.usable]
-        if taken:
-            counts = Counter(taken)
-            fewest = min((counts[lane] for lane in usable), default=0)
-            usable = [lane for lane in usable if counts[lane] == fewest]
+        if model:
+            fewest = min((len(lane.sequences[model]) for lane in usable), default=0)
+            usable = [lane for lane in usable if len(lane.sequences[model]) == fewest]
         return least_busy(usable)

@@ -241,7 +241,12 @@ def test_sequences_that_begin_take_the_slots_of_all_workers(connection: LaneConn
     for anew in range(2):
         for sequence in range(101, 117):
             assert (anew, step(sequence, True)) == (anew, 1)
+    known = {lane: set(lane.sequences["total"]) for lane in connection._lanes.values()}
+    assert sorted(map(len, known.values())) == [8, 8]
+    assert all(connection._sequences["total", each] is lane for lane, ids in known.items() for each in ids)
     assert [step(sequence, False, True) for sequence in range(101, 117)] == [2] * 16
+    assert not connection._sequences
+    assert not any(lane.sequences["total"] for lane in known)
 
 
 async def test_a_sequence_that_is_left_gives_its_slot_back(daemon: DaemonProcess) -> None:
