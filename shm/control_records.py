@@ -357,6 +357,8 @@ class Loaded(VersionTraits, frozen=True, tag="loaded"):
     reason: str = ""
     #: True if the load did not fail but was cancelled, because nobody wants the version any more.
     cancelled: bool = False
+    #: False for ensembles and Triton Python models: it has no parameter sets, not even ``main``.
+    has_parameters: bool = True
     footprint: Footprint = Footprint()
 
 

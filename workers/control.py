@@ -223,6 +223,7 @@ class Control:
                 streams=outcome.streams,
                 joins=outcome.stepped is not None and outcome.stepped.gather == "concat",
                 judges=outcome.is_ready_calls is not None,
+                has_parameters=outcome.sets is not None,
                 footprint=outcome.footprint,
                 pure=outcome.pure,
                 derivatives=tuple(Derivative(each.name, each.metadata, each.config) for each in outcome.derivatives),

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensord.config.options import Options
-from tensord.daemon.models.versions import IndexState
+from tensord.daemon.models.versions import IndexState, VersionEntry
 from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
 from tensord.shm import descriptors
@@ -190,6 +190,7 @@ class Parameters:
     def listed(self, wanted: ListParameters) -> bytes:
         """Returns a JSON array of parameter sets. In ``wanted`` the model "", the version 0 or the set "" stands for all.
 
+        A model without parameters, such as an ensemble, has no sets.
         Raises NotFound if a model, version or set that is named does not exist. Raises Unavailable if the version is being
         loaded.
         """
@@ -198,14 +199,15 @@ class Parameters:
             for name, model in sorted(self._models.lifecycle.models.items())
             for number, version in sorted(model.versions.items())
             if wanted.model in ("", name) and wanted.version in (0, number)
-            for each in dict.fromkeys((*((MAIN_SET,) if version.ready else ()), *self.sets.of((name, number))))
+            for each in dict.fromkeys((*((MAIN_SET,) if _has_main(version) else ()), *self.sets.of((name, number))))
             if wanted.set in ("", each)
         ]
         if wanted.model and not found:
             key = wanted.model, self._resolved(wanted.model, wanted.version)
             if self._is_loading(key):
                 raise Unavailable(f"model '{key[0]}' version {key[1]} is being loaded")
-            raise NotFound(f"model '{wanted.model}' has no parameter set '{wanted.set}'")
+            if wanted.set:
+                raise NotFound(f"model '{wanted.model}' has no parameter set '{wanted.set}'")
         return json.dumps(found).encode()
 
     # ------------------------------------------------------------------------------------------------------------- a push
@@ -607,6 +609,11 @@ class Parameters:
 def _check_death(worker: WorkerProcess, what: str) -> None:
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
+
+
+def _has_main(version: VersionEntry) -> bool:
+    # Also while all of its workers are being replaced.
+    return version.state is IndexState.READY and version.described is not None and version.described.has_parameters
 
 
 def _older(key: VersionKey, name: str, number: int, other: int) -> Replaced:

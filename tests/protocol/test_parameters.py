@@ -20,7 +20,7 @@ from tensord_client import InvalidArgument, NotFound, Replaced
 from tensord_client.parameters import layout
 
 from tests.daemon_process import ROOT, DaemonOf, DaemonProcess
-from tests.repositories import answering, applying, fields, write_model
+from tests.repositories import answering, applying, ensemble, fields, write_model
 
 MODEL = applying(
     """
@@ -107,6 +107,8 @@ def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> Dae
     write_model(folder / "models", "whole_host", WHOLE.replace("HOST", "host = True"))
     write_model(folder / "models", "asks", ASKS)
     write_model(folder / "models", "python_asks", PYTHON_ASKS, PYTHON_ASKS_CONFIG)
+    step = ("python_asks", {"x": "x"}, {"y": "y"})
+    ensemble(folder / "models", "pipeline", ["x FP32 1"], ["y FP32 3"], [step], max_batch_size=8)
     return daemon_of(
         folder / "models",
         {
@@ -273,6 +275,14 @@ def test_a_body_with_its_checksum(daemon: DaemonProcess) -> None:
     assert (status, "crc32" in answer["error"]) == (400, True), answer
     with tensord_client.connect(daemon.url) as client:
         assert asked(client.model("m", timeout=60)) == {(21, 21)}
+
+
+@pytest.mark.parametrize("name", ["pipeline", "python_asks"])
+def test_what_has_no_parameters_has_no_sets(daemon: DaemonProcess, name: str) -> None:
+    assert daemon.get(f"/v2/models/{name}/parameters") == (200, b"[]")
+    status, answer = daemon.get(f"/v2/models/{name}/parameters/main")
+    assert (status, json.loads(answer)["error"]) == (404, f"model '{name}' has no parameter set 'main'")
+    assert name not in tensorctl(daemon, "parameters", "list").split()
 
 
 @pytest.mark.parametrize("cut", [4, 8, 60, 2000])

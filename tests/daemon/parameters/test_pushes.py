@@ -584,6 +584,13 @@ async def test_a_revert_that_one_worker_cannot_do_changes_nothing(tmp_path: Path
         assert w.listed()[0]["number"] == 1
 
 
+async def test_main_is_listed_while_all_workers_are_replaced(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        for number in list(w.workers):
+            w.dies(number)
+        assert [(entry["set"], entry["number"]) for entry in w.listed()] == [("main", 0)]
+
+
 async def test_named_sets_are_listed_and_dropped_and_bounded(tmp_path: Path) -> None:
     async with world(tmp_path, sets=3) as w:
         await w.push(b"for a customer", set="a", number=5)
