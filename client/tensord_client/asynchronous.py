@@ -398,7 +398,13 @@ class AsyncModelParameters:
         return await asyncio.to_thread(self._sets.roll_back, set)
 
 
-async def connect_async(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> AsyncClient:
+async def connect_async(
+    address: Place | None = None,
+    *,
+    wait: float = 0.0,
+    patience: float = 30.0,
+    headers: Mapping[str, str] | None = None,
+) -> AsyncClient:
     """Finds a server, connects to it and returns the client.
 
     Args:
@@ -407,7 +413,8 @@ async def connect_async(address: Place | None = None, *, wait: float = 0.0, pati
         own daemon, localhost:8000.
       wait: the seconds to wait for a server to appear. With 0, each address is tried once.
       patience: the seconds that a call waits, within its own timeout, for a lost server to come back.
+      headers: fields that every HTTP request has, such as the key of a call that the server restricts.
 
-    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is none of these texts.
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is none of these texts, or a header is none.
     """
-    return AsyncClient(Client(await asyncio.to_thread(connection, address, wait, patience)))
+    return AsyncClient(Client(await asyncio.to_thread(connection, address, wait, patience, headers)))

@@ -11,10 +11,12 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import socket
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Union
@@ -34,6 +36,11 @@ SERVICE = "/run/tensord"
 #: The names of a daemon's sockets in their folder: for clients of this host, and of HTTP.
 CLIENTS, HTTP = "clients.sock", "http.sock"
 _PORT = 8000
+#: What a header's name, and its value, may consist of (RFC 9110).
+_NAME, _VALUE = (
+    re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"),
+    re.compile(r"[!-~\x80-\xff]([ -~\t\x80-\xff]*[!-~\x80-\xff])?"),
+)
 _PAUSE = 0.1
 
 Place = Union[str, "os.PathLike[str]"]
@@ -121,7 +128,13 @@ class Client:
         return f"<Client on {self._connection!r}>"
 
 
-def connect(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> Client:
+def connect(
+    address: Place | None = None,
+    *,
+    wait: float = 0.0,
+    patience: float = 30.0,
+    headers: Mapping[str, str] | None = None,
+) -> Client:
     """Finds a server, connects to it and returns the client.
 
     Args:
@@ -130,26 +143,32 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
         set, the first server that answers: this host's service (/run/tensord), the user's own daemon, localhost:8000.
       wait: the seconds to wait for a server to appear. With 0, each address is tried once.
       patience: the seconds that a call waits, within its own timeout, for a lost server to come back.
+      headers: fields that every HTTP request has, such as the key of a call that the server restricts. Lanes have no headers,
+        and a server that restricts inference gives none.
 
     Raises: Unavailable: no server answers; the message lists the addresses that were tried.  InvalidArgument: the text is no
-      address.
+      address, or a header is none.
     """
-    return Client(connection(address, wait, patience))
+    return Client(connection(address, wait, patience, headers))
 
 
-def connection(address: Place | None, wait: float, patience: float) -> Connection:
+def connection(
+    address: Place | None, wait: float, patience: float, headers: Mapping[str, str] | None = None
+) -> Connection:
     """Finds a server and returns an open connection to it. If ``address`` is None, the usual addresses are tried.
 
     ``wait`` is the seconds to wait for a server to appear. ``patience`` is the seconds that requests wait for a lost server.
-    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no address.
+    Requests over HTTP have ``headers``.
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no address, or a header is none.
     """
+    fields = b"".join(starmap(_field, (headers or {}).items()))
     until = time.monotonic() + wait
     named = address if address is not None else os.environ.get("TENSORD") or None
     while True:
         tried: list[str] = []
         for each in [os.fspath(named)] if named is not None else _usual():
             try:
-                return _connected(each, patience)
+                return _connected(each, patience, fields)
             except Unavailable as error:
                 tried.append(error.message)
         if time.monotonic() >= until:
@@ -172,7 +191,15 @@ def _usual() -> Iterator[str]:
     yield f"localhost:{_PORT}"
 
 
-def _connected(address: str, patience: float) -> Connection:
+def _field(name: str, value: str) -> bytes:
+    if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+        raise InvalidArgument(
+            f"'{name}' is no header of HTTP that can be sent, or its value has other than visible characters"
+        )
+    return f"{name}: {value}\r\n".encode("latin-1")
+
+
+def _connected(address: str, patience: float, fields: bytes) -> Connection:
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode
@@ -181,13 +208,13 @@ def _connected(address: str, patience: float) -> Connection:
         if found and (scheme != "http" or rest.strip("/").count("/")):
             raise InvalidArgument(f"'{address}' is no address of a server: http://HOST:PORT is one") from None
         if path is address and "/" not in address.replace("http://", "", 1).rstrip("/"):
-            return _over_tcp(address, patience)
+            return _over_tcp(address, patience, fields)
         raise _unreachable(path, error) from None
     if not stat.S_ISDIR(kind):
-        return _on_socket(path, patience)
+        return _on_socket(path, patience, fields)
     for name in (CLIENTS, HTTP):
         if os.path.exists(os.path.join(path, name)):
-            return _on_socket(os.path.join(path, name), patience)
+            return _on_socket(os.path.join(path, name), patience, fields)
     if not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
         raise _unreachable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     if not _holds_a_model(Path(path)):
@@ -247,22 +274,23 @@ def _who_may(path: str, status: os.stat_result, access: int) -> str:
     return f"{path} is for user {user} alone"
 
 
-def _on_socket(path: str, patience: float) -> Connection:
+def _on_socket(path: str, patience: float, fields: bytes) -> Connection:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(path)
         except OSError as error:
             if error.errno == errno.EPROTOTYPE:
-                return reached(Address(path), patience)
+                return reached(Address(path), patience, fields)
             raise _unreachable(path, error) from None
-    return LaneConnection(path, lambda told: _over_http(path, told, patience), patience=patience)
+    over_http = functools.partial(_over_http, path, patience, fields)
+    return LaneConnection(path, over_http, patience=patience, keyed=bool(fields))
 
 
-def _over_http(path: str, greeting: Mapping[str, Any], patience: float) -> Connection:
+def _over_http(path: str, patience: float, fields: bytes, greeting: Mapping[str, Any]) -> Connection:
     tried = []
     for each in sorted(greeting.get("http", ()), key=lambda each: not each.startswith("unix:")):
         try:
-            return _connected(each, patience)
+            return _connected(each, patience, fields)
         except Unavailable as error:
             tried.append(error.message)
     raise Unavailable(
@@ -270,7 +298,7 @@ def _over_http(path: str, greeting: Mapping[str, Any], patience: float) -> Conne
     )
 
 
-def _over_tcp(address: str, patience: float) -> HttpConnection:
+def _over_tcp(address: str, patience: float, fields: bytes) -> HttpConnection:
     text = (address[len("http://") :] if address.startswith("http://") else address).rstrip("/")
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:
@@ -284,7 +312,7 @@ def _over_tcp(address: str, patience: float) -> HttpConnection:
     last: ServingError | None = None
     for _, _, _, _, where in found:
         try:
-            return reached(Address("", str(where[0]), int(where[1])), patience)
+            return reached(Address("", str(where[0]), int(where[1])), patience, fields)
         except Unavailable as error:
             last = last or error
     raise last or Unavailable(f"{address}: it has no address")

@@ -64,7 +64,12 @@ class HttpConnection:
     """
 
     def __init__(
-        self, address: Address, limit: int = 64, patience: float = 30.0, max_waiting: int = MAX_WAITING
+        self,
+        address: Address,
+        limit: int = 64,
+        patience: float = 30.0,
+        max_waiting: int = MAX_WAITING,
+        fields: bytes = b"",
     ) -> None:
         """Prepares for requests to the server at ``address``, but sends nothing.
 
@@ -72,7 +77,9 @@ class HttpConnection:
           limit: the most HTTP connections that are open at a time. Further requests wait until a connection is free.
           patience: the seconds that a request waits for a server that cannot be reached or is stopping.
           max_waiting: the most requests that wait for a connection. A further request is refused with Unavailable.
+          fields: header lines that every request has besides its own.
         """
+        self._fields = b" HTTP/1.1\r\nHost: " + address.authority.encode() + b"\r\n" + fields
         self.address = address
         self._limit = limit
         self._max_waiting = max_waiting
@@ -89,7 +96,6 @@ class HttpConnection:
         self._pool = Pool(self.address, self._limit, self._max_waiting)
         self._waiting: Waiter | None = None
         self._lock = threading.Lock()
-        self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
 
     def forget(self) -> None:
         """Resets the connection in a child process after a fork, and closes the child's copies of the parent's sockets."""
@@ -464,12 +470,13 @@ def _path(model: str, version: int) -> str:
     return f"/v2/models/{quoted}/versions/{version}" if version else f"/v2/models/{quoted}"
 
 
-def reached(address: Address, patience: float) -> HttpConnection:
+def reached(address: Address, patience: float, fields: bytes = b"") -> HttpConnection:
     """Makes a connection over HTTP, checks that a server answers there, and returns the connection.
 
-    ``patience`` is the seconds that later requests wait for a lost server. Raises Unavailable if no server answers.
+    ``patience`` is the seconds that later requests wait for a lost server, and ``fields`` are header lines that every request
+    has besides its own. Raises Unavailable if no server answers.
     """
-    connection = HttpConnection(address, patience=patience)
+    connection = HttpConnection(address, patience=patience, fields=fields)
     try:
         connection.get("/v2/health/live", patience=0.0, deadline=time.monotonic() + _LONGEST)
     except (Unreached, DeadlineExceeded) as error:

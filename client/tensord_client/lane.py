@@ -74,6 +74,7 @@ class LaneConnection(Sender):
         timeout: float = 10.0,
         patience: float = _PATIENCE,
         max_waiting: int = MAX_WAITING,
+        keyed: bool = False,
     ) -> None:
         """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
@@ -86,10 +87,12 @@ class LaneConnection(Sender):
           patience: the seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
           max_waiting: the most requests that wait for one worker, and the most requests that wait because there is no worker. A
             further request is refused with Unavailable.
+          keyed: whether what is asked over HTTP has keys that the daemon may want, as nobody shows one on this socket.
 
         Raises: Unavailable: no daemon answers at ``path``.
         """
         self.path = path
+        self._keyed = keyed
         self._patience = patience
         self.max_results = max_results
         self.max_waiting = max_waiting
@@ -412,9 +415,10 @@ class LaneConnection(Sender):
             with contextlib.closing(ClientsSocket(self.path, self._timeout)) as asked:
                 return asked.ask(question, timeout, fds)[0]
         except Unsupported:
-            if operation != "parameters":
+            if operation != "parameters" and not self._keyed:
                 raise
-            return self.http().manage(operation, model, version)  # type: ignore[attr-defined, no-any-return]
+            over_http: Any = self.http()
+            return over_http.manage(operation, model, version, name, said, pieces, timeout)  # type: ignore[no-any-return]
         finally:
             for fd in fds:
                 os.close(fd)
