@@ -188,6 +188,8 @@ def _element(what: str, spec: TensorSpec, given: Any) -> Any:
     if spec.datatype == "BYTES":
         if isinstance(given, str):
             return given.encode()
+        if isinstance(given, bytes):  # a default, as the model gets it
+            return given
         if spec.name == _PREFIX + "sequence_id" and type(given) is int:
             # 0 means no sequence.
             return str(given).encode() if given else b""

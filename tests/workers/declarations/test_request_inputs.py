@@ -57,6 +57,12 @@ def test_texts_for_host_models_and_no_batch_dimension() -> None:
     }
 
 
+@pytest.mark.parametrize("default", ["", b"", b"\xff"])
+def test_a_default_text_may_be_bytes_as_the_model_gets_it(default: str | bytes) -> None:
+    inputs = asked({"stop": ("BYTES", default)}, host=True)
+    assert told(inputs)["request.stop"].tolist() == [[default or b""]]
+
+
 def test_the_function_gets_them_apart() -> None:
     inputs = asked({"temperature": "FP32"})
     apply = inputs.telling(lambda *given: given)
