@@ -280,7 +280,7 @@ class Executables:
         """
         if self._mixes is not None:
             raise self._mixes
-        if self._rows_apart and wanted in self._postponed:
+        if self._rows_apart and not (self.made and wanted not in self._postponed):
             self._check_rows(wanted)
         return self._spare.pop(wanted, None) or self._compiled(wanted)
 
@@ -289,10 +289,12 @@ class Executables:
             return self.device.executable(wanted, self.signature, self._compile(wanted, None))
 
     def _check_rows(self, wanted: Wanted) -> None:
-        several = sorted(each for each in self._postponed if each.shapes == wanted.shapes and each.rows > 1)
-        if not several:
-            return
-        asked = wanted if wanted.rows > 1 else several[0]
+        asked = wanted
+        if wanted.rows == 1:
+            several = next((rows for rows in self._buckets.batch if rows > 1), 0)
+            if not several:
+                return
+            asked = Wanted(several, wanted.shapes)
         self._lowering.traced[asked] = []
         try:
             text = text_of(self._lowering.lower(*asked, self._usual))

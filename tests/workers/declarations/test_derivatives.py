@@ -285,6 +285,35 @@ def test_a_sample_for_one_row_finds_a_rule_that_mixes_rows_at_the_load(tmp_path:
         testing.load(tmp_path / "m").close()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_rule_that_mixes_rows_is_found_where_no_bucket_says_the_shape(tmp_path: Path, rows: int) -> None:
+    write_model(
+        tmp_path,
+        "m",
+        """
+        import jax
+        inputs, outputs, max_batch_size, derivatives = {"x": "FP32[-1]"}, {"y": "FP32[-1]"}, 4, True
+
+        @jax.custom_vjp
+        def f(x):
+            return x * x
+
+        f.defvjp(lambda x: (f(x), x), lambda x, ct: (2 * x * ct.mean(0),))
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": f(inputs["x"])}), {}
+        """,
+    )
+    x = np.ones((rows, 3), np.float32)
+    with testing.load(tmp_path / "m") as model:
+        for given in (x, x[:1, :2]):
+            with pytest.raises(
+                testing.ServingError, match=r"model 'm.pull_back': a row of output 'cotangent.x' depends"
+            ):
+                model.pull_back({"x": given}, {"y": given})
+        assert model({"x": x})["y"].shape == (rows, 3)
+
+
 def test_programs_are_compiled_when_they_are_needed_or_by_a_sample(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -291,6 +291,27 @@ def test_a_function_whose_rows_mix_is_refused_each_time(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_that_mix_in_a_shape_without_a_bucket_are_found_when_a_batch_first_has_one(rows: int) -> None:
+    model = model_of(
+        lambda _, inputs: {"y": inputs["x"] - inputs["x"].mean(0)},
+        {"x": "FP32[-1]"},
+        {"y": "FP32[-1]"},
+        4,
+        (1, 2, 4),
+        rows_apart=True,
+    )
+    for size in (3, 5):
+        with pytest.raises(Internal, match=r"model 'm': a row of output 'y' depends on the other rows"):
+            model.executables.compile(Wanted(rows, ((size,),)))
+    good = model_of(
+        lambda _, inputs: {"y": -inputs["x"]}, {"x": "FP32[-1]"}, {"y": "FP32[-1]"}, 4, (1, 2, 4), rows_apart=True
+    )
+    for size in (3, 5):
+        assert good.executables.compile(Wanted(rows, ((size,),))).wanted == Wanted(rows, ((size,),))
+    assert not good.executables._rows_apart
+
+
 def test_what_was_traced_is_given_back() -> None:
     """JAX keeps it for as long as the function lives that it was traced from: megabytes for each program."""
     kept = pxla._cached_lowering_to_hlo.cache_info
