@@ -152,22 +152,35 @@ class Ensembles:
     def lost(self) -> list[str]:
         """Returns the ensembles that must be unloaded because a member does not serve.
 
-        Among them are those that were unloaded because of a member that is not awaited any more.
+        Among them are those that were unloaded, and whose members are awaited now, or are not any more.
         """
         broken = [name for name, built in self._built.items() if not self._whole(built.found)]
         gone = self.take_down(dict.fromkeys(each for name in broken for each in (*self.users(name), name)))
-        awaited = [name for name in broken if any(version.awaited for version in named(self._models, name, -1))]
-        return [*gone, *(name for name in awaited if not self._busy(name) and not self.awaits(self.members(name)))]
+        for name in broken:
+            built, versions = self._built[name], named(self._models, name, -1)
+            awaited = any(version.awaited for version in versions)
+            idle = versions and name not in gone and not self._busy(name)
+            if idle and (built.down or awaited) and awaited != bool(self.awaits(built.found.members)):
+                built.down = True
+                gone.append(name)
+        return gone
 
     def awaits(self, members: Iterable[tuple[str, int]]) -> str:
-        """Returns which of these models of an ensemble cannot be served now, but is to be again, and why; or "": none."""
+        """Returns which of these models of an ensemble is not served now, but is to be again, and why.
+
+        Returns "" if there is none, or if there is also one that nobody will load.
+        """
+        found = ""
         for member, number in members:
-            if why := self.awaits(self.members(member)):
-                return why
-            for version in named(self._models, member, number) if self._ready(member, number) is None else ():
-                if version.awaited or version.state is IndexState.LOADING:
-                    return f"model '{member}': {version.given_up or 'it is being loaded'}"
-        return ""
+            why = self.awaits(self.members(member))
+            if not why and self._ready(member, number) is None:
+                versions = named(self._models, member, number)
+                coming = [each for each in versions if each.awaited or each.state is IndexState.LOADING]
+                if not coming:
+                    return ""
+                why = f"model '{member}': {coming[-1].given_up or 'it is being loaded'}"
+            found = found or why
+        return found
 
     def failed(self, found: FoundModel) -> None:
         """Records that reloading the ensemble ``found`` has failed. The daemon tries again when the ensemble's members change."""

@@ -239,12 +239,11 @@ class Lifecycle:
         """Begins to unload a version if it serves, and stops loads of it. The repository index keeps the version."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
-        version.given_up = given_up if was_awaited or version.state is IndexState.READY else ""
-        version.wanted, version.reason = bool(version.given_up), version.given_up or version.reason
+        version.wanted, version.given_up, version.reason = bool(given_up), given_up, given_up or version.reason
         version.postponed, version.due = set(), False
         forget, version.outdated = Forget(name, number), False
         if version.state is not IndexState.READY:
-            return [self._publish(number, version), forget] if was_awaited else [forget]
+            return [self._publish(number, version), forget] if was_awaited or given_up else [forget]
         version.state, version.unloading = IndexState.UNLOADING, set(version.ready)
         out: list[Instruction] = [Send(worker, Unload(name, number)) for worker in sorted(version.ready)]
         version.ready = {}

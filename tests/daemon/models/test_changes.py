@@ -402,9 +402,14 @@ class DeadlyWorker(ObedientWorker):
 _TENSORS = 'input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }'
 
 
-def made_of(folder: Path, name: str, member: str) -> None:
-    step = f'step {{ model_name: "{member}" model_version: -1 input_map {{ key: "x" value: "x" }} '
-    step += 'output_map { key: "y" value: "y" } }'
+def made_of(folder: Path, name: str, member: str, last: str = "") -> None:
+    """Writes an ensemble of one model, or of two, one behind the other."""
+    tensors = ["x", "between", "y"] if last else ["x", "y"]
+    step = "".join(
+        f'step {{ model_name: "{each}" model_version: -1 input_map {{ key: "x" value: "{given}" }} '
+        f'output_map {{ key: "y" value: "{made}" }} }}'
+        for each, given, made in zip((member, last), tensors, tensors[1:], strict=False)
+    )
     (folder / name / "1").mkdir(parents=True)
     (folder / name / "config.pbtxt").write_text(f'platform: "ensemble" {_TENSORS} ensemble_scheduling {{ {step} }}')
 
@@ -440,7 +445,7 @@ async def test_an_ensemble_of_a_model_that_is_given_up_says_so_and_comes_back_wi
             await asyncio.sleep(0)
     for name in ("m", "e", "outer"):
         for version in (0, 1):
-            with pytest.raises(Unavailable, match=f"model '{name}'.* cannot be served now: .*2 worker processes died"):
+            with pytest.raises(Unavailable, match=f"model '{name}'.* cannot be served now: .*worker processes died"):
                 table.find(name, version)
     worker.dies_of = ""
     while not table.ready_versions("outer"):
@@ -498,9 +503,36 @@ async def test_an_ensemble_that_workers_die_of_is_tried_again_as_any_model_is(
     models.unload("m")
     await models.load(LoadModel("m"))
     await asyncio.sleep(0)  # what follows upon the outcome
-    with pytest.raises(Unavailable, match=r"model 'e' cannot be served now: .*2 worker processes died"):
+    with pytest.raises(Unavailable, match=r"model 'e' cannot be served now: .*worker processes died"):
         table.find("e")
     worker.dies_of = ""
     while not table.ready_versions("e"):
         await asyncio.sleep(0.01)
+    models.close()
+
+
+async def test_an_ensemble_awaits_a_model_as_soon_as_nothing_else_of_it_is_missing(tmp_path: Path) -> None:
+    """1. One of its models is unloaded. 2. The other is given up: nobody brings both back. 3. The first is loaded again."""
+    for name in ("m", "n"):
+        write_model(tmp_path, name, config=_TENSORS)
+    made_of(tmp_path, "e", "m", "n")
+    table, worker = ModelStates(), DeadlyWorker()
+    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
+    models = worker.models = Models(
+        options, supervisor({1: worker}, lambda record: isinstance(record, ModelState) and table.update(record))
+    )
+    models.worker_joined(1, "cpu:0")
+    await models.load(LoadModel("e"))
+    models.unload("n")
+    worker.dies_of = "m"
+    worker.die()
+    while not table._models["m"][1].awaited:
+        await asyncio.sleep(0)
+    with pytest.raises(NotFound):
+        table.find("e")
+    await models.load(LoadModel("n"))
+    with pytest.raises(
+        Unavailable, match="model 'e' cannot be served now: version 1: model 'm': [0-9]+ worker processes"
+    ):
+        table.find("e")
     models.close()
