@@ -532,7 +532,7 @@ async def test_an_ensemble_awaits_a_model_as_soon_as_nothing_else_of_it_is_missi
         table.find("e")
     await models.load(LoadModel("n"))
     with pytest.raises(
-        Unavailable, match="model 'e' cannot be served now: version 1: model 'm': [0-9]+ worker processes"
+        Unavailable, match=r"model 'e' cannot be served now: version 1: model 'm': [0-9]+ worker processes"
     ):
         table.find("e")
     models.close()
