@@ -111,7 +111,7 @@ class Clients:
 
     def ask_over_lane(self, program: Program, model: str, size: int, chance: random.Random) -> None:
         ask = Ask(len(self.asks) + 1, model, program, self.scheduler.clock.now_ns, size)
-        ask.way, ask.timeout = self.lanes.draw(chance)
+        ask.way, ask.timeout = self.lanes.draw(program, chance)
         self._begin(ask, f"{ask.way}, {size * 8} bytes{'' if ask.timeout is None else f', for {ask.timeout} s'}")
 
     def step(self, fronts: list[FrontProcess], chance: random.Random | None = None) -> bool:

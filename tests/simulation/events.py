@@ -25,6 +25,8 @@ KINDS = {
     "kill worker sending": 1,
     "kill front": 0.4,
     "kill front sending": 0.2,
+    "no workers": 0.15,
+    "no memory": 0.15,
     "stop": 2,
     "go on": 4,
     "slow": 3,

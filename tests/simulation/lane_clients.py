@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: How a program waits: in a thread, by a future, by a request that it repeats, or on its event loop.
 _WAYS = ("call", "future", "future", "prepared", "await", "await prepared")
+#: Of some programs: a lane, on which mostly nobody waits, has no thread of its own then.
+_MOSTLY_CALLS = (*["call"] * 9, "future")
 #: Seconds that a request waits for a worker that is being replaced.
 _PATIENCE = 20.0
 
@@ -41,6 +43,7 @@ class Program(ClientProcess):
         self.repeated: dict[tuple[str, str, int], tuple[Any, Any]] = {}
         #: Whether it closes its connection now, or has closed it.
         self.leaves = False
+        self.ways: Sequence[str] = scheduler.chance.choice((_WAYS, _WAYS, _MOSTLY_CALLS))
         #: Answers whose arrays it still reads.
         self.held: list[Any] = []
 
@@ -147,9 +150,9 @@ class LaneClients:
 
     # --------------------------------------------------------------------------------------------------------- requests
 
-    def draw(self, chance: random.Random) -> tuple[str, float | None]:
+    def draw(self, program: Program, chance: random.Random) -> tuple[str, float | None]:
         """Draws the way of a request, and the seconds that it waits."""
-        return chance.choice(_WAYS), chance.choice((None, None, None, 0.5, 5.0))
+        return chance.choice(program.ways), chance.choice((None, None, None, 0.5, 5.0))
 
     def send(self, ask: Ask) -> None:
         """Sends a request in the way that it says, and takes its end. Runs in a thread of its program."""

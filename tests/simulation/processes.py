@@ -249,7 +249,7 @@ class WorkerProcess(ChildProcess):
     def iterate(self) -> bool:
         now_ns = self.scheduler.clock.now_ns
         if self.worker is None:
-            return self._start()
+            return now_ns >= self.world.absent_until_ns and self._start()
         self._iterated_ns = now_ns
         next_ns = self.worker._next_ns
         due = next_ns is not None and next_ns <= now_ns
@@ -278,7 +278,7 @@ class WorkerProcess(ChildProcess):
 
     def due_ns(self) -> int | None:
         if self.worker is None:
-            return None
+            return self.world.absent_until_ns or None
         beat_ns = self._iterated_ns + SECOND
         stop_ns = self.worker._stop_ns or beat_ns
         next_ns = self.worker._next_ns
@@ -397,6 +397,10 @@ class Daemon:
         self.is_deadly: Callable[[str], bool] = lambda client_id: False
         #: Called with a model, a push of it and the worker that stages it. Returns whether the worker dies of it.
         self.dies_of: Callable[[str, int, WorkerProcess], bool] = lambda model, push, worker: False
+        #: No worker that is started begins before that time.
+        self.absent_until_ns = 0
+        #: Until when workers die as soon as they load a model, by its name.
+        self.deadly_loads: dict[str, int] = {}
         #: The models whose requests clients may send again.
         self.pure: Sequence[str] = ()
         self.supervisor: SupervisorProcess
@@ -503,9 +507,12 @@ class Daemon:
         original_imports = ModelImports.of_version
 
         def of_version(*words: Any) -> ModelImports:
-            imports = original_imports(*words)
-            if isinstance(scheduler.current, WorkerProcess):
-                scheduler.current.imported.append(imports)
+            imports, process = original_imports(*words), scheduler.current
+            if isinstance(process, WorkerProcess):
+                process.imported.append(imports)
+                if clock.now_ns < self.deadly_loads.get(words[0], 0):
+                    process.end(-signal.SIGKILL)
+                    raise Death
             return imports
 
         checked = ParameterPushes._checked

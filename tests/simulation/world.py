@@ -163,6 +163,10 @@ class World:
                 scheduler.step += 1
                 if scheduler.fault or scheduler.step >= turns:
                     return
+            if scheduler.clock.now_ns < self.daemon.absent_until_ns:
+                # Clients' patience, and what waits for a worker, takes longer than many a run.
+                later = scheduler.clock.now_ns + SECOND
+                self._until(functools.partial(self._is_later, later), "time passes")
             scheduler.step += 1
             happened.append(event)
             self.counts[event.kind] += 1
@@ -214,12 +218,14 @@ class World:
         for process in scheduler.processes:
             process.stopped, process.weight, process.sends_left, process.dies_in_run = False, 1.0, -1, False
         self._at_supervisor(self._end_drain)
+        self.daemon.deadly_loads.clear()
         scheduler.wake()
         clients.release()
         self._until(self._is_quiet, "every request and every change has its end")
         if scheduler.fault:
             scheduler.tell(f"open: {', '.join(map(str, (*clients.open.values(), *pending())))}")
             return
+        self._until(self._has_workers, "there are workers")
         self._rest()
         # Whoever asks now is answered.
         self.history.drained = False
@@ -256,6 +262,10 @@ class World:
                 requests, leases = len(submitter.in_flight), submitter.lane.arena.statistics()["leases"]
                 if requests or leases:
                     scheduler.defect(f"{worker} has something left: {requests} requests, {leases} leases")
+
+    def _has_workers(self) -> bool:
+        there = len(self.daemon.children(WorkerProcess)) == len(self.daemon.devices)
+        return there and self._is_later(self.daemon.absent_until_ns)
 
     def _rest(self) -> None:
         for _ in range(3):
@@ -347,6 +357,20 @@ class World:
                 self._kill(chance.choice(fronts))
             case "kill front sending" if fronts:
                 chance.choice(fronts).dies_sending(chance)
+            case "no workers" if workers:
+                seconds = chance.choice((8.0, 30.0, 60.0))
+                scheduler.tell(f"there are no workers for {seconds} s")
+                self.daemon.absent_until_ns = self.history.trouble_ns = scheduler.clock.now_ns + int(seconds * SECOND)
+                for worker in workers:
+                    self._kill(worker)
+                for program in programs:
+                    # Who asks now may find a lane's end by what it sends.
+                    for _ in range(chance.choice((0, 1, 4))):
+                        clients.ask_over_lane(program, chance.choice(ASKED), 1, chance)
+            case "no memory":
+                model, seconds = chance.choice(MODELS), chance.choice((1.0, 10.0, 60.0))
+                scheduler.tell(f"workers that load '{model}' within {seconds} s are killed")
+                self.daemon.deadly_loads[model] = scheduler.clock.now_ns + int(seconds * SECOND)
             case "drain":
                 self._at_supervisor(functools.partial(self._drain, chance.choice((0.0, 0.3, 3.0))))
             case "end drain":
@@ -407,7 +431,7 @@ class World:
             drain.end()
 
     def _troubled(self) -> None:
-        self.history.trouble_ns = self.scheduler.clock.now_ns
+        self.history.trouble_ns = max(self.history.trouble_ns, self.scheduler.clock.now_ns)
 
     def _kill(self, process: ChildProcess) -> None:
         self.scheduler.tell(f"{process} is killed")
