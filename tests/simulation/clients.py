@@ -109,9 +109,10 @@ class Clients:
         what = "deadly" if deadly else f"{size * 8} bytes"
         self._begin(Ask(len(self.asks) + 1, model, front, self.scheduler.clock.now_ns, size, deadly=deadly), what)
 
-    def ask_over_lane(self, program: Program, model: str, size: int, chance: random.Random) -> None:
+    def ask_over_lane(self, program: Program, model: str, size: int, chance: random.Random, way: str = "") -> None:
         ask = Ask(len(self.asks) + 1, model, program, self.scheduler.clock.now_ns, size)
-        ask.way, ask.timeout = self.lanes.draw(program, chance)
+        drawn, ask.timeout = self.lanes.draw(program, chance)
+        ask.way = way or drawn
         self._begin(ask, f"{ask.way}, {size * 8} bytes{'' if ask.timeout is None else f', for {ask.timeout} s'}")
 
     def step(self, fronts: list[FrontProcess], chance: random.Random | None = None) -> bool:

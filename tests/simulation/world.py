@@ -366,7 +366,7 @@ class World:
                 for program in programs:
                     # Who asks now may find a lane's end by what it sends.
                     for _ in range(chance.choice((0, 1, 4))):
-                        clients.ask_over_lane(program, chance.choice(ASKED), 1, chance)
+                        clients.ask_over_lane(program, chance.choice(ASKED), 1, chance, way="future")
             case "no memory":
                 model, seconds = chance.choice(MODELS), chance.choice((1.0, 10.0, 60.0))
                 scheduler.tell(f"workers that load '{model}' within {seconds} s are killed")
