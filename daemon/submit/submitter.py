@@ -555,7 +555,8 @@ class Submitter:
         streams, sticky = (False, False) if state is None else (state.streams, state.sticky)
         # A model with several responses may have begun it and have gone on to others.
         error = request.after_end("the worker process died", was_executing or streams, not (was_executing and sticky))
-        if is_lost:
+        # A worker notes that it runs a START before it notes the sequence on its page, and may die in between.
+        if is_lost or (was_executing and sticky and request.record.sequence_id):
             error = lost_sequence(request.prepared.model, request.record.sequence_id)
         if error is None:
             self._send_again(request)

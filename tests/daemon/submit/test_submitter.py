@@ -584,6 +584,18 @@ def test_who_goes_on_with_a_sequence_of_a_closed_worker_hears_at_the_fence(setti
     assert second.idle(0.01)
 
 
+def test_a_start_that_ran_before_its_sequence_was_noted_is_lost(setting: Setting) -> None:
+    """A worker may die between the two."""
+    first = setting.open_worker()
+    setting.ready(first, **STICKY)
+    start = setting.ask(sequence_id=5, sequence_start=True)
+    setting.turn()
+    admit(first, 5, begun=False)
+    second = replaced(setting, first, [start], **STICKY)
+    assert [final.message for final in start.finals] == [lost(5)]
+    assert second.idle(0.01)
+
+
 def test_what_may_not_be_run_twice_is_not(setting: Setting) -> None:
     """A request with a first response is not run again; one without is, for nobody has seen anything of it."""
     kind = {"repeatable": False, "streams": True}
