@@ -74,6 +74,8 @@ _MAX_WAITING = 64
 #: The most connections that are described.
 _MAX_CONNECTIONS = 1000
 _CHECK_SECONDS = 1.0
+#: A pause after which everything has been read that had come before it: the loop polls between any two timers.
+_READ_SECONDS = 0.001
 _DRAIN_POLL_SECONDS = 0.02
 #: Nanoseconds in which a request may still be on its way on a connection that looks idle, once a front is to stop.
 _LAST_CALL_NS = 250_000_000
@@ -170,6 +172,8 @@ class Front(ABC):
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = self.clock()
+            # What has come by now is read first: a client is not late because this process did not run.
+            await asyncio.sleep(_READ_SECONDS)
             self._certificates.look()
             for connection in list(self.open_connections):
                 connection.check(now)
@@ -183,9 +187,12 @@ class Front(ABC):
         now, connections = time.monotonic_ns(), self.open_connections
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
         await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
+        at_once = False
         while (connections or self.lingering) and (now := time.monotonic_ns()) < deadline:
             for connection in list(connections):
-                self.end(connection, now >= last_call)
+                self.end(connection, at_once)
+            # From the next look on: what had come by now is read before, however late this process runs.
+            at_once = now >= last_call
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if connections:
             _log.warning("%d connections were cut at the end of the grace period", len(connections))

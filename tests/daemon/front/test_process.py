@@ -1,0 +1,104 @@
+"""What a front does to its connections, and when: never before it has read what had come by then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import uvloop
+
+from tensord.config.options import Options
+from tensord.daemon.front import process
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.process import Front
+
+# Its library makes a pipe with the first loop of a process, and keeps it.
+uvloop.new_event_loop().close()
+
+
+class BusyFront(Front):
+    """A front with one connection, which is read late: something else took longer than the last call, while bytes came."""
+
+    protocol = "http"
+
+    def __init__(self) -> None:
+        self.has_read = False
+        #: For each time that the connection was to end: whether at once, and whether what had come was read.
+        self.ended: list[tuple[bool, bool]] = []
+        #: For each time that it was checked: whether what had come was read.
+        self.checked: list[bool] = []
+        self.open_connections = {self}
+        self.lingering = Mock(__len__=lambda _: 0)
+        self._certificates = Mock()  # type: ignore[assignment]
+        self._acceptor = SimpleNamespace(close=self._close)  # type: ignore[assignment]
+        self._check = Mock()  # type: ignore[assignment]
+        self._busy, self._makes_busy = socket.socketpair()
+        self._bytes, self._client = socket.socketpair()
+
+    async def _close(self, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._bytes, self._read)
+        loop.add_reader(self._busy, self._work)
+        self._makes_busy.send(b"a long request")
+
+    def _work(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._busy)
+        self._client.send(b"a request")
+        time.sleep(process._LAST_CALL_NS / 1e9)
+
+    def _read(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._bytes)
+        self.has_read = True
+
+    async def open(self, options: Options, endpoints: Endpoints) -> None:
+        """Does nothing: the connection is open."""
+
+    def connections(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def end(self, connection: Any, at_once: bool) -> None:
+        self.ended.append((at_once, self.has_read))
+        if at_once:
+            self.open_connections.clear()
+
+    def check(self, now: float) -> None:
+        self.checked.append(self.has_read)
+
+    async def run_checks(self) -> None:
+        checking = asyncio.create_task(self._check_connections())
+        await asyncio.sleep(0.01)
+        await self._close(0)
+        while not self.checked:
+            await asyncio.sleep(0.01)
+        checking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await checking
+
+    def free(self) -> None:
+        for sock in (self._busy, self._makes_busy, self._bytes, self._client):
+            sock.close()
+
+
+@pytest.fixture
+def front() -> Iterator[BusyFront]:
+    made = BusyFront()
+    yield made
+    made.free()
+
+
+def test_what_came_by_the_last_call_is_read_before_a_connection_is_ended(front: BusyFront) -> None:
+    uvloop.run(front.drain(10_000_000_000))
+    assert front.ended[-1] == (True, True)
+
+
+def test_what_came_is_read_before_a_client_is_called_late(front: BusyFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_CHECK_SECONDS", 0.05)
+    uvloop.run(front.run_checks())
+    assert front.checked[0]
