@@ -370,7 +370,8 @@ async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: in
 
     def now() -> None:
         remove(fd)
-        ready.set_result(None)
+        if not ready.done():  # cancelled in the iteration in which the descriptor has become ready
+            ready.set_result(None)
 
     add(fd, now)
     try:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -541,3 +541,14 @@ def test_descriptors_that_come_are_not_inherited() -> None:
         content, fds = asyncio.run(client_socket._receive(ours)) or (b"", [])
         assert (content, [os.get_inheritable(fd) for fd in fds]) == (b"{}", [False])
         os.close(fds[0])
+
+
+async def test_a_wait_that_is_cancelled_when_its_descriptor_becomes_ready() -> None:
+    """The loop calls what it has found ready, also where who waited for it was cancelled before: that is no defect."""
+    found: list[Callable[[], None]] = []
+    waiting = asyncio.create_task(client_socket._ready(lambda _, now: found.append(now), lambda _: True, 0))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    found[0]()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
