@@ -59,11 +59,13 @@ class StandardServices:
         async for _ in requests:
             last: Message | None = None
             while True:
+                # Who stops has a last status to tell, whatever happens while it is found out.
+                stopping = self._endpoints.stopping
                 now = await self._status()
                 if now != last:
                     yield now
                     last = now
-                if self._endpoints.stopping:
+                if stopping:
                     return
                 await asyncio.sleep(_WATCH_SECONDS)
 

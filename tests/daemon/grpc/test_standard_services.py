@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from tensord.daemon.front.status import INVALID_ARGUMENT, NOT_FOUND
-from tensord.daemon.grpc.standard_services import Reflection
-from tensord.protocol import reflection_pb2, reflection_v1alpha_pb2
+from tensord.daemon.grpc.standard_services import Reflection, StandardServices
+from tensord.protocol import health_pb2, reflection_pb2, reflection_v1alpha_pb2
 
 
 @pytest.fixture(params=[reflection_pb2, reflection_v1alpha_pb2], ids=["v1", "v1alpha"])
@@ -98,3 +99,21 @@ def test_what_is_not_there(messages: Any, question: dict[str, Any], named: str) 
 
 def test_no_question(messages: Any) -> None:
     assert answer(messages).error_response.error_code == INVALID_ARGUMENT
+
+
+async def test_a_watch_is_told_of_the_stop_that_comes_while_its_status_is_found_out() -> None:
+    class Stopping:
+        """Is told to stop while it finds out that all is well."""
+
+        stopping = False
+
+        async def unreadiness(self) -> str:
+            found, self.stopping = self.stopping, True
+            return "the server is stopping" if found else ""
+
+    async def asked() -> AsyncIterator[Any]:
+        yield health_pb2.HealthCheckRequest()
+
+    services = StandardServices(Stopping())  # type: ignore[arg-type]
+    told = [answer.status async for answer in services._watch(asked())]
+    assert told == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
