@@ -162,7 +162,7 @@ class Http2:
         if self.data_left:
             at = self._data_arrives(data, 0)
         elif self.phase is OPENING and not (at := self._preface(data)):
-            self._buffer = data
+            self._half_since, self._buffer = self._half_since or now, data
             return False
         # What frames cost beyond their number, and whether no header block is to be interrupted.
         more, free = 0, self._continued is None

@@ -267,3 +267,19 @@ def test_what_is_begun_and_does_not_go_on() -> None:
         with pytest.raises(Violation) as caught:
             http2.check(126.0, 1.0, False)
         assert caught.value.code == frames.ENHANCE_YOUR_CALM
+
+
+def test_a_preface_in_pieces() -> None:
+    """It is late ``head_timeout`` after its first piece, and not because the connection is checked before it is whole."""
+    for late in (False, True):
+        http2 = made(head_timeout=10)
+        http2.receive(OPENING[:3], 100.0)
+        http2.check(101.0, 1.0, False)
+        http2.receive(OPENING[3:20], 109.0)
+        if late:
+            with pytest.raises(Violation):
+                http2.check(110.1, 1.0, False)
+        else:
+            http2.receive(OPENING[20:], 109.5)
+            http2.check(130.0, 1.0, False)
+            assert http2.phase is ConnectionPhase.OPEN
