@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import random
 import struct
 from collections import Counter
@@ -13,18 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tensord.daemon.submit.in_flight import InFlight
-from tensord.shm import descriptors
-from tensord.shm.arena import Lease
-from tensord.shm.errors import ServingError, Unavailable
-from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RequestRecord, Slice
-from tensord.shm.operations import MAIN_SET, LoadModel, MemorySource, PushParameters, UnloadModel
 from tests.simulation import ensembles, sequences
 from tests.simulation.history import Change, History
 from tests.simulation.lane_clients import LaneClients, Program
+from tests.simulation.network import Connection, Item, Network
 from tests.simulation.processes import Daemon, FrontProcess, WorkerProcess
 from tests.simulation.scheduler import SECOND
 from tests.simulation.sequences import Sequences, Step
@@ -33,6 +23,11 @@ from tests.simulation.sequences import Sequences, Step
 OF_X, OF_FILES = 1_000_000_000, 10_000
 #: How long a request waits for a worker, in seconds.
 WORKER_WAIT = 5.0
+#: How long it waits for room in the arena, in seconds; and what it is told if none came.
+_ROOM_WAIT = 5.0
+_NO_ROOM = ("nothing was given back", "none came free", "that did not change", "none ended")
+#: A client that lets the daemon wait for so long for the rest of a request is slow, in ns.
+_SLOW_NS = 19 * SECOND // 10
 #: Nothing that a client waits for takes longer, in ns of the simulated clock.
 PATIENCE_NS = 400 * SECOND
 
@@ -48,9 +43,8 @@ class Ask:
     begun_ns: int
     size: int
     outcome: str = ""
-    #: Its client has gone, and its front knows.
+    #: Its client has gone.
     gone: bool = False
-    cancelled: bool = False
     #: The workers that had died before.
     deaths: int = 0
     #: Whether it kills the worker that runs it, and how many workers it has killed.
@@ -60,9 +54,13 @@ class Ask:
     step: Step | None = None
     #: The value that it asks with, in place of its number, if other requests ask with the same value. 0: its number.
     x: int = 0
-    #: Over a lane: how its program waits, and for how many seconds.
-    way: str = ""
+    #: The connection over which a front is asked, and when all of the request had left. 0: it has not.
+    connection: Connection | None = None
+    sent_ns: int = 0
+    #: For how many seconds its client waits; None: for ever.
     timeout: float | None = None
+    #: Over a lane: how its program waits.
+    way: str = ""
     request: Any = None
 
     @property
@@ -73,41 +71,42 @@ class Ask:
         return f"ask {self.number} of '{self.model}'"
 
 
-class ClientRequest(InFlight):
-    ask: Ask
-    clients: Any
-
-    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        self.clients.answered(self.ask, prepared, record, lane)
-
-    def undelivered(self) -> None:
-        self.clients.scheduler.defect(f"{self.ask}: its answer could not be delivered")
-
-
 class Clients:
     """All clients of a daemon."""
 
-    def __init__(self, daemon: Daemon, history: History, path: Path) -> None:
+    def __init__(self, daemon: Daemon, history: History, path: Path, kinds: dict[str, type[Connection]]) -> None:
         self.daemon = daemon
         self.scheduler = daemon.scheduler
         self.history = history
         self.asks: dict[int, Ask] = {}
         self.open: dict[int, Ask] = {}
-        #: Answers whose memory a client still reads.
-        self.held: list[tuple[FrontProcess, SubmitterLane, Any]] = []
         self.counts: Counter[str] = Counter()
         self._sequences = Sequences(history)
         self.lanes = LaneClients(daemon.scheduler, self, path)
+        self.network = Network(self, kinds)
+        #: How often a worker has run a request, by its number.
+        self.runs: Counter[int] = Counter()
         #: From then on nothing happens, and nothing is left of what has happened.
         self.calm_ns = 1 << 62
-        #: The daemon is being stopped, and may refuse anything.
-        self.refused = False
+        #: When the daemon was told to stop; 0: it was not.
+        self.stopped_ns = 0
+        #: What was in flight when the time for a stop was over is cut.
+        self.cut = False
 
     # --------------------------------------------------------------------------------------------------------- requests
 
     def ask(self, front: FrontProcess, model: str, size: int, deadly: bool = False) -> None:
-        what = "deadly" if deadly else f"{size * 8} bytes"
-        self._begin(Ask(len(self.asks) + 1, model, front, self.scheduler.clock.now_ns, size, deadly=deadly), what)
+        self.ask_over(self.network.route(front), model, size, deadly)
+
+    def ask_over(self, connection: Connection, model: str, size: int, deadly: bool = False) -> None:
+        ask = Ask(len(self.asks) + 1, model, connection.front, self.scheduler.clock.now_ns, size, deadly=deadly)
+        ask.connection = connection
+        self._begin(ask, "deadly" if deadly else f"{size * 8} bytes")
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether somebody waits who has asked a front."""
+        return any(ask.connection is not None for ask in self.open.values())
 
     def ask_over_lane(self, program: Program, model: str, size: int, chance: random.Random, way: str = "") -> None:
         ask = Ask(len(self.asks) + 1, model, program, self.scheduler.clock.now_ns, size)
@@ -119,78 +118,42 @@ class Clients:
         """Has the client of a sequence send its next step, or, without ``chance``, its last. Returns whether there is one."""
         number, now_ns = len(self.asks) + 1, self.scheduler.clock.now_ns
         known = self._sequences
-        drawn = known.next(fronts, number, now_ns, chance) if chance else known.last(fronts, number, now_ns)
+
+        def route() -> Connection:
+            return self.network.route((chance or self.scheduler.chance).choice(fronts))
+
+        drawn = known.next(route, number, now_ns, chance) if chance else known.last(route)
         if drawn is None:
             return False
-        front, step = drawn
+        connection, step = drawn
         what = f"sequence {step.run.number}{' START' * step.start}{' END' * step.end}"
-        self._begin(Ask(number, sequences.MODEL, front, now_ns, 1, step=step), what)
+        ask = Ask(number, sequences.MODEL, connection.front, now_ns, 1, step=step, connection=connection)
+        self._begin(ask, what)
         return True
 
     def _begin(self, ask: Ask, what: str) -> None:
         ask.deaths = len(self.history.deaths)
         ask.x = 1 + ask.number % 3 if ask.model == ensembles.MODEL else 0
         self.asks[ask.number] = self.open[ask.number] = ask
-        self.scheduler.tell(f"{ask} ({what}) at {ask.front}")
-        ask.front.call_soon(lambda: self.lanes.send(ask) if ask.way else self._send(ask))
-
-    def _send(self, ask: Ask) -> None:
-        if ask.gone:
-            if ask.step is not None:
-                ask.step.run.cut = True
-            return
-        if ask.step is not None and ask.step.run.cut:
-            self._close(ask, "cancelled")
-            return
-        if not ask.front.serves:
-            self._close(ask, "its front has stopped")
-            return
-        assert ask.front.front is not None
-        submitter = ask.front.front.submitter
-        lease: Lease | None = None
-        try:
-            state = ask.front.front.table.expect(ask.model)
-            array = np.full((1, 1) if ask.step else ask.size, ask.input, np.int64)
-            prepared = PreparedRequest(ask.model, 0, (PreparedTensor("x", "INT64", array.shape),))
-            if array.nbytes > submitter.inline_byte_size:
-                lease = submitter.loan(array.nbytes)
-                if lease is None:
-                    self._close(ask, "there was no room")
-                    return
-                lease.view[: array.nbytes] = array.view(np.uint8).data
-                content: Any = lease.place
-            else:
-                content = array.tobytes()
-            numbered = submitter.numbers.number(prepared) if ask.number % 2 else None
-            record = RequestRecord(
-                submitter.next_id(),
-                numbered.number if numbered else prepared,
-                (content,),
-                str(ask.number),
-                received_ns=ask.begun_ns,
-                sequence_id=ask.step.run.number if ask.step else 0,
-                sequence_start=ask.step is not None and ask.step.start,
-                sequence_end=ask.step is not None and ask.step.end,
-            )
-            leases = () if lease is None else (lease,)
-            ask.request = ClientRequest(ask=ask, clients=self, record=record, numbered=numbered, leases=leases)
-            submitter.send(ask.request, state)
-        except ServingError as error:
-            self.judge_error(ask, error.code, error.message)
+        self.scheduler.tell(f"{ask} ({what}) at {ask.front if ask.connection is None else ask.connection}")
+        if ask.connection is None:
+            ask.front.call_soon(lambda: self.lanes.send(ask))
+        else:
+            ask.connection.queue(ask)
 
     def cancel(self, ask: Ask) -> None:
+        connection = ask.connection
+        if connection is not None and connection.private:
+            return
         self.scheduler.tell(f"the client of {ask} goes")
         ask.gone = True
         self._close(ask, "cancelled")
-
-        def cancel() -> None:
-            ask.cancelled = True
-            if ask.way:
-                self.lanes.cancel(ask)
-            elif ask.request is not None and ask.front.serves:
-                ask.front.front.submitter.cancel(ask.request)
-
-        ask.front.call_soon(cancel)
+        if connection is None:
+            ask.front.call_soon(lambda: self.lanes.cancel(ask))
+        elif ask not in connection.waiting and not connection.leave(ask):
+            connection.cut = True
+            connection.client.busy[connection] = None
+            connection.client.idle = False
 
     def _close(self, ask: Ask, outcome: str) -> None:
         self.open.pop(ask.number, None)
@@ -201,22 +164,86 @@ class Clients:
             self._sequences.closed(ask.step, kind)
 
     def release(self) -> None:
-        """Has clients finish reading answers."""
-        held, self.held = self.held, []
-        for front, lane, lease in held:
-
-            def release(front: FrontProcess = front, lane: SubmitterLane = lane, lease: Any = lease) -> None:
-                front.front.submitter.release(lane, lease)  # type: ignore[union-attr]
-
-            if front.alive:
-                front.call_soon(release)
+        """Has programs finish reading answers."""
         for program in self.lanes.living:
             program.call_soon(program.release)
 
-    def front_ended(self, front: FrontProcess | Program) -> None:
-        for ask in [ask for ask in self.open.values() if ask.front is front]:
-            self._close(ask, "its front has died")
-        self.held = [each for each in self.held if each[0] is not front]
+    def program_ended(self, program: Program) -> None:
+        for ask in [ask for ask in self.open.values() if ask.front is program]:
+            self._close(ask, "its program has died")
+
+    def ran(self, ask_number: str) -> None:
+        """Notes that a worker runs the request with that id."""
+        self.runs[int(ask_number or 0)] += 1
+
+    # ------------------------------------------------------------------------------------------- what connections report
+
+    def goes_on(self, item: Item) -> bool:
+        """Returns whether a request is still to be sent."""
+        if isinstance(item, Change):
+            return bool(item.front.alive)
+        if item.step is not None and item.gone:
+            item.step.run.cut = True
+        elif item.step is not None and item.step.run.cut and not item.outcome:
+            self._close(item, "cancelled")
+        return not item.outcome
+
+    def cancelled(self, item: Item) -> None:
+        """Notes that the client of a request has cancelled the call that it belongs to."""
+        if isinstance(item, Ask) and not item.outcome:
+            item.gone = True
+            self._close(item, "cancelled")
+
+    def left(self, item: Item) -> None:
+        """Notes that a connection is closed over which a request was sent, because of its client."""
+        if isinstance(item, Change):
+            item.lost = True
+        elif not item.outcome:
+            self._close(item, "cut by its client")
+
+    def front_died(self, item: Item) -> None:
+        """Notes that the front of a request has died."""
+        if isinstance(item, Ask) and not item.outcome:
+            self._close(item, "its front has died")
+
+    def not_taken(self, item: Item, why: str) -> None:
+        """Asks once more what the daemon has said, or shown, that it has not taken; checks that it has not."""
+        if isinstance(item, Ask):
+            if item.outcome:
+                return
+            if self.runs[item.number]:
+                self.scheduler.defect(f"{item} was not taken, and a worker has run it: {why}")
+        self.scheduler.tell(f"{item} was not taken: {why}")
+        self.ask_again(item)
+
+    def ask_again(self, item: Item) -> None:
+        """Has a request that was not taken sent over another connection."""
+        if not self.goes_on(item):
+            return
+        fronts = [
+            front
+            for front in self.daemon.children(FrontProcess)
+            if front.serves and (isinstance(item, Ask) or front.protocol == "http" or item.kind != "push")
+        ]
+        if not fronts or (isinstance(item, Ask) and item.step is not None and item.front.protocol == "grpc"):
+            if isinstance(item, Ask):
+                self._close(item, "was not taken")
+            else:
+                self.change_ended(item, "its front has stopped")
+            return
+        front = self.scheduler.chance.choice(fronts)
+        if isinstance(item, Change):
+            connection = self.network.route(front, private=True)
+        elif item.step is None:
+            connection = item.connection = self.network.route(front)
+        else:
+            sequence = item.step.sequence
+            if not sequence.route.usable:
+                sequence.route = self.network.route(front)
+            connection = item.connection = sequence.route
+        item.front, item.sent_ns = connection.front, 0
+        self.scheduler.tell(f"{item} is asked again at {connection}")
+        connection.queue(item)
 
     def is_deadly(self, ask_number: str) -> bool:
         """Returns whether the request with that id kills the worker that runs it; counts that it does."""
@@ -242,32 +269,19 @@ class Clients:
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
-    def answered(self, ask: Ask, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Takes an answer of a front to a client, and judges it."""
-        if not prepared.final:
-            self.scheduler.defect(f"{ask} got an answer that is not its last")
-        if ask.gone and not ask.cancelled:
-            if record.lease is not None and lane is not None:
-                self.held.append((ask.front, lane, record.lease))
+    def judge(self, ask: Ask, outputs: Sequence[Any]) -> None:
+        """Judges an answer that is no error."""
+        if self._is_second(ask):
             return
-        if ask.outcome:
-            self.scheduler.defect(f"{ask} got another end, after: {ask.outcome}")
-            return
-        value: bytes | memoryview = b""
-        if not record.code:
-            found = []
-            for content in record.contents:
-                value = lane.view(content) if isinstance(content, Slice) and lane is not None else content  # type: ignore[assignment]
-                found.append(np.frombuffer(bytes(value), np.int64))
-            if ask.step is None:
-                self.judge_values(ask, found)
-            else:
-                self._judge_step(ask, ask.step, found[0].tolist())
+        if ask.step is None:
+            self.judge_values(ask, outputs)
         else:
-            self.judge_error(ask, record.code, record.message)
-        if record.lease is not None:
-            assert lane is not None
-            self.held.append((ask.front, lane, record.lease))
+            self._judge_step(ask, ask.step, outputs[0].tolist())
+
+    def _is_second(self, ask: Ask) -> bool:
+        if ask.outcome and not ask.gone:
+            self.scheduler.defect(f"{ask} got another end, after: {ask.outcome}")
+        return bool(ask.outcome)
 
     def judge_values(self, ask: Ask, outputs: Sequence[Any]) -> None:
         """Judges an answer that is no error: its outputs, of an ensemble those of both steps."""
@@ -275,7 +289,7 @@ class Clients:
             if len(values) != ask.size or (values != values[0]).any():
                 self.scheduler.defect(f"{ask} got other values than it asked for: {values}")
         if ask.model == ensembles.MODEL:
-            each = zip(ensembles.STEPS, ensembles.steps_of(*outputs, OF_X), strict=True)
+            each = zip(ensembles.STEPS, ensembles.steps_of(outputs[0], outputs[1], OF_X), strict=True)
         else:
             each = zip((ask.model,), (int(outputs[0][0]),), strict=True)
         for model, value in each:
@@ -321,32 +335,52 @@ class Clients:
         return all(self.history.is_up(model, ask.begun_ns) for model in models)
 
     def judge_error(self, ask: Ask, code: str, message: str) -> None:
+        """Judges an error. ``code``: "" where the protocol does not tell it."""
+        if self._is_second(ask):
+            return
         message = message.replace(f"{self.lanes.path.parent}/", "")
         self.scheduler.tell(f"{ask} is answered: {code}: {message}")
         deaths = len(self.history.deaths)
         waited = self.scheduler.clock.now_ns - ask.begun_ns
+        unavailable, not_found, internal = (code in ("", each) for each in ("UNAVAILABLE", "NOT_FOUND", "INTERNAL"))
         excused = (
-            (code in ("NOT_FOUND", "UNAVAILABLE") and not self._is_up(ask))
-            or (code == "UNAVAILABLE" and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask))
-            or (code == "UNAVAILABLE" and "cannot be served now" in message and deaths >= 2)
-            or (code == "INTERNAL" and "was given up" in message and deaths - ask.deaths >= 2)
-            or (code == "UNAVAILABLE" and "is draining" in message and self.history.drained)
-            or self.refused
+            ((unavailable or not_found) and not self._is_up(ask))
+            or (
+                unavailable and "within" in message and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask)
+            )
+            or (unavailable and "cannot be served now" in message and deaths >= 2)
+            # A set of parameters is blamed for every worker that dies while it is given it, also of something else.
+            or (not_found and "died of it" in message and deaths >= 2)
+            or (internal and "was given up" in message and deaths - ask.deaths >= 2)
+            or (unavailable and "is draining" in message and self.history.drained)
+            or (code == "DEADLINE_EXCEEDED" and ask.timeout is not None and waited >= ask.timeout * SECOND)
+            or any(said in message and waited >= _ROOM_WAIT * SECOND * 0.9 for said in _NO_ROOM)
         )
         if ask.way:
             troubled = ask.begun_ns < self.calm_ns or any(at >= self.calm_ns for at in self.history.deaths[-1:])
-            excused = excused or bool(self.lanes.excuse(ask, code, message, deaths, troubled))
+            excused = excused or bool(self.stopped_ns or self.lanes.excuse(ask, code, message, deaths, troubled))
         if ask.step is not None:
             excused |= bool(self._sequences.excuse(ask.step, self.scheduler.clock.now_ns, code, message))
         if not excused:
             self.scheduler.defect(f"{ask} failed without a reason: {code}: {message}")
         self._close(ask, f"error: {message}")
-        self.counts[f"error {code}"] += 1
+        self.counts[f"error {code or 'of a stream'}"] += 1
+
+    def was_slow(self, connection: Connection) -> bool:
+        """Returns whether a client has let the daemon wait for the rest of a request."""
+        return connection.slowest_ns >= _SLOW_NS
+
+    def late(self, text: str) -> None:
+        """Judges that a stop has taken all the time there is. A sequence may wait for as long as others keep their slots."""
+        self.cut = any(ask.step is not None for ask in self.open.values())
+        if not self.cut:
+            self.scheduler.defect(text)
 
     def check_patience(self) -> None:
         before = self.scheduler.clock.now_ns - PATIENCE_NS
         for ask in self.open.values():
-            if ask.begun_ns < before and not ask.front.stopped:
+            client = ask.connection and ask.connection.client
+            if ask.begun_ns < before and not (ask.front.stopped or (client and client.stopped)):
                 self.scheduler.defect(f"{ask} has no end after {PATIENCE_NS // SECOND} s")
             break
 
@@ -359,34 +393,15 @@ class Clients:
         self.history.changes[model].append(change)
         self.scheduler.tell(f"{'deadly ' * deadly}{change} at {front}")
         if isinstance(front, Program):
-            front.call_soon(lambda: self._change_ended(change, self.lanes.push(change)))
+            front.call_soon(lambda: self.change_ended(change, self.lanes.push(change)))
         else:
-            front.run_soon(self._carry_out(change))
+            self.network.route(front, private=True).queue(change)
 
-    async def _carry_out(self, change: Change) -> None:
-        content = _safetensors(change.number)
-        operation: Any = {
-            "load": LoadModel(change.model),
-            "unload": UnloadModel(change.model),
-            "push": PushParameters(change.model, 0, MAIN_SET, MemorySource(len(content)), move_sequences=change.moves),
-        }[change.kind]
-        memory = _sealed(content) if change.kind == "push" else -1
-        front = change.front.front
-        try:
-            if front is None or front.endpoints is None:
-                raise Unavailable("its front has stopped")
-            await front.endpoints.ask(operation, end=memory)
-            error = ""
-        except ServingError as failure:
-            error = failure.message or "?"
-        finally:
-            descriptors.close([memory] if memory >= 0 else [])
-        self._change_ended(change, error)
-
-    def _change_ended(self, change: Change, error: str) -> None:
+    def change_ended(self, change: Change, error: str) -> None:
+        error = error.replace(f"{self.lanes.path.parent}/", "")
         change.error, change.ended_ns = error, self.scheduler.clock.now_ns
         self.scheduler.tell(f"{change} is answered: {error or 'done'}")
-        if error and not self.refused:
+        if error and not self.stopped_ns:
             if not self.history.why_failed(change):
                 self.scheduler.defect(f"{change} failed without a reason: {error}")
             self.counts["failed change"] += 1
@@ -395,7 +410,7 @@ class Clients:
     def _ask_next(self, change: Change) -> None:
         """Has the client of a change ask the model at once, through every front."""
         fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
-        if self.refused or not fronts:
+        if self.stopped_ns or not fronts:
             return
         self.scheduler.clock.now_ns += 1
         if change.model == sequences.MODEL:
@@ -409,15 +424,7 @@ class Clients:
             self.ask_over_lane(program, change.model, 1, self.scheduler.chance)
 
 
-def _safetensors(number: int) -> bytes:
+def safetensors(number: int) -> bytes:
     head = json.dumps({"k": {"dtype": "I32", "shape": [], "data_offsets": [0, 4]}}).encode()
     head += b" " * (-len(head) % 8)
     return struct.pack("<Q", len(head)) + head + struct.pack("<i", number)
-
-
-def _sealed(content: bytes) -> int:
-    memory = os.memfd_create("push", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    os.write(memory, content)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
-    return memory

@@ -20,6 +20,7 @@ KINDS = {
     "unload": 2,
     "push": 4,
     "deadly push": 0.4,
+    "kill client": 0.4,
     "kill worker": 1.5,
     "kill worker in a run": 1,
     "kill worker sending": 1,

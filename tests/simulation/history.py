@@ -22,6 +22,10 @@ class Change:
     error: str | None = None
     #: 0: it may go on.
     ended_ns: int = 0
+    #: Its connection was cut: nobody knows what became of it.
+    lost: bool = False
+    #: When all of it had left for the front; 0: it has not, or it went another way.
+    sent_ns: int = 0
     #: The workers that had died before.
     deaths: int = 0
     #: A push that workers die of, and when the first has.
@@ -60,12 +64,13 @@ class History:
         self.trouble_ns = 0
         #: A drain has begun at some time, and fronts may refuse requests until they are told of its end.
         self.drained = False
+        #: When the last one has ended, or was given up; 0: it is under way.
+        self.drained_ns = 0
 
     def pending(self) -> list[Change]:
         """Returns the changes whose client still waits for an answer."""
-        return [
-            change for each in self.changes.values() for change in each if change.error is None and change.front.alive
-        ]
+        changes = (change for each in self.changes.values() for change in each)
+        return [change for change in changes if change.error is None and change.front.alive and not change.lost]
 
     def conclude(self, now_ns: int) -> None:
         """Notes that the supervisor does nothing any more for clients whose front has died."""

@@ -128,7 +128,7 @@ class LaneClients:
     def kill(self, program: Program) -> None:
         self.scheduler.tell(f"{program} is killed")
         program.end()
-        self._clients.front_ended(program)
+        self._clients.program_ended(program)
 
     def leave(self, program: Program) -> None:
         """Has a program leave."""
@@ -256,10 +256,8 @@ class LaneClients:
 
     def excuse(self, ask: Ask, code: str, message: str, deaths: int, troubled: bool) -> str:
         """Returns what a request over a lane may have failed of; "": nothing."""
-        waited = self.scheduler.clock.now_ns - ask.begun_ns
-        died = deaths > ask.deaths
-        if code == "DEADLINE_EXCEEDED" and ask.timeout is not None and waited >= ask.timeout * SECOND:
-            return "its time was over"
+        # A program may send to a worker that has died just before.
+        died = deaths > ask.deaths or self._clients.history.deaths[-1:] > [ask.begun_ns - SECOND]
         if code == "UNAVAILABLE" and troubled:
             return "a worker was missing"
         if code == "INTERNAL" and died and ("may not be run twice" in message or "was given up" in message):

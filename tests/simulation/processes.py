@@ -1,9 +1,10 @@
-"""The processes of the daemon as they are, but for what starts them, their threads and their clients."""
+"""The processes of the daemon as they are, but for what starts them and for their threads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -12,7 +13,7 @@ import socket
 import threading
 import time
 import types
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,19 @@ from tensord.config import log as log_settings
 from tensord.config.layers import Configured
 from tensord.config.options import Options
 from tensord.daemon.control.shared_counters import SharedCounters
+from tensord.daemon.front import acceptor, lingering_close, opening
 from tensord.daemon.front import process as front_module
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.process import Front, FrontPlace
+from tensord.daemon.grpc import infer
+from tensord.daemon.grpc import server as grpc_server
+from tensord.daemon.grpc.connection import Http2Connection
+from tensord.daemon.grpc.server import GrpcFront
+from tensord.daemon.http import answer_order, exchange, parser_feed
+from tensord.daemon.http import connection as http_connection
+from tensord.daemon.http import server as http_server
+from tensord.daemon.http.connection import Http1Connection
+from tensord.daemon.http.server import HttpFront
 from tensord.daemon.operator.audit import Audit
 from tensord.daemon.processes import child, fronts, process_slots, worker_pool
 from tensord.daemon.processes.devices import Device
@@ -57,6 +68,12 @@ from tensord.workers.worker import Worker
 from tests.simulation.scheduler import SECOND, Death, Loop, Process, Scheduler, Thread, eventfd, shuffled
 
 _log = logging.getLogger(__name__)
+#: What has taken the functions of the clock out of ``time``.
+_CLOCKS = (lingering_close, answer_order, http_connection, parser_feed)
+_CLOCKS_NS = (exchange, infer)
+#: The scheduler whose fronts run.
+_scheduler_of_fronts: list[Scheduler] = []
+_NUMBERS = itertools.count()
 DEVICE_NAME = DeviceName("cpu", 0)
 DEVICE = DEVICE_NAME.open()
 _FIRST_PID = 1 << 28
@@ -120,60 +137,103 @@ class ChildProcess(Process):
         self.jobs.clear()
 
 
-class SimulatedFront(Front):
-    """A front whose clients are objects of the simulation."""
+class Simulated(Front):
+    """What a simulated front does besides."""
 
-    protocol = "http"
-
-    def __init__(self, process: FrontProcess, control: socket.socket, place: FrontPlace) -> None:
-        super().__init__(control, place)
-        self.process = process
-        self.endpoints: Endpoints | None = None
-        self.open_connections = set()
+    process: FrontProcess
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        self.endpoints = endpoints
+        await super().open(options, endpoints)  # type: ignore[safe-super]
+        self.process.opens = True
         self.process.world.on_open(self.process)
 
     async def drain(self, grace_ns: int) -> None:
-        self.endpoints = None
-        deadline = self.process.loop.time() + grace_ns / 1e9
-        while self.submitter.in_flight() and self.process.loop.time() < deadline:
-            await asyncio.sleep(0.02)
-
-    def end(self, connection: Any, at_once: bool) -> None:
-        raise NotImplementedError
-
-    def connections(self) -> Iterator[dict[str, Any]]:
-        return iter(())
+        self.process.opens = False
+        await super().drain(grace_ns)
 
     def _orphaned(self) -> None:
         raise Death
 
 
+class SimulatedHttpFront(Simulated, HttpFront):
+    """A front for HTTP."""
+
+
+class SimulatedGrpcFront(Simulated, GrpcFront):
+    """A front for gRPC."""
+
+
+class Cut:
+    """A front's socket to a client, which takes some of what is sent, or nothing, where it is full."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        process = _scheduler_of_fronts[0].current
+        # Each draws for itself: a front may write to its clients in any order.
+        self._full, self._chance = _scheduler_of_fronts[0].full, random.Random(_scheduler_of_fronts[0].chance.random())
+        self._process = process
+        if isinstance(process, FrontProcess):
+            process.accepted.append(self)
+
+    def _room(self, size: int) -> int:
+        if self._process is not None and self._process.dies:
+            raise Death
+        if self._chance.random() >= self._full:
+            return size
+        count = self._chance.choice((0, 1, self._chance.randrange(size + 1)))
+        if not count:
+            raise BlockingIOError
+        return count
+
+    def send(self, content: Any, flags: int = 0) -> int:
+        return super().send(memoryview(content)[: self._room(len(content))], flags)  # type: ignore[misc, no-any-return]
+
+    def sendmsg(self, pieces: Any, ancillary: Any = (), flags: int = 0) -> int:
+        content = b"".join(pieces)
+        return super().send(content[: self._room(len(content))], flags)  # type: ignore[misc, no-any-return]
+
+
+class AcceptedSocket(Cut, socket.SocketType):  # type: ignore[misc]
+    """As the acceptor makes it."""
+
+
+class OpenedSocket(Cut, socket.socket):  # type: ignore[misc]
+    """As the event loop takes it."""
+
+
+class FrontLoop(Loop):
+    """Looks at timers before it polls, once each, as uvloop does."""
+
+    def iterate(self) -> bool:
+        self.chosen.polls = False
+        did = super().iterate()
+        self.chosen.polls = True
+        return super().iterate() or did
+
+
 class FrontProcess(ChildProcess):
-    def __init__(self, world: Daemon, name: str, control: socket.socket, counters: int, row: int) -> None:
+    def __init__(
+        self, world: Daemon, name: str, protocol: str, control: socket.socket, counters: int, row: int
+    ) -> None:
         super().__init__(world, name, control)
-        self.loop = Loop(self)
-        self.front: SimulatedFront | None = None
+        self.protocol = protocol
+        self.loop = FrontLoop(self)
+        self.front: Simulated | None = None
         self.task: asyncio.Task[None] | None = None
-        self.clients: list[Coroutine[Any, Any, None]] = []
-        self._place = FrontPlace((), SharedCounters(counters), row)
+        #: Where clients connect to this front and no other.
+        self.path = f"\0tensord simulation {os.getpid()} {next(_NUMBERS)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(self.path)
+        listener.listen(100)
+        #: It serves clients, and was not told to stop.
+        self.opens = False
+        #: Its sockets to clients.
+        self.accepted: list[Any] = []
+        self._place = FrontPlace((listener,), SharedCounters(counters), row)
 
     @property
     def serves(self) -> bool:
-        return self.alive and self.front is not None and self.front.endpoints is not None
-
-    def call_soon(self, call: Callable[[], None]) -> None:
-        """Has the front's loop call a function, as for something that has come from a client."""
-        self.loop.call_soon(call)
-        self.idle = False
-
-    def run_soon(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine of a client on the front's loop."""
-        self.clients.append(work)
-        self.loop.create_task(work)
-        self.idle = False
+        return self.alive and self.opens
 
     def iterate(self) -> bool:
         if self.task is None:
@@ -187,14 +247,21 @@ class FrontProcess(ChildProcess):
         return did
 
     async def _run(self) -> None:
-        self.front = SimulatedFront(self, self.control, self._place)
+        kind = SimulatedHttpFront if self.protocol == "http" else SimulatedGrpcFront
+        self.front = kind(self.control, self._place)
+        self.front.process = self
         await self.front.run()
 
     def due_ns(self) -> int | None:
         return self.loop.due_ns()
 
+    def end(self, status: int) -> None:
+        if self.alive:
+            self._place.listeners[0].close()
+        super().end(status)
+
     def sockets(self) -> list[socket.socket]:
-        found = [self.control]
+        found = [self.control, *(each for each in self.accepted if each.fileno() >= 0)]
         submitter = getattr(self.front, "submitter", None)
         if submitter is not None:
             found += [worker.lane.channel._sock for worker in submitter._routing.workers.values()]
@@ -210,11 +277,14 @@ class FrontProcess(ChildProcess):
                 submitter.close()
             if hasattr(self.front, "tracer"):
                 self.front.tracer.close()
+            if hasattr(self.front, "_sockets"):
+                self.front._sockets.close()
+        for sock in self.accepted:
+            sock.close()
+        self.accepted.clear()
         self.control.close()
         self._place.counters.close()
         self.loop.bury()
-        for work in self.clients:
-            work.close()
         self.front = self.task = None
 
 
@@ -325,14 +395,15 @@ class SupervisorProcess(Process):
         configured = Configured(options, {})
         spawned = [(device, world.spawn_worker("", device)) for device in world.devices]
         supervisor = self.supervisor = Supervisor(configured, lambda: configured, {}, spawned)
-        supervisor.fronts._listeners = {"http": []}
-        supervisor.fronts._counters = {"http": SharedCounters.create()}
+        protocols = ("http", "grpc") if options.grpc.enabled else ("http",)
+        supervisor.fronts._listeners = {protocol: [] for protocol in protocols}
+        supervisor.fronts._counters = {protocol: SharedCounters.create() for protocol in protocols}
         supervisor._clients.listen()
         supervisor.workers.start_all(spawned)
         found = await supervisor.models.scan(options.repository)
         outcomes = supervisor.models.begin(found, options.repository)
         supervisor._clients.serve()
-        supervisor.fronts.start_all(options.http.processes)  # type: ignore[arg-type]
+        supervisor.fronts.start_all(10)
         watchdog = Watchdog(supervisor.workers, supervisor.fronts, supervisor._notifier, lambda: options)
         supervisor.spawn(watchdog.run())
         supervisor.spawn(supervisor._become_ready(outcomes))
@@ -393,6 +464,8 @@ class Daemon:
         self.on_open: Callable[[FrontProcess], None] = lambda front: None
         #: Called when the supervisor has told fronts that a worker is dead.
         self.on_fence: Callable[[], None] = lambda: None
+        #: Called with the client's id of each request that a worker runs.
+        self.on_run: Callable[[str], None] = lambda client_id: None
         #: Returns whether the request of this client's id ends the worker that runs it.
         self.is_deadly: Callable[[str], bool] = lambda client_id: False
         #: Called with a model, a push of it and the worker that stages it. Returns whether the worker dies of it.
@@ -420,7 +493,10 @@ class Daemon:
     ) -> Spawned:
         row = int(arguments[-1])
         counters = os.dup(pass_fds[-1])
-        return self._spawn(lambda control: FrontProcess(self, f"front {self._started}", control, counters, row))
+        protocol = module.rpartition(".")[2]
+        return self._spawn(
+            lambda control: FrontProcess(self, f"{protocol} front {self._started}", protocol, control, counters, row)
+        )
 
     def _spawn(self, make: Callable[[socket.socket], ChildProcess]) -> Spawned:
         ours, theirs = pair()
@@ -475,6 +551,8 @@ class Daemon:
 
         def run(model: Any, execution: Any, check: Any) -> None:
             process = scheduler.current
+            for request in execution.requests:
+                self.on_run(request.own.client_id)
             deadly = any(self.is_deadly(request.own.client_id) for request in execution.requests)
             if isinstance(process, WorkerProcess) and (process.dies_in_run or deadly):
                 process.dies_running()
@@ -531,8 +609,19 @@ class Daemon:
 
         collector = types.SimpleNamespace(freeze=_nothing, enable=_nothing, collect=_nothing)
         seeded = random.Random(scheduler.chance.random())
+        monotonic = ((owner, "monotonic", clock.seconds) for owner in _CLOCKS)
+        monotonic_ns = ((owner, "monotonic_ns", clock.nanoseconds) for owner in _CLOCKS_NS)
+        _scheduler_of_fronts.append(scheduler)
         with contextlib.ExitStack() as stack:
+            stack.callback(_scheduler_of_fronts.clear)
             for owner, name, value in (
+                *monotonic,
+                *monotonic_ns,
+                (Front, "clock", clock.seconds),
+                (acceptor, "socket", types.SimpleNamespace(SocketType=AcceptedSocket)),
+                (opening, "socket", types.SimpleNamespace(socket=OpenedSocket)),
+                (http_server, "Http1Connection", numbered(Http1Connection)),
+                (grpc_server, "Http2Connection", numbered(Http2Connection)),
                 (os, "pidfd_open", self.pidfd_open),
                 (signal, "pidfd_send_signal", self.send_signal),
                 (fronts, "spawn", self.spawn_front),
@@ -565,6 +654,23 @@ class Daemon:
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
             yield
+
+
+def numbered(kind: type[Any]) -> type[Any]:
+    """Returns a class of connections that stand in a set as they came: then each run of a seed is the same."""
+    numbers = itertools.count()
+
+    class Numbered(kind):  # type: ignore[misc]
+        __slots__ = ("number",)
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.number = next(numbers)
+
+        def __hash__(self) -> int:
+            return self.number
+
+    return Numbered
 
 
 def _nothing() -> None:

@@ -48,6 +48,8 @@ class Selector(selectors.BaseSelector):
         self._epoll = select.epoll()
         self._keys: dict[int, selectors.SelectorKey] = {}
         self.found = False
+        #: False: it says that nothing is ready.
+        self.polls = True
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
@@ -70,7 +72,7 @@ class Selector(selectors.BaseSelector):
         return self._keys[fileobj if isinstance(fileobj, int) else fileobj.fileno()]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = shuffled(self._chance, self._epoll.poll(0))
+        events = shuffled(self._chance, self._epoll.poll(0)) if self.polls else []
         self.found = bool(events)
         ready = []
         for fd, mask in events:
@@ -176,6 +178,8 @@ class Process:
         #: It dies with so many further datagrams that it sends; -1: it does not.
         self.sends_left = -1
         self.dies_sent = False
+        #: It has died in this turn: what it still does is not done.
+        self.dies = False
         self.dies_in_run = False
 
     def iterate(self) -> bool:
@@ -207,8 +211,10 @@ class Process:
 
     def sends(self, send: Callable[[], Any]) -> Any:
         """Sends a datagram, unless it dies before or with it."""
+        if self.dies:
+            raise Death
         if self.sends_left == 0:
-            self.sends_left = -1
+            self.dies = True
             if self.dies_sent:
                 send()
             raise Death
@@ -336,6 +342,9 @@ class Scheduler:
                 did = True
             else:
                 did = process.turn()
+            if process.dies:
+                # A parser in C has made an error of its own of it.
+                raise Death
         except Death:
             self.tell(f"{process} dies in the middle of its turn")
             self.cut_short = True

@@ -1,12 +1,13 @@
 """Clients that send steps of sequences, and what each step may be answered.
 
-A step may be sent while others of its sequence are in flight, through the same front then. Where one fails, what was lost is
+A step may be sent while others of its sequence are in flight, over the same connection then. Where one fails, what was lost is
 begun anew; now and then its client asks once more before.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class Run:
     answered: int = 0
     #: When it was last answered.
     answered_ns: int = 0
-    #: Steps of which nobody knows whether they ran: their client or their front has gone.
+    #: Steps of which nobody knows whether they ran: their connection or their front has gone.
     unsure: int = 0
     #: The files and the push of its last answer.
     files: int = -1
@@ -72,6 +73,11 @@ class Run:
     lost: bool = False
     #: The next step is a START.
     over: bool = False
+    #: How many steps were drawn, and how many of them have failed.
+    drawn: int = 0
+    failed: int = 0
+    #: Steps were sent in calls of their own, whose answers may overtake each other.
+    overtakes: bool = False
     #: A step went before its front had read it: nothing behind it is sent.
     cut: bool = False
 
@@ -84,9 +90,9 @@ class Sequence:
     number: int
     run: Run | None = None
     in_flight: int = 0
-    #: The front that was asked last.
-    front: Any = None
-    #: A step was cancelled, which overtakes nothing at that front.
+    #: The connection over which was asked last.
+    route: Any = None
+    #: A step was cancelled, which overtakes nothing on that connection.
     cancelled: bool = False
     #: A step was an END, behind which a START of the same id would be another sequence.
     ends: bool = False
@@ -100,6 +106,8 @@ class Step:
     run: Run
     start: bool
     end: bool
+    #: How many steps of its run were drawn with it.
+    index: int = 0
 
 
 class Sequences:
@@ -109,22 +117,30 @@ class Sequences:
         self._history = history
         self._all = [Sequence(number + 1) for number in range(_IDS)]
 
-    def next(self, fronts: list[Any], number: int, now_ns: int, chance: random.Random) -> tuple[Any, Step] | None:
-        """Draws a step and the front to ask. Returns None if the client has to wait for what is in flight."""
+    def next(
+        self, route: Callable[[], Any], number: int, now_ns: int, chance: random.Random
+    ) -> tuple[Any, Step] | None:
+        """Draws a step and a connection for it. Returns None if the client has to wait for what is in flight.
+
+        ``route``: returns any connection.
+        """
         sequence = chance.choice(self._all)
-        if sequence.in_flight and (sequence.ends or sequence.front not in fronts):
+        usable = sequence.route is not None and sequence.route.usable
+        if sequence.in_flight and (sequence.ends or not usable):
             return None
-        if sequence.cancelled and sequence.front not in fronts:
+        if sequence.cancelled and not usable:
             self._renumber(sequence)
-        front = sequence.front if sequence.in_flight or sequence.cancelled else chance.choice(fronts)
+        if not (sequence.in_flight or sequence.cancelled):
+            sequence.route = route()
         run = sequence.run
         start = run is None or (run.over and not (run.lost and chance.random() < 0.5)) or chance.random() < 0.03
         if run is None or start:
             run = sequence.run = Run(sequence.number, number, now_ns)
-        step = Step(sequence, run, start, chance.random() < 0.1)
+        run.drawn += 1
+        step = Step(sequence, run, start, chance.random() < 0.1, run.drawn)
         run.over |= step.end
-        sequence.in_flight, sequence.front, sequence.ends = sequence.in_flight + 1, front, step.end
-        return front, step
+        sequence.in_flight, sequence.ends = sequence.in_flight + 1, step.end
+        return sequence.route, step
 
     def _renumber(self, sequence: Sequence) -> None:
         """Gives the client's next sequence another id, because nobody knows what still comes of this one."""
@@ -146,31 +162,35 @@ class Sequences:
         elif step.sequence.run is not None and step.sequence.run.number == step.run.number:
             self._renumber(step.sequence)
 
-    def last(self, fronts: list[Any], number: int, now_ns: int) -> tuple[Any, Step] | None:
+    def last(self, route: Callable[[], Any]) -> tuple[Any, Step] | None:
         """Returns an END of a sequence of which nothing is in flight; None: there is no such sequence."""
         for sequence in self._all:
             if sequence.run is not None and not (sequence.run.over or sequence.in_flight):
-                sequence.run.over, sequence.in_flight, sequence.front = True, 1, fronts[0]
-                return fronts[0], Step(sequence, sequence.run, False, True)
+                sequence.run.over, sequence.in_flight, sequence.route = True, 1, route()
+                sequence.run.drawn += 1
+                return sequence.route, Step(sequence, sequence.run, False, True, sequence.run.drawn)
         return None
 
     def why_not(self, step: Step, begun_ns: int, now_ns: int, values: list[int]) -> str:
         """Returns what is wrong with an answer that is not an error; "": nothing."""
         _, first, steps, files, push = values
         run = step.run
-        if run.lost:
+        if run.lost and not run.overtakes:
             return "its client was told that the sequence is lost"
         if first != run.start:
             return f"it has the state of START {first} in place of START {run.start}"
         run.answered, run.answered_ns = run.answered + 1, now_ns
-        if not run.answered <= steps <= run.answered + run.unsure:
+        least, most = run.answered, run.answered + run.unsure
+        if run.overtakes:
+            least, most = step.index - run.unsure - run.failed, step.index
+        if not least <= steps <= most:
             return f"it is step {steps}, and {run.answered} were answered"
         if run.files >= 0 and files != run.files:
             return f"it is of load {files}, and its sequence began with load {run.files}"
         why = ""
         if run.push < 0:
             why = self._history.why_not_push(MODEL, push, begun_ns)
-        elif push != run.push or not self._reloaded(run):
+        elif not run.overtakes and (push != run.push or not self._reloaded(run)):
             why = self._why_not_moved(run, push, begun_ns)
         run.files, run.push = files, push
         step.sequence.cancelled &= not step.start
@@ -194,6 +214,7 @@ class Sequences:
     def excuse(self, step: Step, now_ns: int, code: str, message: str) -> str:
         """Notes that a step has failed. Returns what it may have failed of, because it is a step; "": nothing."""
         run, history = step.run, self._history
+        run.failed += 1
         # A client may begin it anew on a dead worker, until the supervisor knows.
         died = len(history.deaths) > len(history.fences) or history.fences[-1:] > [run.begun_ns]
         broken = run.broken or step.sequence.cancelled

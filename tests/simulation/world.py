@@ -31,7 +31,10 @@ from tensord.shm.errors import ServingError, Unavailable
 from tests.simulation import ensembles, sequences, threads
 from tests.simulation.clients import PATIENCE_NS, WORKER_WAIT, Clients
 from tests.simulation.events import Event
+from tests.simulation.grpc_clients import GrpcConnection
 from tests.simulation.history import Change, History
+from tests.simulation.http_clients import HttpConnection
+from tests.simulation.network import LAST_CALL_NS
 from tests.simulation.processes import ChildProcess, Daemon, FrontProcess, WorkerProcess
 from tests.simulation.scheduler import SECOND, Scheduler
 
@@ -42,6 +45,10 @@ MODELS = (*PLAIN, sequences.MODEL)
 ASKED = (*PLAIN, ensembles.MODEL)
 #: Programs ask nothing more while so many requests have no end.
 _MOST_OPEN = 60
+#: What clients speak to fronts.
+_KINDS = {"http": HttpConnection, "grpc": GrpcConnection}
+#: What is said where something does not end in its time, though every process runs.
+_TOO_LATE = ("were cut at the end of the grace period", "did not finish in time")
 #: What a front counts that is 0 when it is idle.
 _AT_REST = ("in_flight", "waiting_for_worker", "throttled", "answers_held", "leases")
 
@@ -65,10 +72,16 @@ class Defects(logging.Handler):
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
         self._scheduler = scheduler
+        #: Called with what is said where something does not end in its time.
+        self.on_late: Callable[[str], None] = lambda text: None
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        self._scheduler.tell(f"    {self._scheduler.current}: {text}")
+        text, current = record.getMessage(), self._scheduler.current
+        if current is not None and current.dies:
+            return
+        self._scheduler.tell(f"    {current}: {text}")
+        if any(said in text for said in _TOO_LATE):
+            self.on_late(f"{current}: {text}")
         if record.exc_info and not isinstance(record.exc_info[1], ServingError):
             self._scheduler.defect(f"{text}: {logging.Formatter().formatException(record.exc_info)}")
 
@@ -83,8 +96,8 @@ class World:
         self._handler = Defects(self.scheduler)
         options = Options(
             repository=Repository(paths=(str(self._folder),), control_mode="explicit", load=(*MODELS, ensembles.MODEL)),
-            http=Http(port=0, processes=1 + seed % 3),
-            grpc=Grpc(enabled=False),
+            http=Http(port=0, processes=1 + seed % 2),
+            grpc=Grpc(port=0, enabled=seed // 2 % 3 > 0, processes=max(1, seed // 2 % 3)),
             metrics=Metrics(port=0),
             requests=Requests(worker_wait=WORKER_WAIT),
             response_cache=ResponseCacheOptions(byte_size=1 << 20),
@@ -102,17 +115,21 @@ class World:
         devices = [f"cpu:{number}" for number in range(1 + seed // 3 % 3)]
         self.daemon = Daemon(self.scheduler, options, devices)
         self.history = History(MODELS)
-        self.clients = Clients(self.daemon, self.history, folder / "clients.sock")
+        self.clients = Clients(self.daemon, self.history, folder / "clients.sock", _KINDS)
         self.daemon.pure = PLAIN[:1]
         self.counts = self.clients.counts
+        self._handler.on_late = self.clients.late
         self.daemon.on_end = self._ended
         self.daemon.on_open = self._opened
         self.daemon.on_fence = lambda: self.history.fences.append(self.scheduler.clock.now_ns)
         self.daemon.is_deadly = self.clients.is_deadly
+        self.daemon.on_run = self.clients.ran
         self.daemon.dies_of = self.clients.dies_of
         self._began = False
         #: A model is changed by one client at a time: then it is known exactly what is in force.
         self._one_by_one = self.scheduler.chance.random() < 0.5
+        #: The daemon is told to stop in the middle of everything.
+        self._hasty = self.scheduler.chance.random() < 0.3
         #: The drains whose end an operator awaits.
         self._drains = 0
 
@@ -139,8 +156,11 @@ class World:
                         self.history.changes[model].append(Change("load", model, 1, 0, None, "", now_ns))
                     self._began = True
                     self.clients.lanes.start()
+                    for _ in range(2):
+                        self.clients.network.start()
                     self._play(events, turns, happened)
-                    if not self.scheduler.fault:
+                    self._go_on()
+                    if not (self.scheduler.fault or self._hasty):
                         self._settle()
                     if not self.scheduler.fault:
                         self._stop()
@@ -212,21 +232,29 @@ class World:
             self.clients.release()
         return not (ended or self._drains or self.clients.open or self.history.pending())
 
-    def _settle(self) -> None:
-        """Lets everything come to rest, and checks that nothing is left."""
-        scheduler, clients, pending = self.scheduler, self.clients, self.history.pending
-        for process in scheduler.processes:
+    def _go_on(self) -> None:
+        """Ends what troubles the daemon."""
+        for process in self.scheduler.processes:
             process.stopped, process.weight, process.sends_left, process.dies_in_run = False, 1.0, -1, False
         self._at_supervisor(self._end_drain)
         self.daemon.deadly_loads.clear()
-        scheduler.wake()
-        clients.release()
+        if self._hasty:
+            # A worker that has not begun would not hear that it is to stop.
+            self.daemon.absent_until_ns = 0
+        self.scheduler.wake()
+        self.clients.release()
+
+    def _settle(self) -> None:
+        """Lets everything come to rest, and checks that nothing is left."""
+        scheduler, clients, pending = self.scheduler, self.clients, self.history.pending
         self._until(self._is_quiet, "every request and every change has its end")
         if scheduler.fault:
             scheduler.tell(f"open: {', '.join(map(str, (*clients.open.values(), *pending())))}")
             return
         self._until(self._has_workers, "there are workers")
         self._rest()
+        if scheduler.chance.random() < 0.5:
+            self._drain_at_rest()
         # Whoever asks now is answered.
         self.history.drained = False
         clients.calm_ns = scheduler.clock.now_ns
@@ -238,6 +266,7 @@ class World:
                 clients.ask_over_lane(program, model, 1, scheduler.chance)
         self._until(self._is_quiet, "every request has its end after everything has come to rest")
         self._rest()
+        self._judge_watches()
         for program in clients.lanes.living:
             clients.lanes.leave(program)
         self._until(lambda: not any(each.alive for each in clients.lanes.programs), "every program has left")
@@ -249,6 +278,8 @@ class World:
             if front.front is None or not front.serves:
                 continue
             figures = front.front.submitter.statistics()
+            if busy := [each for each in front.front.open_connections if not each.asks_nothing]:
+                scheduler.defect(f"{front} has connections that wait for something: {busy}")
             if any(figures[name] for name in _AT_REST):
                 scheduler.defect(f"{front} has something left: { ({name: figures[name] for name in _AT_REST}) }")
         for worker in self.daemon.children(WorkerProcess):
@@ -267,6 +298,25 @@ class World:
         there = len(self.daemon.children(WorkerProcess)) == len(self.daemon.devices)
         return there and self._is_later(self.daemon.absent_until_ns)
 
+    def _drain_at_rest(self) -> None:
+        """Drains the daemon, of which nobody asks anything: that ends, whatever calls and connections are open."""
+        self._at_supervisor(functools.partial(self._drain, 0.0))
+        self._until(lambda: self.history.drained_ns, "a drain has ended")
+        self._rest()
+        self._judge_watches()
+        self._at_supervisor(self._end_drain)
+        self._rest()
+
+    def _judge_watches(self) -> None:
+        """Checks that who watches the daemon's health knows how it is."""
+        supervisor = self.daemon.supervisor.supervisor
+        serves = supervisor.models.readiness.ready and supervisor.drain.phase is DrainPhase.NONE
+        for connection in self.clients.network.connections():
+            if not (connection.closed or connection.ends) and connection.sock is not None:
+                for told in connection.watched():
+                    if told is not serves:
+                        self.scheduler.defect(f"a watch over {connection} was told last {told}, and it is {serves}")
+
     def _rest(self) -> None:
         for _ in range(3):
             self.clients.release()
@@ -274,22 +324,59 @@ class World:
             self._until(functools.partial(self._is_later, rests), "time passes")
 
     def _stop(self) -> None:
-        """Stops the daemon in order: every process ends by itself."""
-        supervisor = self.daemon.supervisor
-        self.clients.refused = True
+        """Stops the daemon in order, while clients go on asking: every process ends by itself, and what was taken is answered."""
+        supervisor, clients, chance = self.daemon.supervisor, self.clients, self.scheduler.chance
+        children = self.daemon.children(ChildProcess)
+        # Of programs that are still there, only the kernel closes the supervisor's sockets.
+        self.scheduler.cut_short |= bool(clients.lanes.programs)
+        self._ask_on()
+        for _ in range(chance.randrange(300)):
+            self.scheduler.turn()
+        uneven = chance.random() < 0.5
+        for process in self.scheduler.processes if uneven else ():
+            process.weight = self.scheduler.weight()
+        now_ns = clients.stopped_ns = self.scheduler.clock.now_ns
+        self.scheduler.tell("the daemon is told to stop")
         supervisor.supervisor._shutdown.signalled()
         supervisor.idle = False
-        children = self.daemon.children(ChildProcess)
+        for moment in sorted(now_ns + chance.randrange(3 * LAST_CALL_NS // 2) for _ in range(chance.randrange(6))):
+            self._until(lambda at=moment: self._is_later(at), "time passes")  # type: ignore[misc]
+            self._ask_on()
+            if chance.random() < 0.3:
+                self._lag()
         self._until(lambda: not supervisor.alive, "the daemon has stopped")
+        self._until(lambda: not clients.waits, "who has asked knows how that ended")
         for process in children:
-            if process.status not in (0, -signal.SIGKILL) or process.alive:
+            if process.status not in (0, -signal.SIGKILL, -signal.SIGSEGV) or process.alive:
                 self.scheduler.defect(f"{process} ended with status {process.status}")
+
+    def _lag(self) -> None:
+        """Has somebody, mostly a front, read late what is sent to him, as on a host that is out of breath."""
+        chance = self.scheduler.chance
+        process = chance.choice(self.daemon.children(FrontProcess) or self.scheduler.processes)
+        process.stopped = True
+        for _ in range(chance.randrange(80)):
+            self.scheduler.turn()
+        self.scheduler.clock.now_ns += chance.randrange(LAST_CALL_NS)
+        process.stopped = process.idle = False
+
+    def _ask_on(self) -> None:
+        """Has clients ask over connections that are open, and over new ones to fronts that serve."""
+        chance = self.scheduler.chance
+        for connection in [each for each in self.clients.network.connections() if each.usable]:
+            if not connection.private and chance.random() < 0.5:
+                self.clients.ask_over(connection, chance.choice(PLAIN), chance.choice((1, 1, 100, 5000)))
+        for front in self.daemon.children(FrontProcess):
+            if front.serves and chance.random() < 0.5:
+                self.clients.ask(front, chance.choice(PLAIN), 1)
 
     def _clear(self) -> None:
         for process in self.daemon.children(ChildProcess):
             process.end(-signal.SIGKILL)
-        for held in (self.clients.open, self.clients.held, self.clients.asks):
-            held.clear()
+        for client in list(self.clients.network.living):
+            self.clients.network.end(client)
+        self.clients.open.clear()
+        self.clients.asks.clear()
         self.clients.lanes.end()
         self.daemon.bury()
         supervisor = self.daemon.supervisor
@@ -341,12 +428,18 @@ class World:
                 clients.cancel(chance.choice(list(clients.open.values())))
             case "load" | "unload" | "push" | "deadly push" if fronts:
                 kind = event.kind.removeprefix("deadly ")
-                changers = [*fronts, *programs] if kind == "push" else fronts
+                changers = (
+                    [*(each for each in fronts if each.protocol == "http"), *programs] if kind == "push" else fronts
+                )
+                if not changers:
+                    return
                 front, model = chance.choice(changers), chance.choice(MODELS)
                 if self._one_by_one and any(change.model == model for change in self.history.pending()):
                     return
                 number = self._write(model) if kind == "load" else len(self.history.changes[model])
                 clients.change(kind, front, model, number, kind != event.kind)
+            case "kill client" if able := [each for each in clients.network.living if not each.changes]:
+                clients.network.kill(chance.choice(able))
             case "kill worker" if workers:
                 self._kill(chance.choice(workers))
             case "kill worker in a run" if workers:
@@ -403,26 +496,34 @@ class World:
 
     def _drain(self, seconds: float) -> None:
         drain = self.daemon.supervisor.supervisor.drain
-        if drain.phase is not DrainPhase.NONE or self.clients.refused:
+        if drain.phase is not DrainPhase.NONE or self.clients.stopped_ns:
             return
         self.scheduler.tell(f"an operator begins a drain of {seconds} s")
-        self.history.drained = True
+        self.history.drained, self.history.drained_ns = True, 0
         drain.begin(seconds)
         self._drains += 1
         self.daemon.supervisor.loop.create_task(self._drained())
 
     async def _drained(self) -> None:
-        """Waits for the end of a drain, and checks that nothing is in flight if it says so."""
+        """Waits for the end of a drain, and checks that it comes in time, and that nothing is in flight then."""
+        clients, begun_ns = self.clients, self.scheduler.clock.now_ns
         try:
             await self.daemon.supervisor.supervisor.drain.finished()
         except Unavailable as error:
             self.scheduler.tell(f"the drain has not ended: {error.message}")
+            is_late = "still in flight" in error.message
+            if is_late and not (clients.open or self.history.trouble_ns > begun_ns or self._stopped()):
+                self.scheduler.defect(f"nobody waits for an answer, and the drain has not ended: {error.message}")
         else:
             self.scheduler.tell("the drain has ended")
             for front in self.daemon.children(FrontProcess):
                 if front.serves and (count := front.front.submitter.in_flight()):
                     self.scheduler.defect(f"{count} requests are in flight at {front} after a drain")
+        self.history.drained_ns = self.scheduler.clock.now_ns
         self._drains -= 1
+
+    def _stopped(self) -> bool:
+        return any(process.stopped for process in self.scheduler.processes)
 
     def _end_drain(self) -> None:
         drain = self.daemon.supervisor.supervisor.drain
@@ -438,14 +539,12 @@ class World:
         process.end(-signal.SIGKILL)
 
     def _ended(self, process: ChildProcess) -> None:
-        if isinstance(process, FrontProcess):
-            self.clients.front_ended(process)
-        else:
+        if not isinstance(process, FrontProcess):
             self.history.deaths.append(self.scheduler.clock.now_ns)
 
     def _opened(self, front: FrontProcess) -> None:
         """Has clients ask a front as soon as it can be asked."""
-        if self._began and not self.clients.refused:
+        if self._began and not self.clients.stopped_ns:
             for model in ASKED:
                 self.clients.ask(front, model, 1)
 

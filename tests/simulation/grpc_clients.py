@@ -1,0 +1,350 @@
+"""Connections of clients that speak gRPC, by the library h2: single calls, streams of requests, watches of health."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import h2.config
+import h2.connection
+import h2.events
+import numpy as np
+
+from tensord.daemon.front.status import NAMES
+from tensord.protocol import grpc_service_pb2, health_pb2
+from tests.simulation.clients import Ask
+from tests.simulation.history import Change
+from tests.simulation.http_clients import outputs_of
+from tests.simulation.network import Connection, Item
+from tests.simulation.scheduler import SECOND
+
+_SERVICE = "/inference.GRPCInferenceService"
+_HEALTH = "/grpc.health.v1.Health"
+_UNARY, _STREAM, _WATCH = f"{_SERVICE}/ModelInfer", f"{_SERVICE}/ModelStreamInfer", f"{_HEALTH}/Watch"
+_GOAWAY, _HEAD_SIZE, _PREFIX_SIZE = 7, 9, 5
+_CANCEL, _REFUSED_STREAM = 8, 7
+_TIMEOUTS = {0.5: "500m", 5.0: "5S"}
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+#: How the daemon says that a message came too slowly.
+_TOO_SLOW = ("a message came at fewer", "a message did not arrive")
+
+
+@dataclass(eq=False)
+class Call:
+    """A call, on a stream of its own."""
+
+    path: str
+    stream: int
+    #: Requests without an answer, in their order.
+    asked: deque[Item] = field(default_factory=deque)
+    #: What waits for the daemon to grant a window: bytes, and the request that ends with them.
+    unsent: deque[tuple[bytes, Item | None]] = field(default_factory=deque)
+    #: Its client sends no more.
+    half_closed: bool = False
+    received: bytearray = field(default_factory=bytearray)
+    #: Messages that have come.
+    messages: list[bytes] = field(default_factory=list)
+    trailers: dict[str, str] = field(default_factory=dict)
+    #: A watch: whether the daemon said last that it serves. None: it has said nothing.
+    serving: bool | None = None
+
+
+class GrpcConnection(Connection):
+    """A connection with several calls at a time."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        config = h2.config.H2Configuration(
+            client_side=True,
+            header_encoding="utf-8",
+            validate_outbound_headers=False,
+            normalize_outbound_headers=False,
+        )
+        self._h2 = h2.connection.H2Connection(config)
+        self._calls: dict[int, Call] = {}
+        #: The stream on which requests are sent.
+        self._stream: Call | None = None
+        self._buffer = b""
+        #: The connection's calls have no answer because its client was too slow.
+        self._is_blamed = False
+
+    def unanswered(self) -> Iterator[Item]:
+        for call in self._calls.values():
+            yield from call.asked
+
+    def watched(self) -> list[bool | None]:
+        return [call.serving for call in self._calls.values() if call.path == _WATCH]
+
+    # ---------------------------------------------------------------------------------------------------------- requests
+
+    def begin(self) -> None:
+        self._h2.initiate_connection()
+        if not self.private and self.scheduler.chance.random() < 0.3:
+            call = self._open(_WATCH)
+            self._say(call, health_pb2.HealthCheckRequest().SerializeToString(), None)
+            if self.scheduler.chance.random() < 0.7:
+                self._half_close(call)
+        self._flush()
+
+    def write(self, item: Item) -> None:
+        chance = self.scheduler.chance
+        if isinstance(item, Change):
+            verb = "Load" if item.kind == "load" else "Unload"
+            message = getattr(grpc_service_pb2, f"RepositoryModel{verb}Request")(model_name=item.model)
+            self._ask(self._open(f"{_SERVICE}/RepositoryModel{verb}"), item, message, ends=True)
+            return
+        message = _request(item)
+        # Steps of a sequence keep their order in calls of one kind.
+        streams = item.step.run.number % 2 if item.step else chance.random() < 0.5
+        if not streams:
+            if item.step is not None:
+                item.step.run.overtakes = True
+            elif chance.random() < 0.15:
+                item.timeout = chance.choice(tuple(_TIMEOUTS))
+            self._ask(self._open(_UNARY, item.timeout), item, message, ends=True)
+            return
+        call = self._stream or self._open(_STREAM)
+        # A stream that is ended behind a request must have no step of a sequence before it, of which another one follows.
+        ends = not any(isinstance(each, Ask) and each.step for each in (*call.asked, item)) and chance.random() < 0.2
+        self._ask(call, item, message, ends)
+        self._stream = None if ends else call
+
+    def _open(self, path: str, timeout: float | None = None) -> Call:
+        number = self._h2.get_next_available_stream_id()
+        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "h"), ("te", "trailers")]
+        fields.append(("content-type", "application/grpc"))
+        if timeout is not None:
+            fields.append(("grpc-timeout", _TIMEOUTS[timeout]))
+        self._h2.send_headers(number, fields)
+        call = self._calls[number] = Call(path, number)
+        return call
+
+    def _ask(self, call: Call, item: Item, message: Any, ends: bool) -> None:
+        call.asked.append(item)
+        self._say(call, message.SerializeToString(), item)
+        if ends:
+            self._half_close(call)
+        self._flush()
+
+    def _say(self, call: Call, content: bytes, item: Item | None) -> None:
+        call.unsent.append((struct.pack(">BI", 0, len(content)) + content, item))
+        self._pump(call)
+
+    def _half_close(self, call: Call) -> None:
+        call.half_closed = True
+        self._pump(call)
+
+    def _pump(self, call: Call) -> None:
+        """Sends of a call what the windows allow."""
+        connection = self._h2
+        while call.unsent:
+            content, item = call.unsent[0]
+            room = min(connection.local_flow_control_window(call.stream), connection.max_outbound_frame_size)
+            if room <= 0:
+                return
+            part, rest = content[:room], content[room:]
+            ends = not rest and len(call.unsent) == 1 and call.half_closed
+            connection.send_data(call.stream, part, end_stream=ends)
+            if rest:
+                call.unsent[0] = rest, item
+                continue
+            call.unsent.popleft()
+            self._flush(item)
+            if ends:
+                return
+        if call.half_closed:
+            connection.end_stream(call.stream)
+
+    def _flush(self, item: Item | None = None) -> None:
+        content = self._h2.data_to_send()
+        if self.broken:
+            return
+        if content or item is not None:
+            self.put(content, item)
+
+    def leave(self, item: Item) -> bool:
+        call = next((call for call in self._calls.values() if item in call.asked), None)
+        if call is None:
+            return True
+        if self.sock is None or self.scheduler.chance.random() < 0.3:
+            return False
+        self._h2.reset_stream(call.stream, _CANCEL)
+        self._flush()
+        self._forget(call)
+        for other in call.asked:
+            self.clients.cancelled(other)
+        return True
+
+    def _forget(self, call: Call) -> None:
+        self._calls.pop(call.stream, None)
+        if self._stream is call:
+            self._stream = None
+
+    # ----------------------------------------------------------------------------------------------------------- answers
+
+    def received(self, data: bytes) -> None:
+        buffer = self._buffer + data
+        at = 0
+        while len(buffer) - at >= _HEAD_SIZE:
+            end = at + _HEAD_SIZE + int.from_bytes(buffer[at : at + 3], "big")
+            if end > len(buffer):
+                break
+            if buffer[at + 3] == _GOAWAY:
+                # h2 takes nothing more behind it, though calls go on to their end.
+                last, code = struct.unpack_from(">II", buffer, at + _HEAD_SIZE)
+                self._goes_away(last, code, buffer[at + _HEAD_SIZE + 8 : end])
+            else:
+                for event in self._h2.receive_data(buffer[at:end]):
+                    self._event(event)
+            at = end
+        self._buffer = buffer[at:]
+        self._flush()
+        if self.private and not (self._calls or self.waiting):
+            self.cut = True
+            self.client.busy[self] = None
+        elif self.ends and not self._calls and self.scheduler.chance.random() < 0.5:
+            self._over()
+
+    def _event(self, event: Any) -> None:
+        if isinstance(event, h2.events.WindowUpdated | h2.events.RemoteSettingsChanged):
+            for each in list(self._calls.values()):
+                if each.unsent:
+                    self._pump(each)
+            return
+        number = getattr(event, "stream_id", None)
+        call = self._calls.get(number) if number else None
+        if isinstance(event, h2.events.DataReceived):
+            self._h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            if call is not None:
+                self._take(call, event.data)
+        elif call is None:
+            return
+        elif isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
+            call.trailers.update(dict(event.headers))  # type: ignore[arg-type]
+        elif isinstance(event, h2.events.StreamEnded):
+            self._forget(call)
+            if call.received:
+                self.scheduler.defect(f"{self} ends a call in the middle of an answer")
+            self._ended(call, NAMES[int(call.trailers["grpc-status"])], unquote(call.trailers.get("grpc-message", "")))
+        elif isinstance(event, h2.events.StreamReset):
+            self._forget(call)
+            if event.error_code == _REFUSED_STREAM:
+                self._ended(call, "REFUSED", "")
+            else:
+                self.scheduler.defect(f"{self} resets a call with error {event.error_code}: {call}")
+
+    def _take(self, call: Call, data: bytes) -> None:
+        received = call.received
+        received += data
+        while len(received) >= _PREFIX_SIZE:
+            end = _PREFIX_SIZE + int.from_bytes(received[1:_PREFIX_SIZE], "big")
+            if end > len(received):
+                return
+            content = bytes(received[_PREFIX_SIZE:end])
+            del received[:end]
+            if call.path == _STREAM:
+                self._answered(call, grpc_service_pb2.ModelStreamInferResponse.FromString(content))
+            elif call.path == _WATCH:
+                call.serving = health_pb2.HealthCheckResponse.FromString(content).status == _SERVING
+                self.scheduler.tell(f"{self} is told that the daemon {'serves' if call.serving else 'does not serve'}")
+            else:
+                call.messages.append(content)
+
+    def _answered(self, call: Call, answer: Any) -> None:
+        if not call.asked:
+            self.scheduler.defect(f"{self} brings an answer that nobody asked for: {answer}")
+            return
+        ask = call.asked.popleft()
+        assert isinstance(ask, Ask)
+        if answer.infer_response.id != str(ask.number):
+            self.scheduler.defect(f"{ask} got the answer of request {answer.infer_response.id!r}")
+        if answer.error_message:
+            self.clients.judge_error(ask, "", answer.error_message)
+        else:
+            self._judge(ask, answer.infer_response)
+
+    def _judge(self, ask: Ask, answer: Any) -> None:
+        raws = zip(answer.outputs, answer.raw_output_contents, strict=True)
+        values = {output.name: np.frombuffer(content, np.int64) for output, content in raws}
+        self.clients.judge(ask, [values[name] for name in outputs_of(ask)])
+
+    def _ended(self, call: Call, code: str, message: str) -> None:
+        """Judges the end of a call."""
+        if call.path == _WATCH:
+            if not (self.clients.stopped_ns and code == "OK") or call.serving:
+                self.scheduler.defect(f"a watch over {self} ends, told last {call.serving}: {code}: {message}")
+            return
+        if code == "OK" and call.path == _STREAM:
+            if call.asked or not call.half_closed:
+                self.scheduler.defect(f"a stream over {self} ends with requests that have no answer: {call.asked}")
+            return
+        if code == "OK":
+            item = call.asked.popleft()
+            if len(call.messages) != 1:
+                self.scheduler.defect(f"{item} got {len(call.messages)} messages")
+            elif isinstance(item, Change):
+                self.clients.change_ended(item, "")
+            else:
+                answer = grpc_service_pb2.ModelInferResponse.FromString(call.messages[0])
+                if answer.id != str(item.number):
+                    self.scheduler.defect(f"{item} got the answer of request {answer.id!r}")
+                self._judge(item, answer)
+            return
+        slow = self.clients.was_slow(self) and any(said in message for said in _TOO_SLOW)
+        for item in call.asked:
+            if slow and item.sent_ns:
+                # Those of a stream that had come before are given up with it.
+                self.clients.left(item)
+            elif code == "REFUSED" or slow or (message == "the server is stopping" and self.refused_now(item)):
+                self.clients.not_taken(item, message)
+            elif isinstance(item, Change):
+                self.clients.change_ended(item, message or "?")
+            else:
+                self.clients.judge_error(item, code, message)
+
+    # ----------------------------------------------------------------------------------------------------------- the end
+
+    def _goes_away(self, last: int, code: int, reason: bytes) -> None:
+        self.ends = True
+        if code:
+            self._is_blamed = self.clients.was_slow(self)
+            if not self._is_blamed:
+                self.scheduler.defect(f"{self} is ended with error {code}: {reason.decode()}")
+        for call in [call for call in self._calls.values() if call.stream > last]:
+            self._forget(call)
+            for item in call.asked:
+                self.clients.not_taken(item, "its call was not looked at")
+        waiting, self.waiting = self.waiting, deque()
+        for item in waiting:
+            self.clients.ask_again(item)
+
+    def lost(self) -> None:
+        for item in list(self.unanswered()):
+            if self._is_blamed or self.clients.cut:
+                self.clients.left(item)
+            elif self.refused_now(item):
+                self.clients.not_taken(item, "its connection has ended")
+            else:
+                self.scheduler.defect(f"{self} is closed, and {item} has no answer")
+                return
+        if self.watched() and not (self.clients.stopped_ns or self._is_blamed or self.slept_ns > 9 * SECOND):
+            self.scheduler.defect(f"{self} is closed while its client watches the daemon's health")
+
+
+def _request(ask: Ask) -> Any:
+    request = grpc_service_pb2.ModelInferRequest(model_name=ask.model, id=str(ask.number))
+    shape = [1, 1] if ask.step else [ask.size]
+    tensor = request.inputs.add(name="x", datatype="INT64", shape=shape)
+    if ask.number % 3 or ask.size > 1000:
+        request.raw_input_contents.append(np.full(ask.size, ask.input, np.int64).tobytes())
+    else:
+        tensor.contents.int64_contents.extend([ask.input] * ask.size)
+    if ask.step is not None:
+        request.parameters["sequence_id"].int64_param = ask.step.run.number
+        request.parameters["sequence_start"].bool_param = ask.step.start
+        request.parameters["sequence_end"].bool_param = ask.step.end
+    return request
