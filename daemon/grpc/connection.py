@@ -282,16 +282,20 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def announce_end(self) -> None:
-        """Tells the client by GOAWAY to open no more streams. A connection whose preface has not come is closed."""
-        if self.http2.phase is ConnectionPhase.OPENING:
-            self.abort()
-        elif self.http2.phase is ConnectionPhase.OPEN:
+        """Tells the client by GOAWAY to open no more streams. Does nothing before the client's preface has come."""
+        if self.http2.phase is ConnectionPhase.OPEN:
             self._ending_at = self.loop.time()
             self.http2.announce_end()
 
     def stop(self) -> None:
-        """Ends the connection because the server stops. New streams are refused. Open streams end once they are answered."""
-        self.http2.stop(self.loop.time())
+        """Ends the connection because the server stops. New streams are refused. Open streams end once they are answered.
+
+        A connection whose preface has not come is closed.
+        """
+        if self.http2.phase is ConnectionPhase.OPENING:
+            self.abort()
+        else:
+            self.http2.stop(self.loop.time())
 
     def make_room(self) -> None:
         """Ends this idle connection, so that a new connection can be accepted."""

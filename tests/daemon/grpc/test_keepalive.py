@@ -77,3 +77,16 @@ def test_without_calls() -> None:
 
     connection(OPTIONS, False, ordinary)
     connection(Grpc(keepalive_time=100.0, keepalive_permit_without_calls=True), False, permitted)
+
+
+def test_a_preface_may_come_until_the_last_call_of_a_stop() -> None:
+    """A connection that was accepted just before is not closed with the first look of a front that stops."""
+
+    def test(made: Http2Connection, transport: Mock) -> None:
+        made.http2.phase = ConnectionPhase.OPENING
+        made.announce_end()
+        assert not transport.abort.called
+        made.stop()
+        assert (made.http2.phase, transport.abort.called) == (ConnectionPhase.CLOSED, True)
+
+    connection(OPTIONS, False, test)
