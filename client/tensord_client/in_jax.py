@@ -1,6 +1,6 @@
 """Calls a served model from inside a program that JAX compiles: the program calls back to the host, which sends the requests.
 
-    jitted program ─▶ the primitive ``served`` ─▶ pure_callback ─▶ Model.submit, once or often ─▶ outputs
+    jitted program ─▶ the primitive ``served`` ─▶ XLA's callback ─▶ Model, once or often ─▶ outputs, which XLA copies
 
 Axes that ``vmap`` adds become rows of a model with a batch dimension; without one each element is sent as a request. JAX
 differentiates the primitive by these rules, which ask the derivatives of the model (``tensord_client.common.derivatives``):
@@ -48,8 +48,8 @@ def jax(
       shapes: the shapes of outputs by output name, without axes that ``vmap`` adds. Give the shape of each output that is BYTES,
         or that has an axis of variable size besides the batch axis.
     Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
-      shape is not known, or if it is differentiated and the model has no such derivative. When the compiled program runs, it
-      raises the server's errors.
+      shape is not known, or if it is differentiated and the model has no such derivative. While the compiled program runs, an
+      error of the server becomes one of JAX (JaxRuntimeError, or ValueError from the second run on) that has its text.
     """
     import jax as library
 
@@ -138,36 +138,71 @@ class _ServedModel:
     def rows(self, outer: tuple[int, ...]) -> int:
         return len(outer) + bool(self.model.max_batch_size and not self.lifted)
 
-    def __call__(self, given: Mapping[str, Array], wanted: Sequence[_Output], outer: tuple[int, ...]) -> list[Array]:
-        model, names, lead = self.model, [output.name for output in wanted], self.rows(outer)
+
+class _Asking:
+    """Asks a served model what a compiled program wants of it. Each run of the program calls it with its arrays."""
+
+    def __init__(
+        self, served: _ServedModel, given: Sequence[str], wanted: Sequence[_Output], outer: tuple[int, ...]
+    ) -> None:
+        """Looks up the model. Sends nothing.
+
+        Args:
+          given: the inputs' names, in the order of the arrays.
+          wanted: the outputs to return, in this order.
+          outer: the sizes of the axes that ``vmap`` added.
+        """
+        self._model = model = served.model
         known = {tensor.name: tensor for tensor in model.inputs}
-        full = {name: np.broadcast_to(array, (*outer, *array.shape[len(outer) :])) for name, array in given.items()}
-        inputs = {name: _in_datatype(known.get(name), array) for name, array in full.items()}
-        size = model.max_batch_size
-        if lead == bool(size):
-            found: Mapping[str, Array] = model(inputs, outputs=names)
-        else:
-            shape = next(iter(inputs.values())).shape[:lead]
-            count = math.prod(shape)
-            flattened = {name: array.reshape((count, *array.shape[lead:])) for name, array in inputs.items()}
-            parts: list[Any] = [slice(at, at + size) for at in range(0, count, size)] if size else [*range(count)]
-            *others, own = [{name: array[part] for name, array in flattened.items()} for part in parts]
-            sent = [model.submit(each, outputs=names) for each in others]
-            # This thread reads the answer to its own request, which costs less than a future.
-            found = model(own, outputs=names)
-            if sent or not size:
-                answers = [*(each.result() for each in sent), found]
-                found = {
-                    name: (np.concatenate if size else np.stack)([each[name] for each in answers]) for name in names
-                }
-            found = {name: array.reshape((*shape, *array.shape[1:])) for name, array in found.items()}
-        return [np.asarray(found[output.name]).astype(output.dtype, copy=False) for output in wanted]
+        self._given = [(name, known.get(name)) for name in given]
+        self._wanted = [(output.name, np.dtype(output.dtype)) for output in wanted]
+        names = [output.name for output in wanted]
+        # A request for all outputs is the one that costs least.
+        self._outputs = () if {*names} == {tensor.name for tensor in model.outputs} else names
+        self._outer = outer
+        self._lead = served.rows(outer)
+
+    def __call__(self, *arrays: Array) -> list[Array]:
+        """Returns the outputs, which may be views of the server's memory. Does not use the arrays after its return."""
+        outer, inputs = self._outer, dict[str, Array]()
+        for (name, tensor), array in zip(self._given, arrays):
+            array = np.asarray(array)
+            if array.shape[: len(outer)] != outer:
+                array = np.broadcast_to(array, (*outer, *array.shape[len(outer) :]))
+            inputs[name] = _in_datatype(tensor, array)
+        model, size = self._model, self._model.max_batch_size
+        parts = self._lead != bool(size)
+        found: Mapping[str, Array] = self._in_parts(inputs) if parts else model(inputs, outputs=self._outputs)
+        return [np.asarray(found[name]).astype(dtype, copy=False) for name, dtype in self._wanted]
+
+    def _in_parts(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Asks for rows, at most ``max_batch_size`` in a request. Without a batch dimension a request is for one element."""
+        model, size, lead, outputs = self._model, self._model.max_batch_size, self._lead, self._outputs
+        shape = next(iter(inputs.values())).shape[:lead]
+        count = math.prod(shape)
+        flattened = {name: array.reshape((count, *array.shape[lead:])) for name, array in inputs.items()}
+        parts: list[Any] = [slice(at, at + size) for at in range(0, count, size)] if size else [*range(count)]
+        *others, own = [{name: array[part] for name, array in flattened.items()} for part in parts]
+        sent = [model.submit(each, outputs=outputs) for each in others]
+        # This thread reads the answer to its own request, which costs less than a future.
+        found: Mapping[str, Array] = model(own, outputs=outputs)
+        if sent or not size:
+            answers = [*(each.result() for each in sent), found]
+            found = {name: (np.concatenate if size else np.stack)([each[name] for each in answers]) for name in found}
+        return {name: array.reshape((*shape, *array.shape[1:])) for name, array in found.items()}
 
 
 def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
     if tensor is None or getattr(value, "dtype", None) == tensor.dtype:
         return value
     return cast(tensor.name, value, tensor.datatype)
+
+
+def _varies(value: Any) -> bool:
+    """Returns whether JAX notes of ``value``, inside of its ``shard_map``, that it is another one on each device."""
+    aval = getattr(value, "aval", None)
+    # Before JAX 0.10 the former attribute.
+    return bool(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", None))
 
 
 @functools.cache
@@ -183,16 +218,29 @@ def _primitive() -> Any:
     served.multiple_results = True
     lax = library.numpy
 
-    def run(*arrays: Any, asked: _ServedModel, names: Any, linear: Any, gradients: Any, wanted: Any, outer: Any) -> Any:
-        # The derivative has to be there before the program runs.
-        bool(asked.model)
-        made = [library.ShapeDtypeStruct((*outer, *output.shape), output.dtype) for output in wanted]
+    def lowered(
+        ctx: Any, *arrays: Any, asked: _ServedModel, names: Any, linear: Any, gradients: Any, wanted: Any, outer: Any
+    ) -> Any:
         given = (*names, *linear)
+        ask, arrays, avals = _Asking(asked, given, wanted, outer), arrays[: len(given)], ctx.avals_in[: len(given)]
+        ctx, devices = ctx.replace(avals_in=avals), ctx.module_context.axis_context
+        if isinstance(devices, mlir.ShardingContext) and devices.num_devices == 1:
+            # This is what pure_callback does, but for arrays of JAX that it makes of all inputs: they take longer than a request.
+            return mlir.emit_python_callback(ctx, ask, None, arrays, avals, ctx.avals_out, has_side_effect=False)[0]
 
-        def ask(*arrays: Array) -> list[Array]:
-            return asked(dict(zip(given, arrays)), wanted, outer)
+        def placed(*arrays: Any) -> Any:
+            # It knows on which of the devices to ask. Of there its outputs are, and JAX refuses the next program what this one
+            # leaves so; behind the barrier they are on all devices.
+            return library.lax.optimization_barrier(library.pure_callback(ask, ctx.avals_out, *arrays))
 
-        return library.pure_callback(ask, made, *arrays[: len(given)], vmap_method="sequential")
+        return mlir.lower_fun(placed, multiple_results=True)(ctx, *arrays)
+
+    compiled = library.jit(served.bind, static_argnames=("asked", "names", "linear", "gradients", "wanted", "outer"))
+
+    def run(*arrays: Any, **others: Any) -> Any:
+        # Outside of jax.jit: compiled by itself, once.
+        with library.disable_jit(False):
+            return compiled(*arrays, **others)
 
     def shaped(*_: Any, wanted: Any, outer: Any, **others: Any) -> Any:
         return [library.core.ShapedArray((*outer, *output.shape), np.dtype(output.dtype)) for output in wanted]
@@ -206,6 +254,8 @@ def _primitive() -> Any:
 
     def differentiated(primals: Any, tangents: Any, *, asked: _ServedModel, **others: Any) -> Any:
         names, linear, wanted, outer = (others[name] for name in ("names", "linear", "wanted", "outer"))
+        if any(map(_varies, primals)):
+            raise InvalidArgument("inside of jax.shard_map a served model is differentiated only with check_vma=False")
         every, prefix = (*names, *linear), asked.names.tangent
         known = {tensor.name for tensor in asked.model.inputs if tensor.datatype in FLOATING}
         floating = [at for at, name in enumerate(every) if name in known]
@@ -302,7 +352,7 @@ def _primitive() -> Any:
 
     served.def_impl(run)
     served.def_abstract_eval(shaped)
-    mlir.register_lowering(served, mlir.lower_fun(run, multiple_results=True))
+    mlir.register_lowering(served, lowered)
     batching.primitive_batchers[served] = batched
     ad.primitive_jvps[served] = differentiated
     ad.primitive_transposes[served] = transposed
