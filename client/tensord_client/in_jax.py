@@ -45,11 +45,12 @@ def jax(
     It can be differentiated, forwards and in reverse, as far as the model has derivatives.
 
     Args:
-      shapes: the shapes of outputs by output name, without axes that ``vmap`` adds. Give the shape of each output that is BYTES,
-        or that has an axis of variable size besides the batch axis.
+      shapes: the shapes of outputs by output name, without axes that ``vmap`` adds. Give the shape of each output that has an
+        axis of variable size besides the batch axis.
     Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
-      shape is not known, or if it is differentiated and the model has no such derivative. While the compiled program runs, an
-      error of the server becomes one of JAX (JaxRuntimeError, or ValueError from the second run on) that has its text.
+      shape is not known, if a tensor is BYTES, or if it is differentiated and the model has no such derivative. While the
+      compiled program runs, an error of the server becomes one of JAX with the same text: JaxRuntimeError, or ValueError from
+      the second run on.
     """
     import jax as library
 
@@ -60,6 +61,8 @@ def jax(
         if any(isinstance(leaf, library.Array) for leaf in library.tree_util.tree_leaves(value)):
             # Perhaps only the running program knows its values: it is cast to the input's datatype on the host.
             return library.numpy.asarray(value)
+        if name in inputs:
+            _check_held("input", inputs[name])
         value = _in_datatype(inputs.get(name), value)
         made = library.numpy.asarray(value)
         # Without jax_enable_x64 64 bits have become 32.
@@ -88,14 +91,20 @@ def jax(
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Returns an output's shape: from ``known``, else as declared with batch size ``rows`` (0: no batch dimension)."""
+    _check_held("output", tensor)
     if tensor.name in known:
         return tuple(known[tensor.name])
     shape = (rows, *tensor.shape[1:]) if rows else tensor.shape
-    if -1 in shape or tensor.datatype == "BYTES":
+    if -1 in shape:
         raise InvalidArgument(
             f"output '{tensor.name}' is {tensor.datatype}{list(tensor.shape)}: a program needs its shape, give it by shapes="
         )
     return shape
+
+
+def _check_held(what: str, tensor: Tensor) -> None:
+    if tensor.datatype == "BYTES":
+        raise InvalidArgument(f"{what} '{tensor.name}' is BYTES, of which JAX has no arrays")
 
 
 class _Output(NamedTuple):

@@ -142,6 +142,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "large",
         applying('return {"y": inputs["x"] + jnp.zeros((1 << 16, 1))}', "x FP32[1]", "y FP32[65536,1]"),
     )
+    write_model(
+        repository,
+        "words",
+        applying(
+            'return {"y": inputs["x"], "t": inputs["t"]}',
+            "x FP32[1], t BYTES[1]",
+            "y FP32[1], t BYTES[1]",
+            more="host = True",
+        ),
+    )
     return repository
 
 
@@ -248,6 +258,14 @@ def test_every_kind_of_array(client: tensord_client.Client, how: str) -> None:
     for name, array in wanted.items():
         assert got[f"{name}o"].dtype == array.dtype
         np.testing.assert_array_equal(got[f"{name}o"], array)
+
+
+def test_texts_are_refused(client: tensord_client.Client) -> None:
+    words = tensord_client.jax(client.model("words"), shapes={"t": (1,)})
+    with pytest.raises(tensord_client.InvalidArgument, match="input 't' is BYTES, of which JAX has no arrays"):
+        jax.jit(lambda x: words({"x": x, "t": ["a"]}))(jnp.ones(1))
+    with pytest.raises(tensord_client.InvalidArgument, match="output 't' is BYTES, of which JAX has no arrays"):
+        jax.jit(lambda x: words({"x": x}))(jnp.ones(1))
 
 
 def test_no_row(client: tensord_client.Client) -> None:
