@@ -182,6 +182,20 @@ def test_jit_and_scan(client: tensord_client.Client) -> None:
     assert sums.shape == (3,)
 
 
+def test_several_calls_in_one_program(client: tensord_client.Client) -> None:
+    """JAX lowers equal calls once: each has its own inputs all the same, and its own model."""
+    scale, again = (tensord_client.jax(client.model("scale")) for _ in range(2))
+    total = tensord_client.jax(client.model("total"))
+
+    @jax.jit
+    def program(x: jax.Array) -> list[jax.Array]:
+        return [each({"x": factor * x})["y"] for each in (scale, total, again) for factor in (1, 2)]
+
+    x = np.ones((2, 4), np.float32)
+    for got, right in zip(program(x), (4, 7, 4, 16, 4, 7), strict=True):
+        np.testing.assert_array_equal(got, np.full(got.shape, right))
+
+
 def test_vmap_goes_into_the_batch(client: tensord_client.Client) -> None:
     """A batch that is larger than one request may be is split: the model has batches of eight."""
     scale = tensord_client.jax(client.model("scale"))
