@@ -208,9 +208,9 @@ def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
 
 
 def _varies(value: Any) -> bool:
-    """Returns whether JAX notes of ``value``, inside of its ``shard_map``, that it is another one on each device."""
+    """Returns whether ``value`` is in a ``jax.shard_map`` that has noted that the devices have different values."""
     aval = getattr(value, "aval", None)
-    # Before JAX 0.10 the former attribute.
+    # ``vma`` is of JAX before 0.10.
     return bool(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", None))
 
 
@@ -234,12 +234,12 @@ def _primitive() -> Any:
         ask, arrays, avals = _Asking(asked, given, wanted, outer), arrays[: len(given)], ctx.avals_in[: len(given)]
         ctx, devices = ctx.replace(avals_in=avals), ctx.module_context.axis_context
         if isinstance(devices, mlir.ShardingContext) and devices.num_devices == 1:
-            # This is what pure_callback does, but for arrays of JAX that it makes of all inputs: they take longer than a request.
+            # pure_callback does the same, but makes arrays of JAX of all inputs, which takes longer than a request.
             return mlir.emit_python_callback(ctx, ask, None, arrays, avals, ctx.avals_out, has_side_effect=False)[0]
 
         def placed(*arrays: Any) -> Any:
-            # It knows on which of the devices to ask. Of there its outputs are, and JAX refuses the next program what this one
-            # leaves so; behind the barrier they are on all devices.
+            # pure_callback knows on which of the devices to ask. Its outputs are on that device alone, and JAX cannot use what a
+            # program returns so. Behind the barrier they are on all devices.
             return library.lax.optimization_barrier(library.pure_callback(ask, ctx.avals_out, *arrays))
 
         return mlir.lower_fun(placed, multiple_results=True)(ctx, *arrays)
