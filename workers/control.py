@@ -178,6 +178,7 @@ class Control:
                 try:
                     outcome = joined(outcome, self._models)
                 except ServingError as error:
+                    outcome.imports.forget()
                     outcome = error
             running = self._running[key]
             running.popleft()
