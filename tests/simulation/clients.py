@@ -311,8 +311,10 @@ class Clients:
     def _was_troubled(self, ask: Ask) -> bool:
         """Returns whether a worker was missing, or somebody did not run, for some of the time in which the request waited."""
         since_ns = ask.begun_ns - int(WORKER_WAIT * SECOND)
-        return any(at >= since_ns for at in (*self.history.deaths[-1:], self.history.trouble_ns)) or any(
-            process.stopped for process in self.scheduler.processes
+        return (
+            any(at >= since_ns for at in (*self.history.deaths[-1:], self.history.trouble_ns))
+            or any(process.stopped for process in self.scheduler.processes)
+            or self.history.lacked(since_ns)
         )
 
     def _is_up(self, ask: Ask) -> bool:
@@ -331,6 +333,7 @@ class Clients:
             or (code == "UNAVAILABLE" and "cannot be served now" in message and deaths >= 2)
             or (code == "INTERNAL" and "was given up" in message and deaths - ask.deaths >= 2)
             or (code == "UNAVAILABLE" and "is draining" in message and self.history.drained)
+            or (code == "UNAVAILABLE" and self.history.lacked_for(message, ask.begun_ns))
             or self.refused
         )
         if ask.way:
@@ -370,7 +373,7 @@ class Clients:
             "unload": UnloadModel(change.model),
             "push": PushParameters(change.model, 0, MAIN_SET, MemorySource(len(content)), move_sequences=change.moves),
         }[change.kind]
-        memory = _sealed(content) if change.kind == "push" else -1
+        memory = self.scheduler.given(lambda: _sealed(content)) if change.kind == "push" else -1
         front = change.front.front
         try:
             if front is None or front.endpoints is None:
