@@ -52,7 +52,7 @@ from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
 from tensord.daemon.processes.notify import Notifier
-from tensord.daemon.processes.process_slots import ProcessSlots
+from tensord.daemon.processes.process_slots import ProcessSlots, retried
 from tensord.daemon.processes.shutdown import DaemonPhase, Shutdown
 from tensord.daemon.processes.spawned import WORKER, Spawned
 from tensord.daemon.processes.watchdog import Watchdog
@@ -282,22 +282,31 @@ class Supervisor:
         for worker in self.workers.ready():
             # One that has not joined opens lanes to all fronts when it does.
             if worker.joined:
-                self._open_lane(front, worker)
+                self._connect(front, worker)
         for place in self._regions.places():
             front.send(place)
         for state in self.models.states():
             front.send(state)
-        for record, *fds in self._trace_settings.records():
-            front.send(record, *fds)
+        retried("trace settings cannot be sent", self._tell_traces, front)
         if self.drain.refuses:
             front.send(RequestsRefused(True))
 
+    def _connect(self, front: FrontProcess, worker: WorkerProcess) -> None:
+        retried(f"{front.name} gets no lane to {worker.name} yet", self._open_lane, front, worker)
+
     def _open_lane(self, front: FrontProcess, worker: WorkerProcess) -> None:
+        if not (front.alive and worker.alive):
+            return
         ours, theirs = pair()
         with ours, theirs:
             pages = [page.fd for page in (worker.page, worker.sequences) if page is not None]
-            front.send(LaneOpened(worker.incarnation, worker.device), ours.fileno(), *pages)
+            # The worker's end first: if the front gets none, the lane ends there, and nothing was on it.
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
+            front.send(LaneOpened(worker.incarnation, worker.device), ours.fileno(), *pages)
+
+    def _tell_traces(self, child: Child) -> None:
+        for record, *fds in self._trace_settings.records():
+            child.send(record, *fds)
 
     async def _join(self, worker: WorkerProcess) -> None:
         # Regions come first, so that no request can use a region that the worker lacks.
@@ -306,10 +315,8 @@ class Supervisor:
             return
         worker.joined = True
         for front in self.fronts:
-            if front.alive:
-                self._open_lane(front, worker)
-        for record, *fds in self._trace_settings.records():
-            worker.send(record, *fds)
+            self._connect(front, worker)
+        retried("trace settings cannot be sent", self._tell_traces, worker)
         self.models.worker_joined(worker.incarnation, worker.device)
 
     async def _become_ready(self, outcomes: list[asyncio.Future[str]]) -> None:
@@ -380,6 +387,9 @@ class Supervisor:
     def _front_said(self, front: FrontProcess, record: Record, fds: list[int]) -> None:
         if isinstance(record, ControlCall):
             self._tasks.spawn(self._answer(front, record, fds))
+        elif isinstance(record, LaneClosed):
+            if (worker := self.workers.by_incarnation.get(record.peer)) is not None:
+                asyncio.get_running_loop().call_later(descriptors.AGAIN_SECONDS, self._connect, front, worker)
         else:
             self._child_said(record)
 

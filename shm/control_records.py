@@ -7,7 +7,7 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 WorkerFenced ModelState ModelGone        StateAcknowledged
                 Readiness RegionPlace Reply              Reply TracesEnded
                 StatePublished LogChanged
-                TraceChanged TraceCleared
+                TraceChanged TraceCleared                LaneClosed
                 ControlCall RequestsRefused
 
                 supervisor --> worker                    worker --> supervisor
@@ -183,10 +183,11 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
 
 class LaneClosed(Record, frozen=True, tag="unlane"):
-    """Says that a client's lane ends. ``peer`` is the lane's number.
+    """Says that a lane ends. ``peer`` is the number of a client's lane, or of the worker's process if a front sends the record.
 
     The supervisor sends this record to a worker when the client does not need the lane any more. A worker sends this record
-    to the supervisor when a client's lane has ended.
+    to the supervisor when a client's lane has ended. A front sends it if the front or the worker could not open the lane between
+    them; the supervisor then opens another.
     """
 
     peer: int
@@ -400,7 +401,7 @@ class Reply(Record, frozen=True, tag="reply"):
 _ToChild = Start | Stop | LogChanged | TraceChanged | TraceCleared | LaneOpened | ControlCall | Reply
 _Published = WorkerFenced | ModelState | ModelGone | Readiness | RegionPlace | StatePublished
 ToFront = _ToChild | _Published | Serve | RequestsRefused
-FromFront = ChildReady | StateAcknowledged | ControlCall | Reply | TracesEnded
+FromFront = ChildReady | StateAcknowledged | ControlCall | Reply | TracesEnded | LaneClosed
 ToWorkerControl = _ToChild | LaneClosed | Load | CancelLoad | Unload
 FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed | TracesEnded
 

@@ -16,6 +16,8 @@ from tensord.shm.errors import Unavailable
 
 #: Descriptors kept for requests and connections; at most a quarter of the limit.
 _RESERVE = 256
+#: Seconds until what lacked a descriptor is tried again.
+AGAIN_SECONDS = 1.0
 
 
 def limit() -> int:
@@ -51,6 +53,16 @@ def check_reserve(fd: int, what: str) -> None:
         )
 
 
+def none_left(who: str) -> Unavailable:
+    """Makes the error for an operation that needs a descriptor. ``who`` has none left, such as "a worker"."""
+    return Unavailable(f"{who} has as many files open as it may, {limit()}")
+
+
+def lacked(error: BaseException | str) -> bool:
+    """Returns whether an error, or its text, says that this process, or one that it asked, could open no more files."""
+    return any(text in str(error) for text in ("open as it may", os.strerror(errno.EMFILE)))
+
+
 @contextlib.contextmanager
 def needed(what: str) -> Iterator[None]:
     """Converts an OSError in the ``with`` block to Unavailable if no more files can be opened.
@@ -62,6 +74,4 @@ def needed(what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        raise Unavailable(
-            f"no file can be opened for {what}: the server has as many open as it may, {limit()}"
-        ) from error
+        raise none_left(f"no file can be opened for {what}: the server") from error

@@ -92,8 +92,9 @@ class LaneEnd:
         #: The channel of the lane. Records that are queued on it are sent by the next ``flush``.
         self.channel = channel
         channel.send(WireVersion(WIRE_VERSION))
-        #: True once the other end has said that it speaks the same version of the wire.
-        self._agreed = False
+        #: True once the other end has said that it speaks the same version of the wire. If the lane ends before that, the other
+        #: end did not take it, and has read nothing.
+        self.agreed = False
         #: True while an answer of the lane itself to what was received waits for a flush.
         self.unsaid = False
         #: Its descriptor, for epoll.
@@ -117,7 +118,7 @@ class LaneEnd:
         received = self.channel.receive()
         if received is None:
             return None
-        self._agreed = _agree(*received)
+        self.agreed = _agree(*received)
         return received if received[0] else self.channel.receive()
 
     def announce(self, segment: int) -> None:
@@ -263,7 +264,7 @@ class SubmitterLane(LaneEnd):
           or an answer has another number of tensors than its prepared part.
         """
         try:
-            received = self.channel.receive() if self._agreed else self._first()
+            received = self.channel.receive() if self.agreed else self._first()
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))
             return []
@@ -363,7 +364,7 @@ class WorkerLane(LaneEnd):
           another version, or ends a lease that does not exist.
         """
         try:
-            received = self.channel.receive() if self._agreed else self._first()
+            received = self.channel.receive() if self.agreed else self._first()
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))
             return []
@@ -384,8 +385,8 @@ class WorkerLane(LaneEnd):
         """
         try:
             records, fds = self.channel.read(content, fds, flags)
-            if not self._agreed:
-                self._agreed = _agree(records, fds)
+            if not self.agreed:
+                self.agreed = _agree(records, fds)
             return self._apply(records, fds)
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))

@@ -46,10 +46,10 @@ class Segment:
         self.view = view
 
     @classmethod
+    @descriptors.needed("another arena segment")
     def create(cls, byte_size: int) -> Segment:
         """Creates and maps a segment. Raises Unavailable if the host has no memory left or no more files may be opened."""
-        with descriptors.needed("another arena segment"):
-            fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, byte_size)
             mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)

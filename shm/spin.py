@@ -2,7 +2,8 @@
 
 Waking a process costs tens of microseconds, more in a virtual machine; a small request costs about as much. So both ends of a
 lane poll for the next record for a short time before they sleep, but only while records have lately followed each other within
-that time, and they yield the processor between two polls. An idle end, and one whose peer is slow, sleeps at once.
+that time, and they yield the processor between two polls. An idle end, and one whose peer is slow, sleeps at once. So does one
+whose last polls were in vain, for ever more waits: on a busy host whoever polls keeps the processor from whoever is to answer.
 
 The C part of a worker's loop uses it too, once for each wait (``workers/native/_fast_path.c``).
 """
@@ -12,19 +13,27 @@ from __future__ import annotations
 import os
 from time import monotonic_ns
 
+#: The most waits that would be worth a poll, and sleep after one in vain.
+_LONGEST_PAUSE = 63
+
 
 class Spin:
     """Decides whether a loop polls before it sleeps. It polls if its last wait was shorter than ``limit_ns``.
 
-    ``limit_ns`` is also the longest time to poll, in ns. If it is 0, the loop never polls.
+    ``limit_ns`` is also the longest time to poll, in ns. If it is 0, the loop never polls. After each poll in vain it sleeps in
+    more waits than after the one before, in at most 64, until a poll is not in vain.
     """
 
-    __slots__ = ("_limit_ns", "_since_ns", "_worth")
+    __slots__ = ("_limit_ns", "_pause", "_paused", "_polls", "_since_ns", "_worth")
 
     def __init__(self, limit_ns: int) -> None:
         self._limit_ns = limit_ns
         self._since_ns = 0
         self._worth = False
+        #: True: the wait that has begun polls.
+        self._polls = False
+        #: The waits to sleep in before the next poll, and those that there were since the last one.
+        self._pause = self._paused = 0
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
         """Starts a wait. Returns the time until which the caller should poll for a record, or 0 if the caller should sleep.
@@ -33,7 +42,11 @@ class Spin:
         After long work the result is 0.
         """
         self._since_ns = now_ns
-        return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0
+        self._polls = False
+        if self._worth and 2 * worked_ns <= self._limit_ns:
+            self._paused += 1
+            self._polls = self._paused > self._pause
+        return now_ns + self._limit_ns if self._polls else 0
 
     @staticmethod
     def give_way() -> int:
@@ -44,6 +57,9 @@ class Spin:
     def end(self, now_ns: int) -> None:
         """Stores how long the wait was that ends at ``now_ns``. Call it after each wait, even if no record came."""
         self._worth = now_ns - self._since_ns < self._limit_ns
+        if self._polls:
+            self._polls, self._paused = False, 0
+            self._pause = 0 if self._worth else min(2 * self._pause + 1, _LONGEST_PAUSE)
 
     def __repr__(self) -> str:
         return f"<Spin {self._limit_ns} ns, {'worth' if self._worth else 'not worth'} it>"

@@ -48,7 +48,7 @@ from tensord.shm.control_records import (
     Unloaded,
 )
 from tensord.shm.cuda_regions import DeviceLost
-from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from tensord.shm.figures import Figures
 from tensord.shm.operations import (
     AwaitRegion,
@@ -174,10 +174,15 @@ class Control:
             self._thread.do(lambda: load(serving), made)
 
         def made(outcome: LoadedModel | Exception) -> None:
+            if isinstance(outcome, Exception) and descriptors.lacked(outcome) and not cancellation.cancelled:
+                # Nothing is known of the model by that.
+                self._worker.load_waits(record, outcome, begin)
+                return
             if not isinstance(outcome, Exception) and outcome.ensemble is not None:
                 try:
                     outcome = joined(outcome, self._models)
                 except ServingError as error:
+                    outcome.imports.forget()
                     outcome = error
             running = self._running[key]
             running.popleft()
@@ -298,25 +303,26 @@ class Control:
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:
-            self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
+            reply = Reply(call_id, result=outcome)
+            try:
+                self._channel.put(reply, *(() if fd is None else (fd,)))
+            except OSError:
+                # Whoever asked knows a reply that has lost its descriptor.
+                self._channel.put(reply)
 
     def refuse(self, lost: DescriptorsLost) -> None:
         """Handles control records whose file descriptors were lost, because this process has too many files open.
 
-        A call gets the error Unavailable as its reply. A client's new lane is closed. Trace settings of one model are dropped:
-        the settings for all models then hold for that model. Raises InvalidArgument for any other record.
+        A call gets the error Unavailable as its reply. A new lane is closed; if it is a front's, the front gets another. By trace
+        settings that have lost their descriptors nothing is traced.
         """
         for record in lost.records:
-            if isinstance(record, LaneOpened) and record.client is not None:
-                self._channel.put(LaneClosed(record.peer))
-                continue
-            if isinstance(record, TraceChanged):
-                self._worker.lanes.trace(TraceCleared(record.model), [])
-                continue
-            if not isinstance(record, ControlCall):
-                raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open")
-            message = f"a worker has as many files open as it may, {descriptors.limit()}"
-            self._reply(record.call_id, Unavailable(message))
+            if isinstance(record, LaneOpened):
+                self._worker.lane_refused(record, descriptors.none_left("this process"))
+            elif isinstance(record, ControlCall):
+                self._reply(record.call_id, descriptors.none_left("a worker"))
+            else:
+                self.handle(record, [])
 
     def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
         found = self._models.find(operation.name, operation.version).loaded.is_ready_calls

@@ -20,7 +20,7 @@ import logging
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,11 +28,12 @@ import jax
 from tensord.config.options import Options
 from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost, new_buffer
-from tensord.shm.control_records import ChildReady, LaneClosed, LaneOpened
+from tensord.shm.control_records import ChildReady, LaneClosed, LaneOpened, Load
 from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import CLIENT_BYTE_SIZE, Instruction, WorkerLane
 from tensord.shm.messages import Cancel, EndSequence, Prepare, SegmentClosed, Taken, TraceContext
+from tensord.shm.seldom import Seldom
 from tensord.shm.status_page import LOOP_SLOT, SLOTS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
@@ -178,6 +179,7 @@ class Worker:
         self._supervised = True
         #: Lines about ended lanes of clients in the log: since when they are counted, how many, and how many were left out.
         self._window_ns = self._lines = self._left_out = 0
+        self._seldom = Seldom()
         #: True if the loop's current iteration has removed an unloaded model version.
         self._gone = False
         #: When the memory of unloaded versions is collected once more, CLOCK_MONOTONIC ns; 0: it is not.
@@ -431,14 +433,15 @@ class Worker:
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
         """Begins to receive requests from a front or a client on the lane ``sock``. ``peer``: the number of the front or client.
 
-        If a client's lane cannot be opened, logs the error, closes ``sock`` and tells the supervisor.
+        If that fails, ``sock`` is closed, as ``lane_refused`` says.
         """
         client = opened.client
-        if client is None:
-            self._open(SubmitterLink(peer, self._front_lane(sock), self._unflushed, protocol=opened.protocol or "http"))
-            return
         try:
-            with descriptors.needed("a client's lane"):
+            with descriptors.needed("a lane"):
+                if client is None:
+                    lane = self._front_lane(sock)
+                    self._open(SubmitterLink(peer, lane, self._unflushed, protocol=opened.protocol or "http"))
+                    return
                 descriptors.check_reserve(sock.fileno(), "a client's lane")
                 limits, name = client.limits, client.peer.owner
                 segments = LaneSegments(self._regions, limits)
@@ -451,10 +454,24 @@ class Worker:
                 self._clients[peer] = submitter
                 self._open(submitter)
         except (ServingError, OSError) as error:
-            _log.error("a client's lane was not opened: %s", error)
-            self._forget_client(peer)
             sock.close()
-            self._channel.put(LaneClosed(peer))
+            self.lane_refused(opened, error)
+
+    def lane_refused(self, opened: LaneOpened, error: Exception) -> None:
+        """Logs why a lane was not opened. Its submitter sees that it has ended. If that is a client, the supervisor is told."""
+        who = "client" if opened.client else "front"
+        if self._seldom.is_due(who):
+            _log.error("a lane of a %s was not opened: %s", who, error)
+        if opened.client is not None:
+            self._forget_client(opened.peer)
+            self._channel.put(LaneClosed(opened.peer))
+
+    def load_waits(self, load: Load, error: Exception, begin: Callable[[], None]) -> None:
+        """Begins a load again in a while, for which no descriptor was left."""
+        if self._seldom.is_due(load.name):
+            _log.error("loading model '%s' version %d has to wait: %s", load.name, load.version, error)
+        due_ns = time.monotonic_ns() + int(descriptors.AGAIN_SECONDS * 1e9)
+        self._dispatcher.agenda.put(lambda _: begin(), due_ns)
 
     def _front_lane(self, sock: socket.socket) -> WorkerLane:
         arenas, pinned = self._options.arenas, self._pinned

@@ -76,6 +76,8 @@ typedef struct {
     uint64_t limit, since, ended;
     /* 1 if the last wait was short enough. */
     int worth;
+    /* 1 if the wait that has begun polls; the waits to sleep in before the next poll, and those that there were since the last one. */
+    int polls, pause, paused;
     /* The receive timeout that the socket has. */
     long timeout_ms;
 } lock_t;

@@ -2,8 +2,8 @@
  *
  * Waking a process costs tens of microseconds, more in a virtual machine; a small request takes about as long. So who waits for an
  * answer polls for it, as the worker does for requests, and by the same rule (the daemon's shm/spin.py): for so long as the daemon
- * says at most, only if the last wait was shorter than that, and only after little work since. Between two looks others may have the
- * processor, and the interpreter.
+ * says at most, only if the last wait was shorter than that, only after little work since, and after polls in vain ever more seldom.
+ * Between two looks others may have the processor, and the interpreter.
  */
 
 #include "_lane.h"
@@ -14,6 +14,9 @@
 #include <structmember.h>
 #include <time.h>
 
+/* The most waits that would be worth a poll, and sleep after one in vain. */
+#define LONGEST_PAUSE 63
+
 uint64_t now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -23,12 +26,17 @@ uint64_t now_ns(void) {
 /* Begins a wait. Returns until when to poll; 0: not at all. */
 static uint64_t begin(lock_t *self, uint64_t now) {
     self->since = now;
-    return self->worth && 2 * (now - self->ended) <= self->limit ? now + self->limit : 0;
+    self->polls = self->worth && 2 * (now - self->ended) <= self->limit && ++self->paused > self->pause;
+    return self->polls ? now + self->limit : 0;
 }
 
 static void end(lock_t *self, uint64_t now) {
     self->ended = now;
     self->worth = now - self->since < self->limit;
+    if (self->polls) {
+        self->polls = self->paused = 0;
+        self->pause = self->worth ? 0 : self->pause < LONGEST_PAUSE ? 2 * self->pause + 1 : LONGEST_PAUSE;
+    }
 }
 
 static void poll_until(int fd, uint64_t until) {

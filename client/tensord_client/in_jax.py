@@ -1,6 +1,6 @@
 """Calls a served model from inside a program that JAX compiles: the program calls back to the host, which sends the requests.
 
-    jitted program ─▶ the primitive ``served`` ─▶ pure_callback ─▶ Model.submit, once or often ─▶ outputs
+    jitted program ─▶ the primitive ``served`` ─▶ XLA's callback ─▶ Model, once or often ─▶ outputs, which XLA copies
 
 Axes that ``vmap`` adds become rows of a model with a batch dimension; without one each element is sent as a request. JAX
 differentiates the primitive by these rules, which ask the derivatives of the model (``tensord_client.common.derivatives``):
@@ -45,11 +45,12 @@ def jax(
     It can be differentiated, forwards and in reverse, as far as the model has derivatives.
 
     Args:
-      shapes: the shapes of outputs by output name, without axes that ``vmap`` adds. Give the shape of each output that is BYTES,
-        or that has an axis of variable size besides the batch axis.
+      shapes: the shapes of outputs by output name, without axes that ``vmap`` adds. Give the shape of each output that has an
+        axis of variable size besides the batch axis.
     Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
-      shape is not known, or if it is differentiated and the model has no such derivative. When the compiled program runs, it
-      raises the server's errors.
+      shape is not known, if a tensor is BYTES, or if it is differentiated and the model has no such derivative. While the
+      compiled program runs, an error of the server becomes one of JAX with the same text: JaxRuntimeError, or ValueError from
+      the second run on.
     """
     import jax as library
 
@@ -60,6 +61,8 @@ def jax(
         if any(isinstance(leaf, library.Array) for leaf in library.tree_util.tree_leaves(value)):
             # Perhaps only the running program knows its values: it is cast to the input's datatype on the host.
             return library.numpy.asarray(value)
+        if name in inputs:
+            _check_held("input", inputs[name])
         value = _in_datatype(inputs.get(name), value)
         made = library.numpy.asarray(value)
         # Without jax_enable_x64 64 bits have become 32.
@@ -88,14 +91,20 @@ def jax(
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Returns an output's shape: from ``known``, else as declared with batch size ``rows`` (0: no batch dimension)."""
+    _check_held("output", tensor)
     if tensor.name in known:
         return tuple(known[tensor.name])
     shape = (rows, *tensor.shape[1:]) if rows else tensor.shape
-    if -1 in shape or tensor.datatype == "BYTES":
+    if -1 in shape:
         raise InvalidArgument(
             f"output '{tensor.name}' is {tensor.datatype}{list(tensor.shape)}: a program needs its shape, give it by shapes="
         )
     return shape
+
+
+def _check_held(what: str, tensor: Tensor) -> None:
+    if tensor.datatype == "BYTES":
+        raise InvalidArgument(f"{what} '{tensor.name}' is BYTES, of which JAX has no arrays")
 
 
 class _Output(NamedTuple):
@@ -138,36 +147,71 @@ class _ServedModel:
     def rows(self, outer: tuple[int, ...]) -> int:
         return len(outer) + bool(self.model.max_batch_size and not self.lifted)
 
-    def __call__(self, given: Mapping[str, Array], wanted: Sequence[_Output], outer: tuple[int, ...]) -> list[Array]:
-        model, names, lead = self.model, [output.name for output in wanted], self.rows(outer)
+
+class _Asking:
+    """Asks a served model what a compiled program wants of it. Each run of the program calls it with its arrays."""
+
+    def __init__(
+        self, served: _ServedModel, given: Sequence[str], wanted: Sequence[_Output], outer: tuple[int, ...]
+    ) -> None:
+        """Looks up the model. Sends nothing.
+
+        Args:
+          given: the inputs' names, in the order of the arrays.
+          wanted: the outputs to return, in this order.
+          outer: the sizes of the axes that ``vmap`` added.
+        """
+        self._model = model = served.model
         known = {tensor.name: tensor for tensor in model.inputs}
-        full = {name: np.broadcast_to(array, (*outer, *array.shape[len(outer) :])) for name, array in given.items()}
-        inputs = {name: _in_datatype(known.get(name), array) for name, array in full.items()}
-        size = model.max_batch_size
-        if lead == bool(size):
-            found: Mapping[str, Array] = model(inputs, outputs=names)
-        else:
-            shape = next(iter(inputs.values())).shape[:lead]
-            count = math.prod(shape)
-            flattened = {name: array.reshape((count, *array.shape[lead:])) for name, array in inputs.items()}
-            parts: list[Any] = [slice(at, at + size) for at in range(0, count, size)] if size else [*range(count)]
-            *others, own = [{name: array[part] for name, array in flattened.items()} for part in parts]
-            sent = [model.submit(each, outputs=names) for each in others]
-            # This thread reads the answer to its own request, which costs less than a future.
-            found = model(own, outputs=names)
-            if sent or not size:
-                answers = [*(each.result() for each in sent), found]
-                found = {
-                    name: (np.concatenate if size else np.stack)([each[name] for each in answers]) for name in names
-                }
-            found = {name: array.reshape((*shape, *array.shape[1:])) for name, array in found.items()}
-        return [np.asarray(found[output.name]).astype(output.dtype, copy=False) for output in wanted]
+        self._given = [(name, known.get(name)) for name in given]
+        self._wanted = [(output.name, np.dtype(output.dtype)) for output in wanted]
+        names = [output.name for output in wanted]
+        # A request for all outputs is the one that costs least.
+        self._outputs = () if {*names} == {tensor.name for tensor in model.outputs} else names
+        self._outer = outer
+        self._lead = served.rows(outer)
+
+    def __call__(self, *arrays: Array) -> list[Array]:
+        """Returns the outputs, which may be views of the server's memory. Does not use the arrays after its return."""
+        outer, inputs = self._outer, dict[str, Array]()
+        for (name, tensor), array in zip(self._given, arrays):
+            array = np.asarray(array)
+            if array.shape[: len(outer)] != outer:
+                array = np.broadcast_to(array, (*outer, *array.shape[len(outer) :]))
+            inputs[name] = _in_datatype(tensor, array)
+        model, size = self._model, self._model.max_batch_size
+        parts = self._lead != bool(size)
+        found: Mapping[str, Array] = self._in_parts(inputs) if parts else model(inputs, outputs=self._outputs)
+        return [np.asarray(found[name]).astype(dtype, copy=False) for name, dtype in self._wanted]
+
+    def _in_parts(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Asks for rows, at most ``max_batch_size`` in a request. Without a batch dimension a request is for one element."""
+        model, size, lead, outputs = self._model, self._model.max_batch_size, self._lead, self._outputs
+        shape = next(iter(inputs.values())).shape[:lead]
+        count = math.prod(shape)
+        flattened = {name: array.reshape((count, *array.shape[lead:])) for name, array in inputs.items()}
+        parts: list[Any] = [slice(at, at + size) for at in range(0, count, size)] if size else [*range(count)]
+        *others, own = [{name: array[part] for name, array in flattened.items()} for part in parts]
+        sent = [model.submit(each, outputs=outputs) for each in others]
+        # This thread reads the answer to its own request, which costs less than a future.
+        found: Mapping[str, Array] = model(own, outputs=outputs)
+        if sent or not size:
+            answers = [*(each.result() for each in sent), found]
+            found = {name: (np.concatenate if size else np.stack)([each[name] for each in answers]) for name in found}
+        return {name: array.reshape((*shape, *array.shape[1:])) for name, array in found.items()}
 
 
 def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
     if tensor is None or getattr(value, "dtype", None) == tensor.dtype:
         return value
     return cast(tensor.name, value, tensor.datatype)
+
+
+def _varies(value: Any) -> bool:
+    """Returns whether ``value`` is in a ``jax.shard_map`` that has noted that the devices have different values."""
+    aval = getattr(value, "aval", None)
+    # ``vma`` is of JAX before 0.10.
+    return bool(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", None))
 
 
 @functools.cache
@@ -183,16 +227,29 @@ def _primitive() -> Any:
     served.multiple_results = True
     lax = library.numpy
 
-    def run(*arrays: Any, asked: _ServedModel, names: Any, linear: Any, gradients: Any, wanted: Any, outer: Any) -> Any:
-        # The derivative has to be there before the program runs.
-        bool(asked.model)
-        made = [library.ShapeDtypeStruct((*outer, *output.shape), output.dtype) for output in wanted]
+    def lowered(
+        ctx: Any, *arrays: Any, asked: _ServedModel, names: Any, linear: Any, gradients: Any, wanted: Any, outer: Any
+    ) -> Any:
         given = (*names, *linear)
+        ask, arrays, avals = _Asking(asked, given, wanted, outer), arrays[: len(given)], ctx.avals_in[: len(given)]
+        ctx, devices = ctx.replace(avals_in=avals), ctx.module_context.axis_context
+        if isinstance(devices, mlir.ShardingContext) and devices.num_devices == 1:
+            # pure_callback does the same, but makes arrays of JAX of all inputs, which takes longer than a request.
+            return mlir.emit_python_callback(ctx, ask, None, arrays, avals, ctx.avals_out, has_side_effect=False)[0]
 
-        def ask(*arrays: Array) -> list[Array]:
-            return asked(dict(zip(given, arrays)), wanted, outer)
+        def placed(*arrays: Any) -> Any:
+            # pure_callback knows on which of the devices to ask. Its outputs are on that device alone, and JAX cannot use what a
+            # program returns so. Behind the barrier they are on all devices.
+            return library.lax.optimization_barrier(library.pure_callback(ask, ctx.avals_out, *arrays))
 
-        return library.pure_callback(ask, made, *arrays[: len(given)], vmap_method="sequential")
+        return mlir.lower_fun(placed, multiple_results=True)(ctx, *arrays)
+
+    compiled = library.jit(served.bind, static_argnames=("asked", "names", "linear", "gradients", "wanted", "outer"))
+
+    def run(*arrays: Any, **others: Any) -> Any:
+        # Outside of jax.jit: compiled by itself, once.
+        with library.disable_jit(False):
+            return compiled(*arrays, **others)
 
     def shaped(*_: Any, wanted: Any, outer: Any, **others: Any) -> Any:
         return [library.core.ShapedArray((*outer, *output.shape), np.dtype(output.dtype)) for output in wanted]
@@ -206,6 +263,8 @@ def _primitive() -> Any:
 
     def differentiated(primals: Any, tangents: Any, *, asked: _ServedModel, **others: Any) -> Any:
         names, linear, wanted, outer = (others[name] for name in ("names", "linear", "wanted", "outer"))
+        if any(map(_varies, primals)):
+            raise InvalidArgument("inside of jax.shard_map a served model is differentiated only with check_vma=False")
         every, prefix = (*names, *linear), asked.names.tangent
         known = {tensor.name for tensor in asked.model.inputs if tensor.datatype in FLOATING}
         floating = [at for at, name in enumerate(every) if name in known]
@@ -302,7 +361,7 @@ def _primitive() -> Any:
 
     served.def_impl(run)
     served.def_abstract_eval(shaped)
-    mlir.register_lowering(served, mlir.lower_fun(run, multiple_results=True))
+    mlir.register_lowering(served, lowered)
     batching.primitive_batchers[served] = batched
     ad.primitive_jvps[served] = differentiated
     ad.primitive_transposes[served] = transposed

@@ -27,7 +27,7 @@ from tensord_client.errors import (
     Unavailable,
 )
 from tensord_client.native import wire
-from tensord_client.worker_lane import ClientLane, OpenedModel
+from tensord_client.worker_lane import UNTAKEN, ClientLane, OpenedModel
 
 if TYPE_CHECKING:
     from tensord_client._lane import AnswerRecord
@@ -141,7 +141,9 @@ class LaneRequest(Submission, Pending[Answer]):
         reason: ServingError | None = error
         if self._connection.is_closed:
             reason = Cancelled(CLOSED)
-        elif not self._given_up:
+        elif not (self._given_up or (self._was_refused and error.message == UNTAKEN)):
+            # As after a worker's refusal, it is sent once more.
+            self._was_refused |= error.message == UNTAKEN
             known = self._connection.known(self.call)
             is_pure = known is not None and known.description.pure and not self.call.scheduling.sequence_id
             reason = self.after_end(error.message, left, is_pure)

@@ -50,6 +50,7 @@ from tensord.shm.operations import (
     UnregisterRegion,
 )
 from tensord.shm.regions import check_sealed, refused
+from tensord.shm.seldom import Seldom
 
 if TYPE_CHECKING:
     from tensord.daemon.operator.audit import Audit
@@ -102,6 +103,7 @@ class ClientSocket:
         self._restricted = "parameters" in restrictions.parse(options.http.restricted_api)
         self._listener: socket.socket | None = None
         self._clients: set[asyncio.Task[None]] = set()
+        self._seldom = Seldom()
         #: Owner -> when the log last said what was refused to it (seconds of the loop's clock).
         self._said: dict[str, float] = {}
 
@@ -178,7 +180,8 @@ class ClientSocket:
         except (BlockingIOError, ConnectionError):  # it went away again
             return
         except OSError as error:  # no descriptors left
-            _log.error("a client of the clients' socket has to wait: %s", error.strerror)
+            if self._seldom.is_due():
+                _log.error("a client of the clients' socket has to wait: %s", error.strerror)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener.fileno())
             loop.call_later(_PAUSE, self.serve)
@@ -203,6 +206,8 @@ class ClientSocket:
             with client, contextlib.closing(ConnectionEnd()) as end, contextlib.suppress(OSError):  # it went away
                 while (message := await _receive(client)) is not None:
                     content, fds = message
+                    if not content:
+                        continue
                     try:
                         answer, sockets = await self._answer(content, fds, connection, client, end)
                     finally:
@@ -290,7 +295,8 @@ class ClientSocket:
             if len(fds) != 1:
                 raise refused(wanted.name[:255], f"{len(fds)} descriptors came with the request, 1 is expected")
             check_sealed(wanted.name, fds[0])
-            await self._registry.register(request, peer, end, sealed=fds[0])
+            with descriptors.needed(f"shared memory region '{wanted.name[:255]}'"):
+                await self._registry.register(request, peer, end, sealed=fds[0])
         except ServingError as error:
             self._audit.note(request, peer, error)
             raise
@@ -335,7 +341,10 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receives a message and its descriptors, or None if the connection has ended."""
+    """Receives a message and its descriptors, or None if the connection has ended.
+
+    A message whose descriptors were lost, because none is left, is answered with Unavailable, and b"" is returned.
+    """
     loop = asyncio.get_running_loop()
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
     room = socket.CMSG_SPACE(4 * _MAX_FDS)
@@ -346,7 +355,10 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
         return None
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         descriptors.close(fds)
-        raise ConnectionError
+        if flags & socket.MSG_TRUNC or len(fds) == _MAX_FDS:
+            raise ConnectionError
+        await _send(client, msgspec.json.encode(ClientError.of(descriptors.none_left("the server"))), [])
+        return b"", []
     return content, fds
 
 

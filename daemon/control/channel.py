@@ -108,13 +108,15 @@ class ControlChannel:
             self._lost()
 
     def _received(self) -> tuple[list[Any], list[int]] | None:
-        # Without descriptors for it a reply is useful, and any other record is not.
         try:
             return self._channel.receive()
         except DescriptorsLost as lost:
-            if not all(isinstance(record, Reply) for record in lost.records):
-                raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open") from None
-            return lost.records, []
+            # A call is refused. Whoever handles another record does without its descriptors.
+            calls = [record for record in lost.records if isinstance(record, ControlCall)]
+            for call in calls:
+                error = descriptors.none_left("a process of the server")
+                self.send(Reply(call.call_id, error.code, error.message))
+            return [] if calls else lost.records, []
 
     def _lost(self) -> None:
         self.close()
@@ -137,13 +139,14 @@ class ControlCalls:
         """Calls an operation. Returns its result, and the file descriptors that came with it, which the caller must close.
 
         ``fds``: descriptors that are sent with the call. ``peer``: the client for whom a front calls.
-        Raises the ServingError with which the other process replied.
+        Raises the ServingError with which the other process replied. Raises Unavailable if no descriptor is left.
         """
         self._last += 1
         number = self._last
         waiter = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(ControlCall(number, operation, peer), *fds)
         try:
+            with descriptors.needed("a call of another process"):
+                self._send(ControlCall(number, operation, peer), *fds)
             reply, received = await waiter
         finally:
             del self._waiting[number]

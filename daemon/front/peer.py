@@ -25,8 +25,11 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    with socket.socket(fileno=os.dup(fd)) as sock:
+    sock = socket.socket(fileno=fd)
+    try:
         yield sock
+    finally:
+        sock.detach()
 
 
 def peer_of(fd: int) -> Peer:
@@ -39,7 +42,7 @@ def peer_of(fd: int) -> Peer:
             found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, uid, gid = _CREDENTIALS.unpack(found)
             return Peer("unix", "", pid, uid, gid, _groups(sock))
-    except OSError:
+    except (OSError, ValueError):  # as of -1
         return ANONYMOUS
 
 
@@ -149,7 +152,7 @@ def _pidfd(fd: int) -> int:
                 (process,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
             except OSError:
                 return _pidfd_by_number(sock)
-    except OSError:
+    except (OSError, ValueError):  # as of -1
         return -1
     os.set_inheritable(process, False)
     return int(process)

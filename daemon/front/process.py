@@ -38,6 +38,7 @@ from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
     ControlCall,
+    LaneClosed,
     LaneOpened,
     LogChanged,
     ModelGone,
@@ -216,7 +217,8 @@ class Front(ABC):
         self._counters.read += 1
         match record:
             case Start():
-                child_process.enable_stack_report(*fds)
+                for fd in fds:
+                    child_process.enable_stack_report(fd)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
                 files = TraceFiles(options.trace.max_byte_size, options.trace.max_files)
@@ -231,6 +233,7 @@ class Front(ABC):
                     counters.refuse,
                     counters.note_number,
                     counters.is_behind,
+                    lambda worker: self._connection.send(LaneClosed(worker)),
                 )
                 self._started.set_result(record)
             case Serve():

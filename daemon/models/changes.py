@@ -24,6 +24,7 @@ from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Outd
 from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
 from tensord.daemon.models.versions import named
+from tensord.shm import descriptors
 from tensord.shm.common.derivatives import check_not_derivative
 from tensord.shm.control_records import Load, Loaded, Loading, ModelGone, ModelState, Readiness
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
@@ -107,6 +108,8 @@ class Models:
         loaded = found
         if given and found.path.name:
             loaded = await asyncio.to_thread(repository.overridden, found.path, given)
+        elif descriptors.lacked(found.error):
+            raise descriptors.none_left(f"model '{name}' cannot be read: the server")
         elif found.error:
             _log.error("model '%s' cannot be polled: %s%s", name, found.error, self._still_served(name))
             if name in self.lifecycle.known | self._wanted:
@@ -266,6 +269,11 @@ class Models:
                 return error.message
         self._overrides.drop(name)
         if found is None:  # the last look at the repositories found none
+            found = await asyncio.to_thread(repository.find, self._paths(), name)
+        if descriptors.lacked(found.error):
+            _log.error("model '%s' is loaded later: %s", name, found.error)
+        while descriptors.lacked(found.error):
+            await asyncio.sleep(descriptors.AGAIN_SECONDS)
             found = await asyncio.to_thread(repository.find, self._paths(), name)
         if found.error:
             self._refuse(name, found.error)

@@ -105,7 +105,8 @@ class Operations:
         Raises ServingError if the operation was refused or failed.
         """
         try:
-            result = await self._carry_out(operation, peer, end)
+            with descriptors.needed("this operation"):
+                result = await self._carry_out(operation, peer, end)
         except ServingError as error:
             self._audit.note(operation, None if by_model else peer, error)
             # A load that failed has changed something, too.

@@ -337,9 +337,9 @@ class Parameters:
             raise
         try:
             if not fds:
-                raise Unavailable(f"{what}: the server has as many files open as it may, {descriptors.limit()}")
+                raise descriptors.none_left(f"{what}: the server")
             descriptors.check_reserve(fds[0], what)
-            return os.dup(fds[0])
+            return fds.pop(0)
         finally:
             descriptors.close(fds)
 
@@ -552,8 +552,13 @@ class Parameters:
                         os.close(memory)
             return ""
 
+        async def restored(name: str, content: Content) -> str:
+            while descriptors.lacked(failure := await restore(name, content)) and worker.alive:
+                await asyncio.sleep(descriptors.AGAIN_SECONDS)
+            return failure
+
         wanted = [(name, found.newest) for name, found in self.sets.to_restore(key).items() if found.newest.number]
-        failed = next(filter(None, await asyncio.gather(*(restore(*each) for each in wanted))), "")
+        failed = next(filter(None, await asyncio.gather(*(restored(*each) for each in wanted))), "")
         if wanted and not self.sets.to_restore(key):
             # The version is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
             self._supervisor.spawn(self._carry_out(worker, AbortParameters(push)))

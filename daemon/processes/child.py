@@ -106,10 +106,14 @@ class Child:
 
         ``options``: the daemon's options as msgpack. If no file descriptor is free, kills the process and raises OSError.
         """
+        channel = Channel(spawned.channel, decoder(self._incoming))
+        self._connection = ControlChannel(channel, self._received, self._channel_closed)
+        self._connection.start()
         try:
+            self.send(Start(self.incarnation, self.name, msgspec.Raw(options)), spawned.stack_fd)
             self._pidfd = os.pidfd_open(spawned.process.pid)
         except OSError:
-            spawned.channel.close()
+            self._connection.close()
             os.close(spawned.stack_fd)
             spawned.process.kill()
             spawned.process.wait()
@@ -117,10 +121,6 @@ class Child:
         self._process, self._stack_fd, self.mark = spawned.process, spawned.stack_fd, spawned.mark
         self.started_ns = time.monotonic_ns()
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
-        channel = Channel(spawned.channel, decoder(self._incoming))
-        self._connection = ControlChannel(channel, self._received, self._channel_closed)
-        self._connection.start()
-        self.send(Start(self.incarnation, self.name, msgspec.Raw(options)), self._stack_fd)
 
     @property
     def pid(self) -> int:

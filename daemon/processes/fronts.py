@@ -23,14 +23,13 @@ from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.processes import listening
 from tensord.daemon.processes.child import FrontProcess, MissingParts, front_name
 from tensord.daemon.processes.listening import Listener, ListenError
+from tensord.daemon.processes.process_slots import retried
 from tensord.daemon.processes.spawned import spawn
 from tensord.shm import descriptors
-from tensord.shm.control_records import ChildReady, ControlCall, Reply, Serve, StateAcknowledged, TracesEnded
+from tensord.shm.control_records import ChildReady, ControlCall, Reply, Serve, StateAcknowledged
 from tensord.shm.record import Record
 
 _log = logging.getLogger(__name__)
-#: Seconds until a front is tried again that there was no room for.
-_AGAIN_SECONDS = 1.0
 #: The most fronts of a protocol, unless more are asked for: each needs memory, and a place in every worker.
 _MOST_AUTOMATIC = 8
 
@@ -136,12 +135,7 @@ class Fronts:
             del self._unstarted[0]
 
     def _go_on(self) -> None:
-        try:
-            self._start_next()
-        except OSError as error:
-            # There is no memory, or there are no process slots.
-            _log.error("%s cannot be started: %s", front_name(*self._unstarted[0]), error.strerror)
-            asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._go_on)
+        retried("another front cannot be started", self._start_next)
 
     def _rows(self, protocol: str) -> int:
         options = self._options()
@@ -204,14 +198,14 @@ class Fronts:
                 else:
                     front.serves = True
                     front.send(Serve())
-            case TracesEnded():
-                self._said(front, record, [])
             case ChildReady(missing=missing):
                 self._said(front, record, [])
                 self._missing.say(missing)
                 urls = " and ".join(self.urls(front.protocol))
                 _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)
                 self._go_on()
+            case _:
+                self._said(front, record, [])
         return None
 
     # ----------------------------------------------------------------------------------------------------------- ending

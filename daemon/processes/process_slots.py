@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import time
@@ -13,6 +14,7 @@ from tensord.config.control_groups import MemoryGroup, memory_groups
 from tensord.config.options import Expert
 from tensord.daemon.processes.child import CAUSES, Child
 from tensord.shm import child_process
+from tensord.shm.descriptors import AGAIN_SECONDS
 
 #: A process that lived this long was healthy: its death starts a new series.
 HEALTHY_NS = 60 * 10**9
@@ -23,6 +25,20 @@ SERVED_MAXIMUM = 1.0
 _log = logging.getLogger(__name__)
 #: The number of deaths after which a slot that was never filled counts as one that never will be, while the daemon starts.
 _MAX_START_DEATHS = 5
+
+
+def retried(what: str, call: Callable[..., object], *words: object, told: bool = False) -> None:
+    """Calls a function, and calls it again every second while it raises OSError, because the host lacks something.
+
+    ``what``: a sentence about what fails, for the log, in which it stands once. ``told``: whether it stands there already.
+    """
+    try:
+        call(*words)
+    except OSError as error:
+        if not told:
+            _log.error("%s: %s", what, error.strerror)
+        again = functools.partial(retried, what, call, *words, told=True)
+        asyncio.get_running_loop().call_later(AGAIN_SECONDS, again)
 
 
 class MemoryKills:
@@ -113,7 +129,7 @@ class ProcessSlots:
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Calls ``start`` after a delay, to start a new process in place of ``dead``.
 
-        If ``start`` raises OSError, it is called again later. It is not called if the process is no longer needed by then.
+        If ``start`` raises OSError, it is called again every second. It is not called if the process is no longer needed then.
         If no process of this name was ever ready, the daemon is asked to stop in two cases: ``dead`` reported that it cannot use
         its device, or five processes of this name have died. If the daemon stops, ``start`` is not called.
         ``doing``: what ``dead`` did, for the log, such as " while loading model 'm' version 1", or "" if unknown.
@@ -142,18 +158,13 @@ class ProcessSlots:
             doing,
             delay,
         )
-        asyncio.get_running_loop().call_later(delay, self._fill, dead, start, doing)
+        fill = functools.partial(retried, f"{dead.name} cannot be started", self._fill, dead, start)
+        asyncio.get_running_loop().call_later(delay, fill)
 
-    def _fill(self, dead: Child, start: Callable[[], None], doing: str) -> None:
-        if not self._needs(dead):
-            return
-        try:
+    def _fill(self, dead: Child, start: Callable[[], None]) -> None:
+        if self._needs(dead):
             start()
             self._restarts[dead.name] += 1
-        except OSError as error:
-            # There is no memory, or there are no process slots: the same slot is tried again, later.
-            _log.error("%s cannot be started: %s", dead.name, error.strerror)
-            self.died(dead, start, doing)
 
 
 class Backoff:

@@ -20,10 +20,11 @@ import msgspec
 from tensord.config.options import Options
 from tensord.daemon.processes.child import OF_JAX, Child, MissingParts, WorkerProcess
 from tensord.daemon.processes.devices import Device
+from tensord.daemon.processes.process_slots import retried
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
 from tensord.shm.control_records import ChildReady, Loaded, Loading, Reply
-from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.operations import Operation, Settle
 from tensord.shm.record import Record
 from tensord.shm.sequence_page import SequencePage
@@ -32,8 +33,6 @@ from tensord.shm.status_page import StatusPage
 _log = logging.getLogger(__name__)
 #: A device is broken when so many workers in a row ended by themselves before they could use it; one that says so is enough.
 _DEATHS_WITHOUT_USE = 3
-#: Seconds until a process is tried again that there was no room for.
-_AGAIN_SECONDS = 1.0
 #: A dismissed worker is killed when it has not ended so many seconds after its time.
 _LATE_SECONDS = 2.0
 #: Seconds between two looks whether a worker that is restarted has ended, or come up.
@@ -124,18 +123,12 @@ class WorkerPool:
             slot, shared = beside[device_names.shared(device)]
             name = device_names.alone(slot, device_names.model_of(device))
             self._isolated[name] = shared.alone(device, wanted[device])
-            self._fill(name)
+            retried(f"{name} cannot be started", self._fill, name)
 
     def _fill(self, name: str) -> None:
-        """Starts the process ``name``, the worker of an isolated model. If that fails, tries again 1 s later."""
-        if not self.is_vacant(name):
-            return
-        try:
-            self.start(name, self._isolated[name])
-        except OSError as error:
-            # There is no memory, or there are no process slots.
-            _log.error("%s cannot be started: %s", name, error.strerror)
-            asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._fill, name)
+        """Starts the process ``name`` if it is to run and does not. Raises OSError if that is impossible now."""
+        if self.is_vacant(name):
+            self.start(name, (self._shared_slots | self._isolated)[name])
 
     def _dismiss(self, name: str) -> None:
         device = self._isolated.pop(name)
@@ -158,15 +151,13 @@ class WorkerPool:
         Raises InvalidArgument if no worker of this name is ready. Raises Unavailable if the new worker dies.
         """
         old = self.named(name)
-        device = (self._shared_slots | self._isolated)[name]
         _log.info("%s (process %d) is restarted on request", name, old.pid)
         self._end(old)
         while old.alive:
             await asyncio.sleep(_LOOK_SECONDS)
-        if self.is_vacant(name):
-            self.start(name, device)
-        while new := next((worker for worker in self if worker.name == name), None):
-            if new.ready and not new.owed:
+        retried(f"{name} cannot be started", self._fill, name)
+        while (new := next((worker for worker in self if worker.name == name), None)) or self.is_vacant(name):
+            if new is not None and new.ready and not new.owed:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
         raise Unavailable(f"the new {name} died")
@@ -256,9 +247,9 @@ class WorkerPool:
         try:
             worker.page = StatusPage.attach(fds.pop(0))
             worker.sequences = SequencePage.attach(fds.pop(0))
-        except InvalidArgument as error:
+        except ServingError as error:
             descriptors.close(fds)
-            return worker.kill(f"reported with a bad page ({error.message})")
+            return worker.kill(f"reported with a page that cannot be used ({error.message})")
         self._missing.say(record.missing)
         self._jax_lacks.say(record.jax_lacks)
         self._without_use.pop(worker.device, None)

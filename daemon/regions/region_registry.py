@@ -211,8 +211,7 @@ class RegionRegistry:
                 region.holders.add(worker.incarnation)
             if region.kind == "system" and not given:
                 if not fds:
-                    why = f"the server has as many files open as it may, {descriptors.limit()}"
-                    raise refused(region.request.name, why, Unavailable)
+                    raise refused(region.request.name, descriptors.none_left("the server").message, Unavailable)
                 region.fd = fds.pop()
                 cls._check_reserve(region)
                 chosen = msgspec.json.decode(answer, type=Chosen)
@@ -230,14 +229,19 @@ class RegionRegistry:
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
     async def _restore_one(self, region: RegisteredRegion, worker: WorkerProcess, renews: bool = False) -> None:
-        if region.state is not RegionState.REGISTERED:
-            return  # unregistered since; its descriptor's number may be another file's by now
         name = region.request.name
-        try:
-            await self._put(region, worker, renews)
-        except ServingError as error:
-            # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
-            _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
+        # Where it was unregistered, its descriptor's number may be another file's by now.
+        while region.state is RegionState.REGISTERED:
+            try:
+                await self._put(region, worker, renews)
+                break
+            except ServingError as error:
+                if not (worker.alive and descriptors.lacked(error)):
+                    # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
+                    _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
+                    return
+            await asyncio.sleep(descriptors.AGAIN_SECONDS)
+        else:
             return
         if region.state is not RegionState.REGISTERED:
             await _tell(worker, UnregisterRegion(region.kind, name))

@@ -6,7 +6,8 @@ Only requests of models that keep sequences come here.
     on the page of a worker          ─▶ that worker; on two pages, the worker that has admitted the sequence last
     a START of a new sequence        ─▶ among the workers with free slots, or else with the shortest backlogs, by rendezvous
     lost with its worker             ─▶ refused, until a START begins the sequence anew
-    anything else                    ─▶ some worker, whose answer says that the sequence was not begun
+    anything else                    ─▶ some worker, whose answer says that the sequence was not begun; while there is no lane to
+                                        one of the model's workers, it waits
 
 A worker writes a sequence on its page (``tensord.shm.sequence_page``) before any answer of the sequence leaves. So a client that
 waits for the answer to its START may go on through any front. A client that does not wait uses one connection, thus one front.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
@@ -61,6 +63,8 @@ class SequenceRouting:
         #: The last START of each that was sent, or waits for a worker; some are answered.
         self._starts: dict[Key, InFlight] = {}
         self._lost = LostSequences(most_lost)
+        #: The workers that died last, which a state may name still.
+        self._dead: deque[int] = deque(maxlen=16)
 
     def model_changed(self, name: str, version: int) -> None:
         """Drops the routing state of a model version, because the version has changed."""
@@ -88,7 +92,7 @@ class SequenceRouting:
             raise lost_sequence(model.state.name, record.sequence_id)
         if first is None or first is request or first.record.request_id not in self._in_flight:
             # Of the only worker there is nothing has to be read, unless others had sequences that were lost.
-            alone = len(self._workers) == 1 and not self._lost
+            alone = len(self._workers) == 1 == len(state.workers) and not self._lost
             worker = (self._sole(state) if alone else None) or self._holder(key)
             if record.sequence_start:
                 self._lost.forget(key)
@@ -96,6 +100,8 @@ class SequenceRouting:
                     worker = self._place(key, model.keys.slots, state, gpu)
                 self._note(key, request)
             elif worker is None:
+                if set(state.workers) - self._workers.keys() - set(self._dead):
+                    return None  # there is no lane yet to a worker that may have it
                 if self._lost.holds(key, model.idle_seconds, self._clock()):
                     raise lost_sequence(model.state.name, record.sequence_id)
                 worker = max(self._candidates(state, gpu), key=lambda each: _rank(key, each), default=None)
@@ -114,6 +120,7 @@ class SequenceRouting:
         ``orphans``: the unanswered requests of the worker. Returns those that must not run on another worker, because their
         sequence is lost.
         """
+        self._dead.append(worker.incarnation)
         runs: dict[Key, list[InFlight]] = {}
         for request in orphans:
             if request.sequence is not None:

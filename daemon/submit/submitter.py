@@ -17,6 +17,7 @@ supervisor says that it is fenced, because until then it might still write. Each
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections import Counter
@@ -32,6 +33,7 @@ from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.routing import Routing
 from tensord.daemon.submit.throttle import Throttle
+from tensord.shm import descriptors
 from tensord.shm.arena import Arena, LeaseKey
 from tensord.shm.channel import ChannelClosed
 from tensord.shm.common.submission import load, lost_sequence
@@ -42,6 +44,7 @@ from tensord.shm.lane import SubmitterLane, response_byte_size
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, TraceContext
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
+from tensord.shm.seldom import Seldom
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.spin import Spin
 from tensord.shm.status_page import StatusPage, WorkerState
@@ -65,6 +68,7 @@ class Submitter:
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
         is_behind: Callable[[], bool] = lambda: False,
+        on_untaken: Callable[[int], None] = lambda worker: None,
     ) -> None:
         """Creates the request arena of a front process, without workers.
 
@@ -75,6 +79,7 @@ class Submitter:
           counted: called for every request that is refused.
           on_number: called for every prepared request that gets a number. If it is None, nothing is called.
           is_behind: returns whether the supervisor has sent something that the front has not read.
+          on_untaken: called with a worker's number if the front or the worker could not take the lane between them.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -94,7 +99,8 @@ class Submitter:
         #: The requests that no worker can run now, each with the time at which it gives up.
         self._waiting: dict[InFlight, float] = {}
         self._worker_wait = options.requests.worker_wait
-        self._is_behind = is_behind
+        self._is_behind, self._on_untaken = is_behind, on_untaken
+        self._seldom = Seldom()
         #: The requests that wait until everything is read that the supervisor has sent, with the refusals of their workers.
         self._refused: dict[InFlight, tuple[WorkerLink, AnswerRecord]] = {}
         #: Some requests wait for a worker because not everything was read.
@@ -343,6 +349,13 @@ class Submitter:
             answers = worker.lane.receive()
         except ChannelClosed:
             self._close_lane(worker)
+            if not worker.lane.agreed:
+                # The worker could not take it, and has read nothing.
+                orphans, worker.in_flight = worker.in_flight, {}
+                for orphan in orphans.values():
+                    orphan.worker = None
+                    self._send_again(orphan)
+                self._on_untaken(worker.incarnation)
             return False
         except InvalidArgument as error:
             # A worker that sends garbage is not trusted with anything more; the supervisor sees it hang or exit.
@@ -492,10 +505,24 @@ class Submitter:
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
         """Opens a lane to a worker.
 
-        ``fds``: the socket of the lane and the worker's status and sequence pages, which the submitter then owns.
+        ``fds``: the socket of the lane and the worker's status and sequence pages, which the submitter then owns. If some were
+        lost, or the pages cannot be mapped, because no descriptor is left, ``on_untaken`` is called instead.
         """
+        with contextlib.ExitStack() as undo:
+            undo.callback(descriptors.close, fds)
+            try:
+                sequences = undo.enter_context(contextlib.closing(SequencePage.attach(fds.pop(2))))
+                page = undo.enter_context(contextlib.closing(StatusPage.attach(fds.pop(1))))
+            except (IndexError, Unavailable):
+                if self._seldom.is_due(opened.device):
+                    _log.error("the lane to the worker on %s cannot be opened: no descriptor is left", opened.device)
+                self._on_untaken(opened.peer)
+                return
+            undo.pop_all()
+        if (former := self._routing.workers.get(opened.peer)) is not None:
+            former.shut()
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
-        worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
+        worker = WorkerLink(opened.peer, opened.device, lane, page, sequences)
         self._routing.add(worker)
         self._loop.add_reader(lane.fileno(), self._receive, worker)
         self._send_waiting()

@@ -50,11 +50,12 @@ class DerivativeCall:
     def parts(self, answer: Answer) -> tuple[Answer, Answer]:
         """Splits the answer of a ``value_and_gradient`` into the model's outputs and the gradients, and returns both."""
         gradients = [name for name in answer if name.startswith(self._made)]
-        values = [name for name in answer if name not in gradients]
+        values = [name for name in answer if not name.startswith(self._made)]
         return self._part(answer, values, ""), self._part(answer, gradients, self._made)
 
     def _part(self, answer: Answer, names: Iterable[str], prefix: str) -> Answer:
-        lead = int(self._lifts)
-        part = Answer((name[len(prefix) :], answer[name].reshape(answer[name].shape[lead:])) for name in names)
+        part, begin = Answer(), len(prefix)
+        for name in names:
+            part[name[begin:]] = answer[name].reshape(answer[name].shape[1:]) if self._lifts else answer[name]
         vars(part).update(vars(answer))
         return part

@@ -65,6 +65,7 @@ class Calls:
         self.outputs: Tensors = tensors.tensors(description.metadata["outputs"])
         self._datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
         self._derivatives: dict[str, Any] = {}
+        self._derivative_calls: dict[str, DerivativeCall] = {}
 
     def _open(self: C, kind: str) -> C:
         if kind not in KINDS:
@@ -89,7 +90,11 @@ class Calls:
             return False
 
     def _asked(self, kind: str) -> DerivativeCall:
-        return DerivativeCall(self.name, kind, self.max_batch_size, self.inputs, self.outputs)
+        found = self._derivative_calls.get(kind)
+        if found is None:
+            found = DerivativeCall(self.name, kind, self.max_batch_size, self.inputs, self.outputs)
+            self._derivative_calls[kind] = found
+        return found
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -183,7 +183,8 @@ def root(x: Any, z: Any = N) -> Any:
 def close(got: Any, wanted: Any) -> None:
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert np.shape(one) == np.shape(other)
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+        # Where tanh is almost 1, one minus its square keeps few digits, other ones on each kind of processor.
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
 
 
 def test_products_with_numpy(model: Any) -> None:

@@ -13,11 +13,11 @@ import pytest
 from tensord_client.answer_memory import HeldResults
 from tensord_client.common.call import Call
 from tensord_client.common.scheduling import UNSCHEDULED
-from tensord_client.errors import Internal
+from tensord_client.errors import Internal, Unavailable
 from tensord_client.lane_request import LaneRequest, Sender
 from tensord_client.memory import Memory
 from tensord_client.native import wire
-from tensord_client.worker_lane import ClientLane
+from tensord_client.worker_lane import UNTAKEN, ClientLane
 
 from tensord.shm.messages import WIRE_VERSION, AnswerRecord, PrepareAnswer, PreparedAnswer, PreparedTensor, WireVersion
 from tests.raw_lane import packed
@@ -181,6 +181,16 @@ def test_no_answer_of_a_malformed_datagram_is_taken(ends: Ends, wrong: str) -> N
     ends.receive()
     assert not ends.lane.usable
     with pytest.raises(Internal, match="which may not be run twice"):
+        request.result(0)
+
+
+def test_a_request_on_lanes_that_were_not_taken(ends: Ends) -> None:
+    """It is sent once more, and then gets an error that says that it may be sent again."""
+    request, _ = ends.submit()
+    request.lane_ended(False, Unavailable(UNTAKEN))
+    assert request.claim()
+    request.lane_ended(False, Unavailable(UNTAKEN))
+    with pytest.raises(Unavailable, match="could not open another lane"):
         request.result(0)
 
 

@@ -13,7 +13,9 @@ from tests.open_files import no_descriptors_left
 def test_without_one_left_what_was_wanted_is_named_with_the_limit() -> None:
     with no_descriptors_left(), pytest.raises(Unavailable) as refused, descriptors.needed("a test"):
         os.memfd_create("x")
-    assert refused.value.message.startswith("no file can be opened for a test: the server has as many open as it may, ")
+    assert refused.value.message.startswith(
+        "no file can be opened for a test: the server has as many files open as it may, "
+    )
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 from tensord.shm.spin import Spin
@@ -26,6 +27,28 @@ def test_after_much_work_it_sleeps() -> None:
     assert spin.begin(2000, worked_ns=151) == 0
     # That says nothing of the waits, which are as short as ever.
     assert spin.begin(3000, worked_ns=10) == 3300
+
+
+def test_polls_in_vain_become_rare() -> None:
+    """As on a busy host, where whoever polls keeps the processor from whoever is to answer. The first that pays ends it."""
+    spin, now, polls = Spin(300), 1000, list[int]()
+
+    def wait(number: int, polled: int) -> None:
+        nonlocal now
+        until = spin.begin(now)
+        polls.extend([number] if until else [])
+        now += polled if until else 100
+        spin.end(now)
+
+    for number in range(300):
+        wait(number, polled=300)
+    assert [after - before for before, after in itertools.pairwise(polls)] == [3, 5, 9, 17, 33, 65, 65, 65]
+    while polls[-1] < number:
+        number += 1
+        wait(number, polled=30)
+    for later in range(number + 1, number + 5):
+        wait(later, polled=30)
+    assert polls[-5:] == [*range(number, number + 5)]
 
 
 def test_it_can_be_turned_off() -> None:

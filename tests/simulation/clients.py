@@ -325,8 +325,10 @@ class Clients:
     def _was_troubled(self, ask: Ask) -> bool:
         """Returns whether a worker was missing, or somebody did not run, for some of the time in which the request waited."""
         since_ns = ask.begun_ns - int(WORKER_WAIT * SECOND)
-        return any(at >= since_ns for at in (*self.history.deaths[-1:], self.history.trouble_ns)) or any(
-            process.stopped for process in self.scheduler.processes
+        return (
+            any(at >= since_ns for at in (*self.history.deaths[-1:], self.history.trouble_ns))
+            or any(process.stopped for process in self.scheduler.processes)
+            or self.history.lacked(since_ns)
         )
 
     def _is_up(self, ask: Ask) -> bool:
@@ -355,6 +357,7 @@ class Clients:
             or (unavailable and "is draining" in message and self.history.drained)
             or (code == "DEADLINE_EXCEEDED" and ask.timeout is not None and waited >= ask.timeout * SECOND)
             or any(said in message and waited >= _ROOM_WAIT * SECOND * 0.9 for said in _NO_ROOM)
+            or (unavailable and self.history.lacked_for(message, ask.begun_ns))
         )
         if ask.way:
             troubled = ask.begun_ns < self.calm_ns or any(at >= self.calm_ns for at in self.history.deaths[-1:])

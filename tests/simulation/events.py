@@ -34,6 +34,8 @@ KINDS = {
     "jump": 0.5,
     "drain": 0.3,
     "end drain": 0.8,
+    "descriptors run out": 0.6,
+    "descriptors are back": 0.6,
 }
 
 

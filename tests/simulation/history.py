@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tensord.shm import descriptors
+from tensord.shm.errors import Unavailable
+
 
 @dataclass(eq=False)
 class Change:
@@ -62,6 +65,9 @@ class History:
         self.fences: list[int] = []
         #: When somebody has last been stopped, or time has jumped.
         self.trouble_ns = 0
+        #: Somebody lacks descriptors; and when they were back.
+        self.lacking = False
+        self.lacked_ns = 0
         #: A drain has begun at some time, and fronts may refuse requests until they are told of its end.
         self.drained = False
         #: When the last one has ended, or was given up; 0: it is under way.
@@ -77,6 +83,14 @@ class History:
         for change in (change for each in self.changes.values() for change in each):
             if change.error is None and not change.front.alive:
                 change.ended_ns = change.ended_ns or now_ns
+
+    def lacked(self, since_ns: int) -> bool:
+        """Returns whether somebody may have lacked descriptors at some time since then."""
+        return self.lacking or self.lacked_ns >= since_ns
+
+    def lacked_for(self, message: str, since_ns: int) -> bool:
+        """Returns whether an error since then may say that there was no descriptor."""
+        return self.lacked(since_ns) and descriptors.lacked(Unavailable(message))
 
     def least_files(self, model: str, moment_ns: int) -> int:
         """Returns the oldest files of a model whose answer somebody may get who asks at that moment."""
@@ -131,6 +145,8 @@ class History:
             return f"{others[0]} was under way"
         if change.kind == "push" and not self.is_up(change.model, change.begun_ns):
             return "the model was not loaded"
+        if self.lacked_for(str(change.error), change.begun_ns):
+            return "there was no descriptor"
         if "cannot be served now" in str(change.error) and len(self.deaths) >= 2:
             return "workers had died"
         if "one is being replaced" in str(change.error) and self.deaths:

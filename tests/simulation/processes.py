@@ -492,21 +492,28 @@ class Daemon:
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> Spawned:
         row = int(arguments[-1])
-        counters = os.dup(pass_fds[-1])
         protocol = module.rpartition(".")[2]
-        return self._spawn(
-            lambda control: FrontProcess(self, f"{protocol} front {self._started}", protocol, control, counters, row)
-        )
+
+        def make(control: socket.socket) -> FrontProcess:
+            name = f"{protocol} front {self._started}"
+            return FrontProcess(self, name, protocol, control, os.dup(pass_fds[-1]), row)
+
+        return self._spawn(make)
 
     def _spawn(self, make: Callable[[socket.socket], ChildProcess]) -> Spawned:
-        ours, theirs = pair()
+        stack_fd = os.memfd_create("stack", os.MFD_CLOEXEC)
+        try:
+            ours, theirs = pair()
+        except OSError:
+            os.close(stack_fd)
+            raise
         self._started += 1
-        process = make(theirs)
+        # What it has is its own.
+        process = self.scheduler.given(lambda: make(theirs))
         pid = process.pid = _FIRST_PID + self._started
         self._children[pid] = process
         self.scheduler.processes.append(process)
         self.scheduler.tell(f"{process} is started")
-        stack_fd = os.memfd_create("stack", os.MFD_CLOEXEC)
         return Spawned(Popen(process, pid), ours, stack_fd)  # type: ignore[arg-type]
 
     def pidfd_open(self, pid: int, flags: int = 0) -> int:

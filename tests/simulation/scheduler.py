@@ -181,6 +181,8 @@ class Process:
         #: It has died in this turn: what it still does is not done.
         self.dies = False
         self.dies_in_run = False
+        #: How often there is no descriptor for it when it takes one.
+        self.lack = 0.0
 
     def iterate(self) -> bool:
         """Runs an iteration of its loop. Returns whether there was anything to do."""
@@ -304,6 +306,19 @@ class Scheduler:
 
     def is_full(self) -> bool:
         return self.full > 0 and self.chance.random() < self.full
+
+    def lacks(self) -> bool:
+        """Returns whether there is no descriptor for the process that has its turn, which takes one."""
+        lack = 0.0 if self.current is None else self.current.lack
+        return lack > 0 and self.chance.random() < lack
+
+    def given(self, take: Callable[[], Any]) -> Any:
+        """Returns what ``take()`` returns, which takes descriptors for another process than the one that has its turn."""
+        current, self.current = self.current, None
+        try:
+            return take()
+        finally:
+            self.current = current
 
     def wake(self) -> None:
         for process in self.processes:

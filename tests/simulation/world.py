@@ -28,7 +28,7 @@ from tensord.config.options import (
 from tensord.daemon.operator.drain import DrainPhase
 from tensord.daemon.processes.shutdown import DaemonPhase
 from tensord.shm.errors import ServingError, Unavailable
-from tests.simulation import ensembles, sequences, threads
+from tests.simulation import ensembles, lacking, sequences, threads
 from tests.simulation.clients import PATIENCE_NS, WORKER_WAIT, Clients
 from tests.simulation.events import Event
 from tests.simulation.grpc_clients import GrpcConnection
@@ -147,7 +147,7 @@ class World:
         logger.setLevel(logging.INFO)
         propagates, logger.propagate = logger.propagate, False
         try:
-            with self.daemon.in_place(), threads.in_place(self.scheduler):
+            with self.daemon.in_place(), threads.in_place(self.scheduler), lacking.in_place(self.scheduler):
                 try:
                     self.daemon.begin()
                     self._until(self._is_up, "the daemon serves")
@@ -236,6 +236,7 @@ class World:
         """Ends what troubles the daemon."""
         for process in self.scheduler.processes:
             process.stopped, process.weight, process.sends_left, process.dies_in_run = False, 1.0, -1, False
+        self._descriptors_are_back()
         self._at_supervisor(self._end_drain)
         self.daemon.deadly_loads.clear()
         if self._hasty:
@@ -479,6 +480,14 @@ class World:
                     if process.stopped:
                         process.stopped, process.idle = False, False
                         scheduler.tell(f"{process} goes on")
+            case "descriptors run out":
+                running = [worker for worker in workers if worker.worker is not None]
+                process = chance.choice([self.daemon.supervisor] * 3 + fronts + running)
+                process.lack = chance.choice((0.1, 0.5, 1.0))
+                self.history.lacking = True
+                scheduler.tell(f"{process} has as many files open as it may, with a chance of {process.lack}")
+            case "descriptors are back":
+                self._descriptors_are_back()
             case "slow":
                 chance.choice(scheduler.processes).weight = chance.choice((0.01, 0.1, 1.0, 10.0))
             case "jump":
@@ -530,6 +539,13 @@ class World:
         if drain.phase is not DrainPhase.NONE:
             self.scheduler.tell("an operator ends the drain")
             drain.end()
+
+    def _descriptors_are_back(self) -> None:
+        if self.history.lacking:
+            self.scheduler.tell("descriptors are back")
+            self.history.lacking, self.history.lacked_ns = False, self.scheduler.clock.now_ns
+            for process in self.scheduler.processes:
+                process.lack = 0.0
 
     def _troubled(self) -> None:
         self.history.trouble_ns = max(self.history.trouble_ns, self.scheduler.clock.now_ns)

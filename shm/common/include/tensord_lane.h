@@ -150,7 +150,7 @@ typedef struct {
     uint64_t records;
     /* How long to poll before sleeping; when the last wait ended, and whether it was shorter than that. */
     uint64_t spin_ns, woken_ns;
-    int spins;
+    int spins, polls, pause, paused;
     struct {
         int used;
         uint64_t number, byte_size;
@@ -659,13 +659,15 @@ static inline uint64_t tensord__now_ns(void) {
 }
 
 /* Polls for a datagram, giving way to others, before its receiver sleeps: waking a process takes longer than a small request. It pays only
- * if the last wait was short, and after little work; the worker does the same. Returns when the wait began. */
-static inline uint64_t tensord__spin(const tensord_lane *lane, uint64_t until_ns) {
+ * if the last wait was short, and after little work, and after polls in vain it pauses for ever more waits, at most 63; the worker does the
+ * same. Returns when the wait began. */
+static inline uint64_t tensord__spin(tensord_lane *lane, uint64_t until_ns) {
     struct pollfd look = {lane->fd, POLLIN, 0};
     uint64_t began = tensord__now_ns(), end = began + lane->spin_ns;
     if (until_ns && until_ns < end)
         end = until_ns;
-    if (lane->spins && 2 * (began - lane->woken_ns) <= lane->spin_ns)
+    lane->polls = lane->spins && 2 * (began - lane->woken_ns) <= lane->spin_ns && ++lane->paused > lane->pause;
+    if (lane->polls)
         for (uint64_t now = began; now < end && poll(&look, 1, 0) == 0; now = tensord__now_ns())
             sched_yield();
     return began;
@@ -702,6 +704,10 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
         ssize_t size = recvmsg(lane->fd, &message, MSG_CMSG_CLOEXEC);
         lane->woken_ns = tensord__now_ns();
         lane->spins = lane->woken_ns - began < lane->spin_ns;
+        if (lane->polls) {
+            lane->polls = lane->paused = 0;
+            lane->pause = lane->spins ? 0 : lane->pause < 63 ? 2 * lane->pause + 1 : 63;
+        }
         if (size < 0 && (errno == EINTR || errno == ECONNRESET))
             continue;
         if (size <= 0)

@@ -6,11 +6,15 @@ import asyncio
 import os
 from typing import Any
 
-from tensord.daemon.control.channel import ControlChannel
+import pytest
+
+from tensord.daemon.control.channel import ControlCalls, ControlChannel
 from tensord.shm.channel import Channel, pair
-from tensord.shm.control_records import ChildReady, ControlCall, FromFront, Stop, ToFront
-from tensord.shm.operations import RepositoryIndex
+from tensord.shm.control_records import ChildReady, ControlCall, FromFront, LaneOpened, Reply, Stop, ToFront
+from tensord.shm.errors import Unavailable
+from tensord.shm.operations import RecentErrors, RepositoryIndex
 from tensord.shm.record import decoder
+from tests.open_files import no_descriptors_left
 
 
 class Ends:
@@ -99,6 +103,34 @@ async def test_a_lost_peer_is_told_once() -> None:
     ends.connection.send(ChildReady(1))
     ends.end()
     assert ends.closed == 1
+
+
+async def test_records_that_have_lost_their_descriptors() -> None:
+    """A call is answered, any other record comes without them, and the connection goes on."""
+    ends = Ends()
+    memory = os.memfd_create("memory")
+    for record in (LaneOpened(7), ControlCall(3, RecentErrors()), Stop(1)):
+        ends.peer.put(record, memory)
+    ends.peer.flush()
+    with no_descriptors_left() as limit:
+        await turns()
+    assert (ends.records, ends.fds, ends.closed) == ([LaneOpened(7), Stop(1)], [], 0)
+    received = ends.peer.receive()
+    message = f"a process of the server has as many files open as it may, {limit}"
+    assert received == ([Reply(3, "UNAVAILABLE", message)], [])
+    os.close(memory)
+    ends.end()
+
+
+async def test_a_call_for_which_there_is_no_descriptor_is_over() -> None:
+    ends = Ends()
+    memory = os.memfd_create("memory")
+    calls = ControlCalls(ends.connection.send)
+    with no_descriptors_left(), pytest.raises(Unavailable, match="as many files open as it may"):
+        await calls.call(RecentErrors(), memory)
+    assert not calls._waiting
+    os.close(memory)
+    ends.end()
 
 
 async def test_garbage_closes_the_connection() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from tensord.daemon.processes.spawned import spawn
 from tensord.shm.control_records import ChildReady, Load, Loaded
 from tensord.shm.errors import Internal, Unavailable
 from tensord.shm.operations import ModelStatistics, RegisterSystemRegion
+from tests.open_files import no_descriptors_left
 
 OPTIONS = msgspec.msgpack.encode(Options())
 
@@ -113,3 +115,16 @@ async def test_a_program_that_does_not_start() -> None:
     records.start({})
     await records.ended.wait()
     assert records.worker.describe_exit() == "exited with status 1"
+
+
+async def test_without_a_descriptor_it_is_not_taken_over() -> None:
+    """It ends, nothing of it is left, and nobody hears of it."""
+    records = Records()
+    before = len(os.listdir("/proc/self/fd"))
+    spawned = spawn(records.module, ["--device", "cpu:0"], {})
+    with no_descriptors_left(), pytest.raises(OSError, match="Too many open files"):
+        records.worker.adopt(spawned, OPTIONS)
+    assert (spawned.process.returncode, spawned.channel.fileno()) == (-signal.SIGKILL, -1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not records.worker.alive
+    assert not records.seen

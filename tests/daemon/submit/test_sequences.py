@@ -136,6 +136,20 @@ def test_every_front_finds_what_a_page_tells_of(fleet: Fleet) -> None:
             assert [front.send(who, "S") for front in fronts] == [worker, worker]
 
 
+def test_a_step_waits_for_the_lane_to_a_worker_that_may_have_its_sequence(fleet: Fleet) -> None:
+    """1. There is no lane to the worker that has it. 2. There is. 3. The worker dies."""
+    front = fleet.front()
+    worker = front.alive.pop(1)
+    admit(fleet, 1, 5)
+    assert front.send(5) is None
+    assert front.send(6, "S") in (0, 2)
+    front.alive[1] = worker
+    assert front.send(5) == 1
+    front.bury(1)
+    with pytest.raises(Unavailable, match="was lost"):
+        front.send(5)
+
+
 def test_what_follows_a_start_goes_where_that_went(fleet: Fleet) -> None:
     """No page tells of it yet, whatever these tell meanwhile."""
     front = fleet.front()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,7 @@ from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 from tensord.shm.sequence_page import SequenceKeys
 from tests.fakes import INCARNATION, CalledBack, EchoWorker
 from tests.generated import examples
+from tests.open_files import no_descriptors_left
 from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
 
 MIB = 1 << 20
@@ -76,12 +78,21 @@ class Setting:
         self.loop = asyncio.new_event_loop()
         #: The supervisor has sent something that is not read.
         self.behind = False
+        #: The workers to which lanes could not be opened.
+        self.untaken: list[int] = []
         self.submitter: Submitter = self.loop.run_until_complete(self._make(Options(**options), row))
         self.workers: dict[int, EchoWorker] = {}
         self._last = 100
 
     async def _make(self, options: Options, row: int) -> Submitter:
-        return Submitter(INCARNATION, options, ModelStates(), row, is_behind=lambda: self.behind)
+        return Submitter(
+            INCARNATION,
+            options,
+            ModelStates(),
+            row,
+            is_behind=lambda: self.behind,
+            on_untaken=self.untaken.append,
+        )
 
     def has_read(self) -> None:
         """Pretends that the front has read all that the supervisor has sent."""
@@ -360,6 +371,54 @@ def test_a_request_gives_up_waiting_for_a_worker(setting: Setting) -> None:
     setting.sleep(0.4)
     (final,) = asked.finals
     assert (final.code, final.message) == ("UNAVAILABLE", "no worker was ready for model 'm' within 0.05 s")
+
+
+def open_lane(setting: Setting, worker: EchoWorker, theirs: socket.socket) -> None:
+    pages = [os.dup(worker.page.fd), os.dup(worker.sequences.fd)]
+    setting.submitter.open_lane(LaneOpened(worker.incarnation, "cpu:0"), [theirs.detach(), *pages])
+
+
+def test_a_lane_that_its_worker_cannot_take() -> None:
+    """1. It ends with three requests, one of them cancelled. 2. They wait. 3. There is another lane to the worker."""
+    setting = Setting()
+    ours, theirs = pair()
+    worker = EchoWorker(ours, 9)
+    untaken, of_front = pair()
+    open_lane(setting, worker, of_front)
+    setting.ready(worker)
+    asked = [setting.ask() for _ in range(3)]
+    setting.cancel(asked[1].request_id)
+    asked[1].cancelled = True
+    untaken.close()
+    setting.turn()
+    assert (setting.untaken, setting.submitter.in_flight()) == ([9], 3)
+    open_lane(setting, worker, theirs)
+    setting.workers[9] = worker
+    setting.turn()
+    assert [worker.next().request_id for _ in range(3)] == [each.request_id for each in asked]
+    worker.poll()
+    assert worker.cancelled == [asked[1].request_id]
+    setting.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_lane_that_comes_without_some_of_its_descriptors(setting: Setting, count: int) -> None:
+    before = os.listdir("/proc/self/fd")
+    setting.submitter.open_lane(LaneOpened(9, "cpu:0"), [os.memfd_create("x") for _ in range(count)])
+    assert setting.untaken == [9]
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_lane_whose_pages_cannot_be_mapped(setting: Setting) -> None:
+    ours, theirs = pair()
+    worker = EchoWorker(ours, 9)
+    before = len(os.listdir("/proc/self/fd"))
+    pages = [os.dup(worker.page.fd), os.dup(worker.sequences.fd)]
+    with no_descriptors_left():
+        setting.submitter.open_lane(LaneOpened(9, "cpu:0"), [theirs.detach(), *pages])
+    assert setting.untaken == [9]
+    assert len(os.listdir("/proc/self/fd")) == before - 1  # that of the lane is closed
+    setting.workers[9] = worker
 
 
 def test_who_waits_for_a_worker_waits_from_when_it_came(setting: Setting) -> None:
