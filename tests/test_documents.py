@@ -72,13 +72,15 @@ BESIDE = "import labels  # digits/1/labels.py or digits/labels.py"
 ASKED = '"temperature": ("FP32", 0.7),'
 DRAWN = 'keys = tensord.models.keys(request["seed"])'
 RAGGED = 'batch_inputs = {"rows": ("SEGMENT_IDS", "INT32", "x")}'
+OPTIONAL = '{ name: "bias" data_type: TYPE_FP32 dims: [ 4 ] optional: true }'
 #: Of the README, and of the client's page.
 CALLED, ASKED_OF, AWAITED = (
     'print(digits({"image": images})',
     'logits = digits({"image": images})',
     "await asyncio.gather(",
 )
-RUN = (*SERVED, CALLED, ASKED_OF, AWAITED, EXPORTED, FACTORY, LAID_OUT, BY_HAND, TRYING, BESIDE, ASKED, DRAWN, RAGGED)
+RUN = (*SERVED, CALLED, ASKED_OF, AWAITED, EXPORTED, FACTORY, LAID_OUT, BY_HAND, TRYING)
+RUN = (*RUN, BESIDE, ASKED, DRAWN, RAGGED, OPTIONAL)
 
 
 class User:
@@ -204,12 +206,19 @@ def test_models_to_copy(user: User) -> None:
     source = "def create(path, config, device):\n    assert labels.NAMES == ('a', 'b')\n"
     source += '    return (lambda params, inputs: {"y": mlp(inputs["x"])}), {}\n'
     user.model("beside", declared + block(MODELS, BESIDE) + source, labels="NAMES = 'a', 'b'\n", layers=layers)
+    (optional,) = re.findall(r"""`(inputs\["x"\] \+ .*? else inputs\["x"\])`""", MODELS.read_text())
+    source = 'outputs = {"y": "FP32[4]"}\nmax_batch_size = 8\n\ndef create(path, config, device):\n'
+    source += f'    return (lambda params, inputs: {{"y": {optional}}}), {{}}\n'
+    (user.model("biased", source).parent / "config.pbtxt").write_text(block(MODELS, OPTIONAL))
     script = """
 import json
 import tensord.testing
 
 if __name__ == "__main__":
     found = {}
+    with tensord.testing.load("models/biased") as model:
+        x = {"x": [[1, 2, 3, 4]]}
+        found["biased"] = [model(given)["y"].tolist() for given in (x, {**x, "bias": [[1, 1, 1, 1]]})]
     for name, given, more in (
         ("factory", [[1, 2, 3, 4]], {}),
         ("ragged_mean", [[1, 2, 6]], {}),
@@ -222,6 +231,7 @@ if __name__ == "__main__":
     print(json.dumps(found))
 """
     found = json.loads(user.script(script))
+    assert found["biased"] == [[[1, 2, 3, 4]], [[2, 3, 4, 5]]]
     assert found["factory"] == {"y": [[2, 4, 6, 8]]}
     assert found["ragged_mean"] == {"mean": [[3]], "centred": [[-2, -1, 3]]}
     assert found["asked"]["y"][0] == pytest.approx([10, 20], rel=1e-6)
