@@ -113,7 +113,11 @@ def test_a_given_model_outlives_its_worker(client: httpclient.InferenceServerCli
     [
         ("", "1/model.py", "failed to load 'bad': files are given without a 'config'"),
         (json.dumps(CONFIG), "../../x.py", "failed to load 'bad': '../../x.py' is no path of a file in a model"),
-        (json.dumps(CONFIG), "/tmp/x.py", "load failed for model 'bad': at least one version must be available"),
+        (
+            json.dumps(CONFIG),
+            "/tmp/tensord-test-x.py",
+            "load failed for model 'bad': at least one version must be available",
+        ),
         ("{", "1/model.py", "failed to load 'bad': configuration of model 'bad': Input data was truncated"),
     ],
 )
@@ -122,7 +126,7 @@ def test_files_that_are_refused(client: httpclient.InferenceServerClient, config
         client.load_model("bad", config=config or None, files={f"file:{path}": source(1)})
     assert caught.value.message().startswith(words)
     assert caught.value.status() == "400"
-    assert not Path("/tmp/x.py").exists()
+    assert not Path("/tmp/tensord-test-x.py").exists()
 
 
 def test_a_slash_before_a_file_and_one_entry_for_a_list(client: httpclient.InferenceServerClient) -> None:

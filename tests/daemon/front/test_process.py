@@ -29,10 +29,10 @@ class BusyFront(Front):
     protocol = "http"
 
     def __init__(self) -> None:
-        self.has_read = False
+        self.has_come = self.has_read = False
         #: For each time that the connection was to end: whether at once, and whether what had come was read.
         self.ended: list[tuple[bool, bool]] = []
-        #: For each time that it was checked: whether what had come was read.
+        #: For each time that it was checked after something had come: whether that was read.
         self.checked: list[bool] = []
         self.open_connections = {self}
         self.lingering = Mock(__len__=lambda _: 0)
@@ -51,6 +51,7 @@ class BusyFront(Front):
     def _work(self) -> None:
         asyncio.get_running_loop().remove_reader(self._busy)
         self._client.send(b"a request")
+        self.has_come = True
         time.sleep(process._LAST_CALL_NS / 1e9)
 
     def _read(self) -> None:
@@ -69,7 +70,8 @@ class BusyFront(Front):
             self.open_connections.clear()
 
     def check(self, now: float) -> None:
-        self.checked.append(self.has_read)
+        if self.has_come:
+            self.checked.append(self.has_read)
 
     async def run_checks(self) -> None:
         checking = asyncio.create_task(self._check_connections())
