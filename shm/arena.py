@@ -166,7 +166,7 @@ class Arena:
         self.closures = 0
         #: Counts leases that came back, so that who waits for room looks for it only when there may be some.
         self.returned = 0
-        #: Whether it was the budget, and not ``max_byte_size``, that left the last loan without room.
+        #: After a loan that found no room: True if the budget was exhausted, False if ``max_byte_size`` was reached.
         self.over_budget = False
 
     def loan(self, byte_size: int) -> Lease | None:

@@ -36,7 +36,7 @@ SERVICE = "/run/tensord"
 #: The names of a daemon's sockets in their folder: for clients of this host, and of HTTP.
 CLIENTS, HTTP = "clients.sock", "http.sock"
 _PORT = 8000
-#: What a header's name, and its value, may consist of (RFC 9110).
+#: Match the name of an HTTP header, and its value (RFC 9110).
 _NAME, _VALUE = (
     re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"),
     re.compile(r"[!-~\x80-\xff]([ -~\t\x80-\xff]*[!-~\x80-\xff])?"),

@@ -74,8 +74,8 @@ class TesseractModel:
         names, taken, given = Names(model.name), wire.floating(self.inputs), wire.floating(self.outputs)
         #: The model under "", and each of its derivatives under the derivative's kind.
         self._models = {"": model, **derivatives}
-        #: For each of these, a prefix and two groups of tensors: the vectors that it takes besides the model's inputs, and its
-        #: results. The names of both begin with the prefix on the daemon's side.
+        #: For the model and each kind of derivative, a prefix and two groups of tensors: the vectors that it takes besides the
+        #: model's inputs, and its results. The names of both begin with the prefix on the daemon's side.
         self._kinds: dict[str, tuple[str, _Tensors, _Tensors]] = {
             "": ("", {}, self.outputs),
             PULL_BACK: (names.cotangent, given, taken),

@@ -14,7 +14,7 @@ from tensord.daemon.front.status import BodyTooLarge
 
 _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-#: What may be between a size and the end of its line.
+#: Matches the extensions behind a chunk's size, and the end of the line.
 _EXTENSIONS = re.compile(rb'(?:;%b(?:=(?:%b|"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\.)*"))?)*\r\n' % (_TOKEN, _TOKEN))
 
 

@@ -37,7 +37,7 @@ class FakeService:
         #: Whether the daemon answers, whether it knows the model, whether the worker answers, and whether it refuses.
         self._answers = self._has_model = self._works = True
         self._refuses = self._ends = self._drains = False
-        #: Whether another lane, to a worker that has ended, is given with the next lane.
+        #: True: with its next lane a client gets a second one, to a worker that has ended.
         #: Then: the lanes of which the client has said that they ended.
         self._half_gone = False
         self.called_ended: list[int] = []

@@ -185,7 +185,7 @@ def test_no_answer_of_a_malformed_datagram_is_taken(ends: Ends, wrong: str) -> N
 
 
 def test_a_request_on_lanes_that_were_not_taken(ends: Ends) -> None:
-    """It is sent once more, and then gets an error that says that it may be sent again."""
+    """The request is sent once more, and then ends with an error after which its caller may send it again."""
     request, _ = ends.submit()
     request.lane_ended(False, Unavailable(UNTAKEN))
     assert request.claim()

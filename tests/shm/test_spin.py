@@ -30,7 +30,7 @@ def test_after_much_work_it_sleeps() -> None:
 
 
 def test_polls_in_vain_become_rare() -> None:
-    """As on a busy host, where whoever polls keeps the processor from whoever is to answer. The first that pays ends it."""
+    """After each poll in vain more waits sleep than before, at most 64; one poll that pays ends that."""
     spin, now, polls = Spin(300), 1000, list[int]()
 
     def wait(number: int, polled: int) -> None:

@@ -47,7 +47,7 @@ class Ask:
     gone: bool = False
     #: The workers that had died before.
     deaths: int = 0
-    #: Whether it kills the worker that runs it, and how many workers it has killed.
+    #: True if the request kills each worker that runs it, and how many workers it has killed.
     deadly: bool = False
     kills: int = 0
     #: The step of a sequence that this request is, if it is one.
@@ -57,7 +57,7 @@ class Ask:
     #: The connection over which a front is asked, and when all of the request had left. 0: it has not.
     connection: Connection | None = None
     sent_ns: int = 0
-    #: For how many seconds its client waits; None: for ever.
+    #: The seconds after which its client gives the request up; None: never.
     timeout: float | None = None
     #: Over a lane: how its program waits.
     way: str = ""

@@ -1,4 +1,4 @@
-"""What a front does to its connections, and when: never before it has read what had come by then."""
+"""A front that was busy reads the bytes that had come before it ends a connection, or calls its client late."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class BusyFront(Front):
 
     def __init__(self) -> None:
         self.has_come = self.has_read = False
-        #: For each time that the connection was to end: whether at once, and whether what had come was read.
+        #: The calls of ``end``: whether the connection was to end at once, and whether the bytes that had come were read.
         self.ended: list[tuple[bool, bool]] = []
-        #: For each time that it was checked after something had come: whether that was read.
+        #: The calls of ``check`` after bytes had come: whether these were read.
         self.checked: list[bool] = []
         self.open_connections = {self}
         self.lingering = Mock(__len__=lambda _: 0)

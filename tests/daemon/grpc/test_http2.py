@@ -270,7 +270,7 @@ def test_what_is_begun_and_does_not_go_on() -> None:
 
 
 def test_a_preface_in_pieces() -> None:
-    """It is late ``head_timeout`` after its first piece, and not because the connection is checked before it is whole."""
+    """A client whose preface comes in pieces is late ``head_timeout`` after the first piece, not at any check before that."""
     for late in (False, True):
         http2 = made(head_timeout=10)
         http2.receive(OPENING[:3], 100.0)

@@ -414,11 +414,23 @@ def made_of(folder: Path, name: str, member: str, last: str = "") -> None:
     (folder / name / "config.pbtxt").write_text(f'platform: "ensemble" {_TENSORS} ensemble_scheduling {{ {step} }}')
 
 
+async def loaded(folder: Path, name: str) -> tuple[Models, DeadlyWorker, ModelStates]:
+    """Loads a model of those in a folder, which load when they are asked for; returns what a front knows of them, too."""
+    table, worker = ModelStates(), DeadlyWorker()
+    options = Options(repository=Repository(paths=(str(folder),), control_mode="explicit"))
+    models = worker.models = Models(
+        options, supervisor({1: worker}, lambda record: isinstance(record, ModelState) and table.update(record))
+    )
+    models.worker_joined(1, "cpu:0")
+    await models.load(LoadModel(name))
+    return models, worker, table
+
+
 @pytest.mark.parametrize("served", [False, True])
 async def test_an_ensemble_of_a_model_that_is_given_up_says_so_and_comes_back_with_it(
     tmp_path: Path, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the model kills workers when it is first loaded, or when a worker that has served it is replaced."""
+    """The model kills workers as it is first loaded, or as a worker that has served it is replaced."""
     monkeypatch.setattr(lifecycle, "FIRST_RETRY", 0.02)
     write_model(tmp_path, "m", config=_TENSORS)
     made_of(tmp_path, "e", "m")
@@ -459,13 +471,7 @@ async def test_an_ensemble_awaits_no_model_that_does_not_come(tmp_path: Path, fa
     """The model was unloaded while it was given up, or loaded anew in vain: the ensemble is as unknown as the model."""
     write_model(tmp_path, "m", config=_TENSORS)
     made_of(tmp_path, "e", "m")
-    table, worker = ModelStates(), DeadlyWorker()
-    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
-    models = worker.models = Models(
-        options, supervisor({1: worker}, lambda record: isinstance(record, ModelState) and table.update(record))
-    )
-    models.worker_joined(1, "cpu:0")
-    await models.load(LoadModel("e"))
+    models, worker, table = await loaded(tmp_path, "e")
     worker.dies_of = "m"
     worker.die()
     while not table._models["m"][1].awaited:
@@ -492,13 +498,7 @@ async def test_an_ensemble_that_workers_die_of_is_tried_again_as_any_model_is(
     monkeypatch.setattr(lifecycle, "FIRST_RETRY", 0.02)
     write_model(tmp_path, "m", config=_TENSORS)
     made_of(tmp_path, "e", "m")
-    table, worker = ModelStates(), DeadlyWorker()
-    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
-    models = worker.models = Models(
-        options, supervisor({1: worker}, lambda record: isinstance(record, ModelState) and table.update(record))
-    )
-    models.worker_joined(1, "cpu:0")
-    await models.load(LoadModel("e"))
+    models, worker, table = await loaded(tmp_path, "e")
     worker.dies_of = "e"
     models.unload("m")
     await models.load(LoadModel("m"))
@@ -516,13 +516,7 @@ async def test_an_ensemble_awaits_a_model_as_soon_as_nothing_else_of_it_is_missi
     for name in ("m", "n"):
         write_model(tmp_path, name, config=_TENSORS)
     made_of(tmp_path, "e", "m", "n")
-    table, worker = ModelStates(), DeadlyWorker()
-    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
-    models = worker.models = Models(
-        options, supervisor({1: worker}, lambda record: isinstance(record, ModelState) and table.update(record))
-    )
-    models.worker_joined(1, "cpu:0")
-    await models.load(LoadModel("e"))
+    models, worker, table = await loaded(tmp_path, "e")
     models.unload("n")
     worker.dies_of = "m"
     worker.die()

@@ -118,7 +118,7 @@ async def test_a_program_that_does_not_start() -> None:
 
 
 async def test_without_a_descriptor_it_is_not_taken_over() -> None:
-    """It ends, nothing of it is left, and nobody hears of it."""
+    """A child that cannot be adopted is killed, its descriptors are closed, and its death is not reported."""
     records = Records()
     before = len(os.listdir("/proc/self/fd"))
     spawned = spawn(records.module, ["--device", "cpu:0"], {})

@@ -258,23 +258,27 @@ def test_what_fails_when_it_is_compiled_is_said(tmp_path: Path) -> None:
             assert str(tmp_path) not in str(caught.value)
 
 
+#: A model whose pull-back of a row depends on the other rows' cotangents.
+MIXING = """
+import jax
+inputs, outputs, max_batch_size, derivatives = {{"x": "FP32[{size}]"}}, {{"y": "FP32[{size}]"}}, 4, True
+
+@jax.custom_vjp
+def f(x):
+    return x * x
+
+f.defvjp(lambda x: (f(x), x), lambda x, ct: (2 * x * ct.mean(0),))
+
+def create(path, config, device):
+    return (lambda params, inputs: {{"y": f(inputs["x"])}}), {{}}
+"""
+
+
 def test_a_sample_for_one_row_finds_a_rule_that_mixes_rows_at_the_load(tmp_path: Path) -> None:
     write_model(
         tmp_path,
         "m",
-        """
-        import jax
-        inputs, outputs, max_batch_size, derivatives = {"x": "FP32[2]"}, {"y": "FP32[2]"}, 4, True
-
-        @jax.custom_vjp
-        def f(x):
-            return x * x
-
-        f.defvjp(lambda x: (f(x), x), lambda x, ct: (2 * x * ct.mean(0),))
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": f(inputs["x"])}), {}
-        """,
+        MIXING.format(size=2),
         """
         model_warmup { name: "pull_back"
           inputs { key: "x" value { data_type: TYPE_FP32 dims: 2 random_data: true } }
@@ -290,19 +294,7 @@ def test_a_rule_that_mixes_rows_is_found_where_no_bucket_says_the_shape(tmp_path
     write_model(
         tmp_path,
         "m",
-        """
-        import jax
-        inputs, outputs, max_batch_size, derivatives = {"x": "FP32[-1]"}, {"y": "FP32[-1]"}, 4, True
-
-        @jax.custom_vjp
-        def f(x):
-            return x * x
-
-        f.defvjp(lambda x: (f(x), x), lambda x, ct: (2 * x * ct.mean(0),))
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": f(inputs["x"])}), {}
-        """,
+        MIXING.format(size=-1),
     )
     x = np.ones((rows, 3), np.float32)
     with testing.load(tmp_path / "m") as model:
