@@ -1,6 +1,6 @@
-"""Builds the client's part in C, which setup.cfg cannot declare.
+"""Builds the client's C extension, which setup.cfg cannot declare.
 
-If it cannot be compiled the package installs without it, and the client asks over HTTP.
+If the extension cannot be compiled, the package installs without it, and the client sends requests over HTTP.
 """
 
 import zlib

@@ -1,4 +1,4 @@
-"""The client of tensord: calls JAX models that a server on this host, or elsewhere, serves, as functions of numpy arrays.
+"""The client of tensord: calls JAX models on a server, on this host or another one, as functions of numpy arrays.
 
     client = tensord_client.connect()
     policy = client.model("policy", timeout=0.2)

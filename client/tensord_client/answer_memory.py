@@ -1,9 +1,10 @@
-"""Makes the caller's answers of a worker's messages, and keeps track of the worker's memory that they lie in.
+"""Makes the caller's answers from a worker's messages, and keeps account of the worker's memory that the answers lie in.
 
-    segment   a memfd of the worker's, mapped here read-only      lease   the right to use a part of it, which an answer came with
+    segment   a memfd of the worker, mapped read-only in this process
+    lease     the right to use a part of a segment; an answer brings one
 
-The worker learns which leases were given back with the next request; without one, once there are 16 of them, or once their memory
-is an eighth of what answers may hold.
+The client's next request tells the worker which leases have ended. If no request is sent, a separate message tells it, once 16
+leases have ended, or once their memory is an eighth of the memory that answers may have.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ class HeldResults:
         return ResultsHeld(held, self.most) if held >= self.most else None
 
     def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
-        """Returns ResultsHeld if a request failed because this process's answers leave no room. Otherwise returns ``error``.
+        """Returns ResultsHeld if this process's answers fill the worker's memory and caused ``error``. Else returns ``error``.
 
         Args:
-          error: the error that the request failed with.
+          error: the error that a request failed with.
           memory: the memory of the lane that the request was sent on.
           room: the most bytes that answers in ``memory`` may have together.
         """
@@ -168,7 +169,7 @@ class ResponseSegment:
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps ``fd``, which the caller must close. Raises OSError or ValueError if that fails."""
+        """Maps ``fd``, which the caller must close. Raises OSError or ValueError if ``fd`` cannot be mapped."""
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size
@@ -179,13 +180,13 @@ class AnswerMemory:
     """The memory of one worker that answers lie in. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
-        """Makes the account of one new lane's answers.
+        """Starts the account of the answers on one new lane.
 
         Args:
           held: counts the answers that this process uses.
           byte_size: the most bytes that answers on this lane may have together.
-          release: a method of the lane, which tells the worker which answers are no longer used. It is referred to weakly, and
-            called in any thread, also by the garbage collector.
+          release: a method of the lane that tells the worker which answers are no longer used. Only a weak reference to it is
+            kept. Any thread may call it, also during a garbage collection.
         """
         self.held = held
         self._byte_size = byte_size
@@ -199,7 +200,7 @@ class AnswerMemory:
         self._ended = False
 
     def open(self, number: int, byte_size: int, fds: Sequence[int], lost: bool) -> bool:
-        """Maps a segment that the worker has announced. Returns whether that worked. If not, the caller must tell the worker.
+        """Maps a segment that the worker has announced. Returns False if that failed. The caller must then tell the worker.
 
         Args:
           number: the worker's number of the segment.
@@ -301,16 +302,18 @@ class AnswerMemory:
 
 
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
-    """Makes an ``Answer`` of a worker's message. Its arrays view the worker's memory, are copies, or are the caller's own.
+    """Makes an ``Answer`` from a worker's message.
 
-    If an array is a view, the answer keeps the ``lease``, and counts as an answer in use.
+    If ``places`` has an array for an output, the output is in that array. Any other output is a view of the worker's memory if
+    it lies there, and else a copy. Strings are always copied. If an output is a view, the answer keeps the ``lease``, and
+    counts as an answer in use.
 
     Args:
       lease: the lease of the worker's memory that the outputs lie in, or None if they do not lie there.
       places: output name -> the caller's array for the output. The output is copied to it unless the worker wrote to it.
 
-    Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output has another shape or
-      dtype than the caller's array for it.
+    Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output has another shape or dtype
+      than the caller's array for it.
     """
     answer = Answer()
     prepared = record.prepared

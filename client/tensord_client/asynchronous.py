@@ -47,7 +47,7 @@ class AsyncClient:
           parameter_set: the model's parameter set that calls are answered with. "" means ``main``.
 
         Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
-          answers.  InvalidArgument: an argument is of another type.
+          answers.  InvalidArgument: an argument has a wrong type.
         """
         name, version = named(name, version)
         description = await asyncio.to_thread(self._connection.open, name, version)
@@ -110,7 +110,7 @@ class AsyncModel(Calls):
         return await self._connection.ask(self.call(inputs, outputs, own))
 
     async def derivative(self, kind: str) -> AsyncModel:
-        """Returns a derivative of this model as a model. ``kind``: such as "pull_back", as for ``Model.derivative``."""
+        """Returns the derivative ``kind`` of this model, such as "pull_back", as a model. Works like ``Model.derivative``."""
         return await asyncio.to_thread(self._open, kind)
 
     async def pull_back(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
@@ -217,7 +217,7 @@ class AsyncModel(Calls):
         await asyncio.to_thread(self._connection.end_sequence, self.name, sequence_id)
 
     async def close(self) -> None:
-        """Ends the use of this object. Every later call of it raises Unavailable. The client stays connected. Idempotent."""
+        """Closes this object. It then raises Unavailable for every request. The client stays connected. Idempotent."""
         self._closed = True
 
     async def __aenter__(self) -> AsyncModel:
@@ -413,8 +413,9 @@ async def connect_async(
         own daemon, localhost:8000.
       wait: the seconds to wait for a server to appear. With 0, each address is tried once.
       patience: the seconds that a call waits, within its own timeout, for a lost server to come back.
-      headers: fields that every HTTP request has, such as the key of a call that the server restricts.
+      headers: header fields that every HTTP request has, such as a key that the server requires.
 
-    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is none of these texts, or a header is none.
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` has none of these forms, or ``headers`` has a
+      malformed name or value.
     """
     return AsyncClient(Client(await asyncio.to_thread(connection, address, wait, patience, headers)))

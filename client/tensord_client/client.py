@@ -53,7 +53,7 @@ class Client:
     """
 
     def __init__(self, connection: Connection) -> None:
-        """Makes a client of an open connection. Programs call ``connect`` instead."""
+        """Wraps an open connection in a client. Programs call ``connect`` instead."""
         self._connection = connection
 
     def model(self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = "") -> Model:
@@ -65,7 +65,7 @@ class Client:
           timeout: the seconds that a call waits for its answer, and a stream for each response. None means no limit.
 
         Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
-          answers.  InvalidArgument: an argument is of another type.  ServingError: any other error of the server.
+          answers.  InvalidArgument: an argument has a wrong type.  ServingError: any other error of the server.
         """
         name, version = named(name, version)
         return Model(self._connection, self._connection.open(name, version), version, timeout, parameter_set)
@@ -143,11 +143,11 @@ def connect(
         set, the first server that answers: this host's service (/run/tensord), the user's own daemon, localhost:8000.
       wait: the seconds to wait for a server to appear. With 0, each address is tried once.
       patience: the seconds that a call waits, within its own timeout, for a lost server to come back.
-      headers: fields that every HTTP request has, such as the key of a call that the server restricts. Lanes have no headers,
-        and a server that restricts inference gives none.
+      headers: header fields that every HTTP request has, such as a key that the server requires. Requests over lanes have no
+        headers, and a server that requires a key for inference gives no lanes.
 
-    Raises: Unavailable: no server answers; the message lists the addresses that were tried.  InvalidArgument: the text is no
-      address, or a header is none.
+    Raises: Unavailable: no server answers; the message lists the addresses that were tried.  InvalidArgument: ``address`` has
+      none of these forms, or ``headers`` has a malformed name or value.
     """
     return Client(connection(address, wait, patience, headers))
 
@@ -155,11 +155,14 @@ def connect(
 def connection(
     address: Place | None, wait: float, patience: float, headers: Mapping[str, str] | None = None
 ) -> Connection:
-    """Finds a server and returns an open connection to it. If ``address`` is None, the usual addresses are tried.
+    """Finds a server and returns an open connection to it.
 
-    ``wait`` is the seconds to wait for a server to appear. ``patience`` is the seconds that requests wait for a lost server.
-    Requests over HTTP have ``headers``.
-    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no address, or a header is none.
+    ``address`` None means ``$TENSORD`` or, if it is not set, the usual addresses. ``wait`` is the seconds to wait for a server
+    to appear. ``patience`` is the seconds that requests wait for a lost server. HTTP requests have the header fields
+    ``headers``.
+
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no valid address, or ``headers`` has a malformed
+      name or value.
     """
     fields = b"".join(starmap(_field, (headers or {}).items()))
     until = time.monotonic() + wait
@@ -177,7 +180,7 @@ def connection(
 
 
 def _usual() -> Iterator[str]:
-    """Yields the addresses at which ``connect`` looks for a server if none is given."""
+    """Yields the addresses at which ``connect`` looks for a server if no address is given and ``$TENSORD`` is not set."""
     yield f"{SERVICE}/{CLIENTS}"
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -232,7 +235,7 @@ def _connected(address: str, patience: float, fields: bytes) -> Connection:
 
 
 def _holds_a_model(repository: Path) -> bool:
-    """Returns whether a folder in ``repository`` is a model."""
+    """Returns whether at least one folder in ``repository`` is a model's folder."""
     return any(
         path.name == "config.pbtxt" or (path.name.isdecimal() and path.is_dir())
         for path in (*repository.glob("[!.]*/config.pbtxt"), *repository.glob("[!.]*/[1-9]*"))

@@ -1,8 +1,9 @@
-"""The daemon's socket for clients (SEQPACKET): each request and each answer is a JSON message, which may bring file descriptors.
+"""The daemon's socket for clients (SEQPACKET). Requests and answers are JSON messages, which may bring file descriptors.
 
-{"hello": {}}                                ──▶  describes the daemon
-{"open": {"model": "m", "version": 0}}       ──▶  describes the model, and brings a socket for each new lane to its workers
-{"error": "the sentence", "code": "..."}     ◀──  the answer to any request that failed
+a client sends                              the daemon answers with
+{"hello": {}}                               a description of the daemon
+{"open": {"model": "m", "version": 0}}      a description of the model, and a socket for each new lane to its workers
+a request that fails                        {"error": "the sentence", "code": "..."}
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAX_FDS = 253
 
 
 class ClientsSocket:
-    """A connection to the daemon's socket for clients, to ask for models and lanes one by one. Not thread-safe."""
+    """A client's connection to the daemon's socket for clients. It sends one request at a time. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
         """Connects to the daemon's socket at ``path``. Connecting, sending and receiving each wait at most ``timeout`` seconds.
@@ -45,7 +46,8 @@ class ClientsSocket:
         """Sends a request and waits for the answer. Returns the answer's JSON object and the sockets that came with it.
 
         Args:
-          wait: the seconds that the daemon may work on the request. This connection's timeout is added. None means no limit.
+          wait: the seconds that the daemon may take for the request, in addition to this connection's timeout. None means no
+            limit.
           fds: file descriptors that are sent with the request. The caller still has to close them.
 
         Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer or has gone away, or its answer

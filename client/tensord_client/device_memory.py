@@ -1,11 +1,12 @@
-"""Arrays on GPUs that this process shares with workers: each is one allocation, registered with the daemon as a CUDA region.
+"""Makes arrays on GPUs that this process shares with workers. The daemon knows each array as a CUDA region.
 
     cuMemAlloc ─▶ cuIpcGetMemHandle ─▶ registered over HTTP ─▶ requests name the region, workers use it in place
         ▲                                                       │
-        ╰── copied in on the device: arrays of PyTorch, JAX     ╰── collected ─▶ unregistered and freed at the next allocation
+        ╰── copies from arrays of PyTorch or JAX                ╰── garbage-collected ─▶ unregistered and freed, later
 
-An IPC handle gives access to a whole allocation, and frameworks take their arrays from pools: exporting such an allocation would
-show workers other arrays, too. So arrays of frameworks are copied into ours, and never exported; frameworks view ours by DLPack.
+Each array has an allocation of its own, because an IPC handle gives access to a whole allocation. Frameworks keep several
+arrays in one allocation, so their arrays are copied and never exported. Frameworks can view the arrays of this module by
+DLPack. The next allocation unregisters and frees arrays that were garbage-collected.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class CudaLibrary:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
 
     def within(self, address: int, source: int, byte_size: int) -> None:
-        """Copies from ``source`` to ``address``, both on the device, and waits for the copy. Call it in a block of ``on``."""
+        """Copies ``byte_size`` bytes from ``source`` to ``address`` on the device, and waits. Call it in a block of ``on``."""
         self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
         self._call("cuCtxSynchronize")
 
@@ -185,7 +186,7 @@ class DeviceMemory:
     """
 
     def __init__(self, post: Callable[[str, bytes], object]) -> None:
-        """``post``: sends a POST request with a path and a JSON body to the daemon, to register arrays there."""
+        """Starts without arrays. ``post`` sends a POST request, with a path and a JSON body, which registers an array."""
         self._post = post
         self._lock = threading.Lock()
         self._driver: CudaLibrary | None = None
@@ -242,7 +243,7 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Unregisters GPU memory at the server, and frees it, if its array was garbage-collected."""
+        """Unregisters the memory of garbage-collected arrays at the daemon, and frees it."""
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:

@@ -43,7 +43,7 @@ class ResultsHeld(ServingError):
 
 
 def too_many_waiting(count: int, most: int) -> Unavailable:
-    """Makes the error for a request that cannot be queued: ``count`` requests wait in this process, and ``most`` may wait."""
+    """Makes the error for a request that cannot be queued, because ``count`` requests wait in this process and ``most`` may."""
     return Unavailable(f"{count} requests wait in this process to be sent, at most {most} may: wait for answers first")
 
 

@@ -1,4 +1,4 @@
-"""Flags, keys, sockets, look-ups and bounds of gateways, which ask a daemon's models for clients of another protocol."""
+"""What gateways share: flags, API keys, sockets, look-ups, limits. A gateway serves a daemon's models over another protocol."""
 
 from __future__ import annotations
 
@@ -99,13 +99,16 @@ class Listening(socket.socket):
 
 
 class Gateway:
-    """Base class of gateways, which serve other protocols. Checks the keys of clients, and caches each result of ``make``."""
+    """Base class of gateways, which serve other protocols. Checks clients' API keys, and caches the results of ``make``."""
 
     #: Looks a model up, and makes what is kept of it.
     make: Callable[[str, int], Awaitable[Any]]
 
     def __init__(self, client: AsyncClient, options: argparse.Namespace, header: Callable[[bytes], bytes]) -> None:
-        """Reads the clients' keys, or raises OSError or InvalidArgument. ``header``: makes a key's Authorization header."""
+        """Reads the clients' API keys. Raises OSError if their file cannot be read, or InvalidArgument if it has no key.
+
+        ``header``: returns the Authorization header that a client with a given key sends.
+        """
         self.client, self.options = client, options
         keys = Path(options.api_key_file).read_bytes().split() if options.api_key_file else []
         if options.api_key_file and not keys:
@@ -114,13 +117,13 @@ class Gateway:
         self._made: dict[tuple[str, int], tuple[float, Any]] = {}
 
     def is_known(self, given: Sequence[str]) -> bool:
-        """Returns whether a client with these Authorization headers may ask. Without ``--api-key-file`` everybody may."""
+        """Returns whether ``given`` is one Authorization header with a valid API key. True if no API keys are configured."""
         one = given[0].encode(errors="replace") if len(given) == 1 else b""
         # All are compared, each in constant time.
         return not self._headers or sum([hmac.compare_digest(header, one) for header in self._headers]) > 0
 
     async def model(self, asked: tuple[str, int], age: float = _FRESH) -> Any:
-        """Returns the result of ``self.make`` for a model's name and version. A result is used again for ``age`` seconds."""
+        """Returns the result of ``self.make`` for a model's name and version. A cached result is used for ``age`` seconds."""
         async with self._looking_up:  # so that one connection to the daemon is enough
             if asked not in self._made or time.monotonic() - self._made[asked][0] > age:
                 self._made.pop(asked, None)
@@ -143,19 +146,19 @@ async def ask(model: AsyncModel, inputs: Mapping[str, Any], **own: Any) -> Answe
 
 
 def told(error: ServingError) -> str:
-    """Returns the text of an error for clients, without paths."""
+    """Returns the text of an error for clients, with file paths replaced."""
     return FILE.sub("(a path)", error.message)
 
 
 def bound(what: str, number: int, unit: str, most: int) -> int:
-    """Returns ``number``. Raises InvalidArgument if it is above ``most``; the text is ``what``, the number and ``unit``."""
+    """Returns ``number``, or raises InvalidArgument if it is above ``most``. ``what`` and ``unit`` are for the error's text."""
     if number > most:
         raise InvalidArgument(f"{what} {number} {unit}, at most {most} may be")
     return number
 
 
 def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
-    """Returns the bytes of a client's array, named ``what``. Raises InvalidArgument if ``shape`` is no shape of an array."""
+    """Returns the size in bytes of a client's array. Raises InvalidArgument, with the name ``what``, if ``shape`` is wrong."""
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
         raise InvalidArgument(f"{what} has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")
     bound(f"{what} has", len(shape), "dimensions", MAX_DIMENSIONS)
@@ -163,7 +166,7 @@ def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
 
 
 def array(what: str, dtype: np.dtype[Any], shape: Any, content: Any) -> Array:
-    """Returns a client's bytes as a read-only array. If the size is wrong, raises InvalidArgument with the name ``what``."""
+    """Makes a read-only array from a client's bytes. Raises InvalidArgument, with the name ``what``, if the size is wrong."""
     size = byte_size(what, dtype, shape)
     given = len(content) if isinstance(content, bytes) else type(content).__name__
     if given != size:
@@ -172,13 +175,13 @@ def array(what: str, dtype: np.dtype[Any], shape: Any, content: Any) -> Array:
 
 
 def rows(model: AsyncModel) -> list[dict[str, Tensor]]:
-    """Returns the model's inputs by name and the model's outputs by name. A tensor's shape lacks the batch dimension."""
+    """Returns the model's inputs by name, and the model's outputs by name. The shapes lack the batch dimension."""
     batched, both = model.max_batch_size > 0, (model.inputs, model.outputs)
     return [{each.name: each._replace(shape=each.shape[batched:]) for each in tensors} for tensors in both]
 
 
 def for_client(values: Array, tensor: Tensor | None) -> Array:
-    """Returns an output's values for clients: BF16 as float32, others unchanged. If ``tensor`` is None, nothing changes."""
+    """Returns an output's values for clients: BF16 as float32, others unchanged. If ``tensor`` is None, returns ``values``."""
     if tensor is None or tensor.datatype != "BF16":
         return values
     made: Array = (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -186,7 +189,7 @@ def for_client(values: Array, tensor: Tensor | None) -> Array:
 
 
 def notify(state: bytes) -> None:
-    """Tells systemd the state of the service, if systemd has started it."""
+    """Sends ``state``, such as b"READY=1", to systemd. Does nothing if systemd has not started this process."""
     if where := os.environ.get("NOTIFY_SOCKET", ""):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(state, where.replace("@", "\0", 1))
@@ -196,9 +199,10 @@ Serve = Callable[[AsyncClient, argparse.Namespace, Listening], contextlib.Abstra
 
 
 def main(module: str, options: argparse.Namespace, what: str, serve: Serve) -> None:
-    """Runs the gateway ``module`` as a program until SIGTERM or SIGINT. If an error ends it, the process exits with the error.
+    """Runs the gateway ``module`` until SIGTERM or SIGINT. If an error ends it, the process exits with the error's text.
 
-    ``what``: the name of the served protocol, for the log. ``serve``: returns a context, during which clients are served.
+    ``what``: what is served, such as "models", for the log. ``serve``: returns an asynchronous context manager, inside whose
+    block clients are served.
     """
 
     async def run() -> None:

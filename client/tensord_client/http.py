@@ -124,7 +124,7 @@ class HttpConnection:
         return self._request("GET", path, deadline=deadline, patience=patience)[0]
 
     def post(self, path: str, body: bytes) -> Any:
-        """Posts ``body``, a JSON text. Returns the answer's JSON, or None if it is empty. Raises ServingError if that fails."""
+        """Posts ``body``, a JSON text. Returns the answer's JSON, or None if it is empty. Raises ServingError on failure."""
         return self._request("POST", path, b"Content-Type: application/json\r\n", [body])[0]
 
     def _request(
@@ -253,7 +253,7 @@ class HttpConnection:
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, array: Any) -> tuple[str, int, int] | None:
-        """Returns name, offset and size of the region that holds ``array``; None: ``empty_on`` did not make ``array``."""
+        """Returns the name, offset and size of the region that ``array`` lies in, or None if ``empty_on`` did not make it."""
         if isinstance(array, np.ndarray) or self._on_devices is None or array.memory is not self._on_devices:
             return None
         return cast("tuple[str, int, int]", array.place)
@@ -415,7 +415,7 @@ class _Infer(HttpExchange):
 
 
 def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
-    """Returns the "parameters" in a tensor's JSON that name its ``region``: name, offset and bytes. None: returns {}."""
+    """Returns the "parameters" in a tensor's JSON that name its ``region`` (name, offset, bytes), or {} if that is None."""
     if region is None:
         return {}
     name, offset, byte_size = region

@@ -91,11 +91,11 @@ class HttpResponse:
 
     @property
     def place(self) -> memoryview | None:
-        """Returns memory to receive the body's next bytes in, or None if received bytes are to be given to ``feed``."""
+        """Returns memory for the body's next bytes, or None if received bytes must be given to ``feed``."""
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Tells that the first ``count`` bytes of ``place``, the memory for the rest of the body, were received."""
+        """Records that the first ``count`` bytes of ``place`` were received."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -238,9 +238,9 @@ class HttpResponse:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Tells this response that the server has closed the connection. This completes a body that lasts until then.
+        """Records that the server has closed the connection. This completes a body that has neither a stated length nor chunks.
 
-        Raises ConnectionResetError if the body should have ended in another way, because it is incomplete.
+        Raises ConnectionResetError for any other body, because the answer is incomplete.
         """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
@@ -300,16 +300,16 @@ class HttpChannel:
         return self.response.whole and self.response.keep_alive and not self._cut
 
     def send(self, pieces: Sequence[Buffer], streams: bool = False) -> None:
-        """Sets the request to send: the bytes in ``pieces``, in their order. ``advance`` sends them.
+        """Sets the request that ``advance`` sends: the bytes in ``pieces``, in their order.
 
-        If ``streams`` is true and the answer's status is 200, its body is read while it arrives.
+        If ``streams`` is true and the answer's status is 200, the body can be read from ``response.stream`` while it arrives.
         """
         self.response = HttpResponse(streams)
         self.sent = False
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Makes ``advance`` send the request's unsent bytes from ``content``, which is a copy of the whole request."""
+        """Replaces the request's unsent bytes by those in ``content``, a copy of the whole request. Sends nothing yet."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

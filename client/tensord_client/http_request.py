@@ -1,10 +1,11 @@
-"""Sends one HTTP request and waits for its answer: in the calling thread, on an event loop, or in a thread of the client's.
+"""Sends one HTTP request and waits for its answer, in the calling thread, on an event loop, or in a thread of the client.
 
-    HttpRequest() ─▶ Pool.take ─▶ HttpChannel ─▶ wait │ attach │ watch ─▶ Waiter
-                        ╰─ all channels are in use: wait in line       each calls _step() until the request has ended
+    HttpRequest ─▶ Pool.take ─▶ HttpChannel ─▶ ``wait``, an event loop or a ``Waiter`` calls ``_step`` until the request ends
+                        ╰─ all connections are in use: the request is queued
 
-A request is sent again as long as ``patience`` lasts if it did not leave completely, or if the server says that it is stopping. A
-pure request is sent again once even after it has left. In all other cases the failure is raised.
+If the request was not sent completely, or if the server says that it is stopping, the request is sent again as long as
+``patience`` lasts. If it was sent completely and may run twice (``pure``), it is sent again once, unless responses of a stream
+have arrived. In all other cases the failure is raised.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _CUT = "the server at {} ended in the middle of the responses"
 
 
 class Unreached(Unavailable):
-    """No HTTP server answers at the address."""
+    """Raised if no HTTP server answers at the address."""
 
 
 class Pool:
@@ -158,7 +159,7 @@ class HttpExchange:
         raise NotImplementedError
 
     def read_next(self, response: HttpResponse) -> Any:
-        """Returns the next result in ``response``, or None if it is incomplete. Raises ServingError if the result is an error."""
+        """Returns the next result in ``response``, or None if it has not all arrived. Raises ServingError if it is an error."""
         raise NotImplementedError
 
 
@@ -450,7 +451,7 @@ class Waiter:
     def add(self, request: HttpRequest) -> None:
         """Hands a request to the thread, which sends, receives and calls callbacks for it.
 
-        If the thread has already ended, because the pool was closed, the request fails with Cancelled.
+        If the thread has already ended, because ``close`` was called, the request fails with Cancelled.
         """
         self._tell(self._new, request, request._step)
 

@@ -1,14 +1,14 @@
 """Calls a served model from inside a program that JAX compiles: the program calls back to the host, which sends the requests.
 
-    jitted program ─▶ the primitive ``served`` ─▶ XLA's callback ─▶ Model, once or often ─▶ outputs, which XLA copies
+    jitted program ─▶ the primitive ``served`` ─▶ XLA's callback ─▶ one request or several ─▶ outputs, which XLA copies
 
-Axes that ``vmap`` adds become rows of a model with a batch dimension; without one each element is sent as a request. JAX
-differentiates the primitive by these rules, which ask the derivatives of the model (``tensord_client.common.derivatives``):
+If the model has a batch dimension, the axes that ``vmap`` adds become rows. If not, each element of these axes is one request.
+JAX differentiates the primitive by two rules, which use the model's derivatives (``tensord_client.common.derivatives``):
 
-    jvp         the value and push_forward, which is not asked where the tangent is only transposed
-                of a model with value_and_gradient: that gives the value
-    transpose   push_forward becomes pull_back, and the other way round
-                if the gradients came with the value: their products with the cotangent, so one request is enough
+    jvp         gives the outputs, and the tangents by push_forward. In reverse mode JAX only transposes push_forward and does
+                not run it. If the model has value_and_gradient, one request for it gives the outputs and the gradients
+    transpose   replaces push_forward by pull_back, and pull_back by push_forward. If the gradients came with the outputs, the
+                result is their product with the cotangent, without a further request
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def jax(
         axis of variable size besides the batch axis.
     Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
       shape is not known, if a tensor is BYTES, or if it is differentiated and the model has no such derivative. While the
-      compiled program runs, an error of the server becomes one of JAX with the same text: JaxRuntimeError, or ValueError from
-      the second run on.
+      compiled program runs, JAX raises an error of the server with the same text: as JaxRuntimeError or, from the second run
+      on, as ValueError.
     """
     import jax as library
 
@@ -90,7 +90,7 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns an output's shape: from ``known``, else as declared with batch size ``rows`` (0: no batch dimension)."""
+    """Returns an output's shape: from ``known``, else as declared, with the batch dimension ``rows`` if ``rows`` is not 0."""
     _check_held("output", tensor)
     if tensor.name in known:
         return tuple(known[tensor.name])
@@ -138,7 +138,7 @@ class _ServedModel:
         return Names(self.model.name)
 
     def derivative(self, kind: str) -> _ServedModel:
-        """Returns this model's derivative ``kind``, such as "pull_back". Calls with one kind return one object."""
+        """Returns this model's derivative ``kind``, such as "pull_back". Calls with the same ``kind`` return one object."""
         return self._derivatives.setdefault(kind, _ServedModel(None, self, kind))
 
     def has(self, kind: str) -> bool:
@@ -149,7 +149,7 @@ class _ServedModel:
 
 
 class _Asking:
-    """Asks a served model what a compiled program wants of it. Each run of the program calls it with its arrays."""
+    """Calls a served model for a compiled program. Each run of the program calls this object with the input arrays."""
 
     def __init__(
         self, served: _ServedModel, given: Sequence[str], wanted: Sequence[_Output], outer: tuple[int, ...]
@@ -157,8 +157,8 @@ class _Asking:
         """Looks up the model. Sends nothing.
 
         Args:
-          given: the inputs' names, in the order of the arrays.
-          wanted: the outputs to return, in this order.
+          given: the inputs' names, in the order of the arrays in a call.
+          wanted: the outputs that a call returns, in this order.
           outer: the sizes of the axes that ``vmap`` added.
         """
         self._model = model = served.model
@@ -172,7 +172,7 @@ class _Asking:
         self._lead = served.rows(outer)
 
     def __call__(self, *arrays: Array) -> list[Array]:
-        """Returns the outputs, which may be views of the server's memory. Does not use the arrays after its return."""
+        """Calls the model. Returns the outputs, which may be views of the server's memory. Does not keep ``arrays``."""
         outer, inputs = self._outer, dict[str, Array]()
         for (name, tensor), array in zip(self._given, arrays):
             array = np.asarray(array)
@@ -185,7 +185,10 @@ class _Asking:
         return [np.asarray(found[name]).astype(dtype, copy=False) for name, dtype in self._wanted]
 
     def _in_parts(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Asks for rows, at most ``max_batch_size`` in a request. Without a batch dimension a request is for one element."""
+        """Calls the model in several requests of at most ``max_batch_size`` rows each. Returns the joined outputs.
+
+        If the model has no batch dimension, each request is for one element.
+        """
         model, size, lead, outputs = self._model, self._model.max_batch_size, self._lead, self._outputs
         shape = next(iter(inputs.values())).shape[:lead]
         count = math.prod(shape)
@@ -208,7 +211,7 @@ def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
 
 
 def _varies(value: Any) -> bool:
-    """Returns whether ``value`` is in a ``jax.shard_map`` that has noted that the devices have different values."""
+    """Returns whether ``value`` belongs to a ``jax.shard_map`` in which JAX has marked it as different on each device."""
     aval = getattr(value, "aval", None)
     # ``vma`` is of JAX before 0.10.
     return bool(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", None))

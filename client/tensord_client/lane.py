@@ -1,12 +1,12 @@
-"""The connection of this process to a daemon on the same host: shared memory, lanes to workers, and HTTP where there are none.
+"""The connection of this process to a daemon on the same host: over lanes and shared memory, or over HTTP without lanes.
 
-    clients' socket ── hello, open ──▶ supervisor        one connection, which owns the lanes
-    lanes           ── requests    ──▶ workers           one to each worker, for all models of the worker
-    memory          ── segments    ──▶ workers           shared with all of them
-    HTTP            ── requests    ──▶ the daemon        to models that it gives no lanes for
+    clients' socket ── hello, open ──▶ supervisor        one connection; when it is closed, all lanes end
+    lanes           ── requests    ──▶ workers           one lane to each worker, for all models of the worker
+    memory          ── segments    ──▶ workers           shared with all workers
+    HTTP            ── requests    ──▶ the daemon        for models to which the daemon gives no lanes
 
-Threads are started only for callbacks, for sending requests again that no thread waits for, and for asking for further lanes.
-After a fork the child process connects anew when it sends its first request.
+Threads are started only to call callbacks, to send requests again that no thread waits for, and to ask for further lanes. After
+a fork the child process connects anew when it sends its first request.
 """
 
 from __future__ import annotations
@@ -79,15 +79,16 @@ class LaneConnection(Sender):
         """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
         Args:
-          over_http: connects over HTTP when that is first needed, given the daemon's answer to ``hello``. If it is None, HTTP is
-            never used.
+          over_http: connects over HTTP when that is first needed, given the daemon's answer to ``hello``. If it is None, HTTP
+            is never used.
           max_results: the most answers in workers' memory that this process may use at a time. After that, ``ask`` raises
             ResultsHeld.
           timeout: the seconds to wait for each answer on the clients' socket.
           patience: the seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
           max_waiting: the most requests that wait for one worker, and the most requests that wait because there is no worker. A
             further request is refused with Unavailable.
-          keyed: whether what is asked over HTTP has keys that the daemon may want, as nobody shows one on this socket.
+          keyed: whether HTTP requests have headers, such as a key. If True, a change of parameter sets that the daemon refuses
+            on this socket is sent over HTTP.
 
         Raises: Unavailable: no daemon answers at ``path``.
         """
@@ -260,7 +261,7 @@ class LaneConnection(Sender):
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         """Makes an array with undefined content in memory that the workers share. Without lanes, it is in ordinary memory.
 
-        Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is impossible.  Unavailable:
+        Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is not valid.  Unavailable:
           there is no room for the array now, or ``close`` was called.
         """
         return self.memory.empty(shape, dtype) if self.lanes else self.http().empty(shape, dtype)  # type: ignore[arg-type]
@@ -270,7 +271,7 @@ class LaneConnection(Sender):
         return self.http().empty_on(device, shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
-        """Returns the description and lanes of a call's model. Asks the daemon for them if they are not known yet.
+        """Returns the description and lanes of a call's model. If this connection does not have them yet, it asks the daemon.
 
         Raises: Unavailable: there is no worker now.  ServingError: the daemon's answer is any other error.
         """
@@ -457,7 +458,7 @@ class LaneConnection(Sender):
     def lane_for(self, call: Call) -> ClientLane | None:
         """Chooses the lane for a request. It is the lane of the request's sequence, or else the least busy one.
 
-        A new sequence gets the lane that has the fewest sequences of this connection and model.
+        A new sequence gets the lane on which this connection has the fewest sequences of the model.
         Returns None if no lane is usable. Raises Unavailable if the worker of the request's sequence has ended.
         """
         sequence_id = call.scheduling.sequence_id
@@ -480,7 +481,7 @@ class LaneConnection(Sender):
         return known.choose(call.model)
 
     def sent(self, call: Call, lane: ClientLane) -> None:
-        """Stores ``lane`` for later requests of the call's sequence. If this was the last request, the sequence is forgotten."""
+        """Records that the call's sequence is on ``lane``, or that the sequence has ended if this was its last request."""
         key = call.model, call.scheduling.sequence_id
         if call.scheduling.sequence_end:
             self._place_sequence(key, None)
@@ -488,7 +489,7 @@ class LaneConnection(Sender):
             self._place_sequence(key, lane)
 
     def _place_sequence(self, key: tuple[str, int | str], lane: ClientLane | None) -> ClientLane | None:
-        """Stores on which lane a sequence is from now on, or None if it has ended. Returns the lane where it was."""
+        """Records that a sequence is on ``lane`` or, if that is None, has ended. Returns the lane that it was on before."""
         former = self._sequences.pop(key, None)
         if former is not None:
             former.sequences[key[0]].discard(key[1])
@@ -513,9 +514,9 @@ class LaneConnection(Sender):
 
         Args:
           until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline. Stops earlier if the
-            connection's ``patience`` is over.
+            seconds of the connection's ``patience`` are over.
           anew: if True, asks the daemon at least once, even if there is a usable lane.
-          since: the time of ``time.monotonic()`` in seconds at which the patience begins, or None for now.
+          since: the time of ``time.monotonic()`` in seconds from which the patience counts, or None for now.
 
         Raises: ServingError: the patience is over, and the daemon's last answer was this error.  WaitEnded: ``until`` has
           passed.
@@ -546,7 +547,7 @@ class LaneConnection(Sender):
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again once there is a lane. Only the thread whose ``claim`` returned True may call it.
+        """Sends a request again once there is a lane. Only the thread in which ``pending.claim()`` returned True may call it.
 
         ``until`` is the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline.
 

@@ -1,7 +1,9 @@
-"""A request over lanes, and those of them that have no lane: they are sent again, or fail.
+"""Requests that a client sends over lanes. A request that loses its lane is sent again over another lane, or fails.
 
-on a lane ─▶ it ends, or its worker refuses the request ─▶ astray ─▶ sent again by who waits, or by a thread ─▶ on a lane
-                                                              ╰─▶ fails: it may not be run twice, or no worker comes
+    sent on a lane ─▶ the lane ends, or the worker refuses the request ─▶ ``astray``: it has no lane ─▶ sent on another lane
+                                                                             ╰─▶ fails: it may not run twice, or no worker comes
+
+The thread that waits for the answer sends it again. If no thread waits, a thread of the connection does.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return known is not None and self.may_be_elsewhere(refusal.code, refusal.message, known.is_told)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Sends this request again, or ends it with an error, because its lane ended before its last answer.
+        """Sends this request again, or ends it with an error, because its lane ended before its last answer came.
 
         The request is sent again if the worker cannot have run it, or if running it twice does no harm.
 
@@ -180,7 +182,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Continues the wait for the request's answer, or its cancellation, on the lane over which the request was sent again."""
+        """Makes callbacks and event loops wait for the answer on the request's new lane. Cancels a cancelled request there."""
         lane = self.lane
         if lane is None:
             return
@@ -276,7 +278,8 @@ class LaneRequest(Submission, Pending[Answer]):
     def made(self, arrived: Answer | tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
         """Converts a worker's reply to an ``Answer``. Returns an error if the reply is malformed.
 
-        ``arrived``: an ``Answer``, or the reply's record and a lease of its outputs' memory. Without memory the lease is None.
+        ``arrived``: an ``Answer``, which is returned unchanged, or the reply's record and a lease. The lease is None if the
+        outputs do not lie in the worker's memory.
         """
         if type(arrived) is Answer:
             return arrived
@@ -291,7 +294,7 @@ class LaneRequest(Submission, Pending[Answer]):
             return Internal(f"the worker's answer is malformed: {error}")
 
     def late(self) -> ServingError:
-        """Returns the error of a late request: ResultsHeld if this process holds too many answers, else DeadlineExceeded."""
+        """Returns ResultsHeld if this request is late because this process holds too many answers, else DeadlineExceeded."""
         error = DeadlineExceeded()
         return error if self.lane is None else self.lane.answers.explained(error)
 
@@ -306,7 +309,7 @@ class LaneRequest(Submission, Pending[Answer]):
 
 
 class Sender:
-    """Base class that sends requests again whose lane has ended, or makes them fail if they may not be sent again."""
+    """Base class of connections. Sends requests again whose lane has ended, or makes them fail if they may not run twice."""
 
     is_closed = False
     held: HeldResults
@@ -327,7 +330,7 @@ class Sender:
         self.models: dict[tuple[str, int], OpenedModel] = {}
 
     def known(self, call: Call) -> OpenedModel | None:
-        """Returns a call's model with its lanes, or None if the daemon was not asked yet."""
+        """Returns a call's model with its lanes, or None if the daemon has not been asked for the model yet."""
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:

@@ -1,7 +1,7 @@
 """A lane's socket: sends datagrams to one worker and receives its datagrams.
 
-No send waits: a datagram that the socket does not take now is kept in ``backlog``, and so are all after it, in order. The worker
-receives nothing while it cannot send, so whoever waits for room receives meanwhile.
+Sending never waits. If the socket is full, the datagram and all later ones are queued in ``backlog``, in order. A worker that
+cannot send does not receive either, so a thread that waits until it can send must receive in the meantime.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LaneSocket:
     """The client's socket of a lane, and a queue of datagrams that the socket had no room for."""
 
     def __init__(self, sock: socket.socket, spin_ns: int) -> None:
-        """Takes ownership of a connected socket. A receive polls for at most ``spin_ns`` before it sleeps, or not at all if 0."""
+        """Takes ownership of a connected socket. ``spin_ns``: how long a receive polls before it sleeps. 0 means not at all."""
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
@@ -113,9 +113,10 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def limit_wait(self, until: float | None) -> None:
-        """Gives the lane's ``receive`` a timeout, which may end before ``until``. Call both in a loop to wait until ``until``.
+        """Sets a timeout for the lane's ``receive``, at ``until`` or earlier. To wait until then, call both in a loop.
 
-        ``until`` is a time of ``time.monotonic()`` in seconds, or None to wait without limit. Raises WaitEnded if it has passed.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None to wait without limit. Raises WaitEnded if it has
+        passed.
         """
         milliseconds = 0
         if until is not None:

@@ -2,9 +2,9 @@
 
     segment   a memfd whose size nobody can change   | block | free | block ... |     blocks begin at multiples of 64 bytes
 
-An array's block is freed when the last view of the array is collected. The garbage collector may do that in any thread at any
-moment, so it only notes the block, which the next allocation frees. Of segments without blocks at most 64 MiB are held in
-reserve; the others are closed.
+Once the last view of an array has been garbage-collected, the next allocation frees the array's block. Nothing is freed
+earlier, because the garbage collector may run in any thread at any moment. Segments without blocks are closed, except for at
+most 64 MiB that are kept in reserve.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Memory:
         self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
-        """Sets how many segments the client may have, and how many bytes in all of them together. Open segments stay open."""
+        """Sets how many segments the client may have, and how many bytes they may have together. Open segments stay open."""
         self.max_count = max_count
         self.max_byte_size = max_byte_size
 
@@ -168,7 +168,7 @@ class Memory:
     def empty(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
         """Makes a C-contiguous array with undefined content in shared memory, aligned to 64 bytes.
 
-        Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is impossible.  Unavailable:
+        Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is not valid.  Unavailable:
           there is no room for the array now, or ``close`` was called.
         """
         dtype = np.dtype(dtype)

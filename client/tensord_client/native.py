@@ -1,4 +1,4 @@
-"""Imports the client's part in C, which encodes, decodes and exchanges the records of lanes."""
+"""Imports the client's C extension, which encodes, decodes and exchanges the records of lanes."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A gateway for robots that speak ``openpi-client``'s protocol, over WebSockets: it asks the models of a daemon.
+"""A gateway for robots that speak ``openpi-client``'s protocol over WebSockets. It calls a daemon's models for them.
 
     python -m tensord_client.openpi --address 127.0.0.1:8900 --model policy        (pip install 'tensord-client[openpi]')
 
-    robot ─ observation ─▶ Robot (a connection) ─▶ RobotGateway ─ tensors of a Policy ─▶ the daemon, over lanes or HTTP
+    robot ─ observation ─▶ RobotGateway ─ inputs, which a Policy makes ─▶ the daemon, over lanes or HTTP
     robot ◀─ metadata, actions, or a text with an error ── RobotGateway
 
-Messages are msgpack, with {b"__ndarray__": True, b"data": bytes, b"dtype": "<f4", b"shape": [3]} for an array. After an error
-the connection goes on, as ``openpi-client`` connects once. Only what is not this protocol is closed.
+Messages are msgpack. An array is {b"__ndarray__": True, b"data": bytes, b"dtype": "<f4", b"shape": [3]}. After an error the
+connection stays open, because ``openpi-client`` connects only once. A message that is not of this protocol closes it.
 """
 
 from __future__ import annotations
@@ -247,13 +247,13 @@ class RobotGateway(gateway.Gateway):
 
 
 class NotThisWire(Exception):
-    """The message is no map in msgpack, so its sender speaks another protocol."""
+    """Raised if a message is no map in msgpack, so that its sender speaks another protocol."""
 
 
 def read(message: bytes) -> dict[str, Any]:
-    """Reads an observation, a map of texts, numbers, lists, maps, and arrays, which are views of the message.
+    """Decodes an observation: a map of texts, numbers, lists, maps and arrays. The arrays are views of the message.
 
-    Raises: NotThisWire: the message is no map in msgpack.  InvalidArgument: a bound is exceeded, or an array is malformed.
+    Raises: NotThisWire: the message is no map in msgpack.  InvalidArgument: a limit is exceeded, or an array is malformed.
     """
     own = _Message()
     bounds = {"max_array_len": MAX_LENGTH, "max_map_len": MAX_LENGTH}
@@ -300,7 +300,7 @@ class _Message:
 
 
 class Policy:
-    """Calls a model for robots: converts their observations, and the answers to actions. None of these has a batch axis."""
+    """A model as robots use it. Converts observations to inputs, and answers to actions. Robots' arrays have no batch axis."""
 
     def __init__(self, model: AsyncModel, version: int, config: Mapping[str, Any], ignored: Sequence[str]) -> None:
         """Makes a policy of ``model``, with the metadata that each robot gets when it connects.
@@ -326,8 +326,8 @@ class Policy:
     def inputs(self, observation: Mapping[str, Any]) -> dict[str, Array]:
         """Converts a robot's observation, a map that may contain maps, to the model's inputs by name.
 
-        The name of a value in an inner map is its keys joined by "/". Raises InvalidArgument if an input is missing, a value does
-        not fit its input, or the model does not take a value.
+        The name of a value in an inner map is its keys joined by "/". Raises InvalidArgument if an input is missing, if a value
+        does not fit its input, or if the model has no input for a value that is not ignored.
         """
         made: dict[str, Array] = {}
         for key, value in flat(observation, self._inputs).items():

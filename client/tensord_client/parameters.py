@@ -1,9 +1,10 @@
 """Pushes new parameters into a model while it is served: ``Model.parameters``.
 
-    model.parameters.update(tree, version=17)        on every worker, between two batches; or an error, and nothing has changed
+    model.parameters.update(tree, version=17)        all workers use the new values from their next batch on, or none does
 
-A tree is sent in safetensors' layout: as sealed memory whose file descriptor goes over the daemon's socket for clients, or as the
-body of an HTTP request. A leaf's name is the keys on the way to it, joined by dots, as the server names the model's parameters.
+A tree is sent in safetensors' layout: as sealed memory whose file descriptor goes over the daemon's socket for clients, or as
+the body of an HTTP request. A leaf's name is the keys on the way to it, joined by dots, as the server names the model's
+parameters.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class ModelParameters:
     """Lists, changes and drops the parameter sets of one model. Requests name the set to use. Thread-safe."""
 
     def __init__(self, manage: Callable[..., dict[str, Any]], model: str, version: int) -> None:
-        """Sends nothing yet. ``manage`` lists or changes parameter sets on the server, as ``HttpConnection.manage`` does.
+        """Makes an object for the parameter sets of one model. Sends nothing.
 
-        ``version`` is the model's version, or 0 for all versions.
+        ``manage`` lists or changes parameter sets on the server, as ``HttpConnection.manage`` does. ``version`` is the model's
+        version, or 0 for all versions.
         """
         self._manage = manage
         self._model = model
@@ -55,9 +57,9 @@ class ModelParameters:
           inputs: the inputs of the model, as in a call of the model.
           cotangents: output name -> array of the output's datatype and shape, for each floating output.
           own: the request's other fields, such as ``priority``.
-        Returns: a tree with the gradient of each floating parameter, as ``update`` takes it. It is nested mappings by the
-        parts of
-          a parameter's name, or an array if the model's parameters are one array. Over a lane the arrays lie in shared memory.
+        Returns: a tree with the gradient of each floating parameter, as ``update`` takes it. It is nested mappings by the parts
+          of a parameter's name, or an array if the model's parameters are one array. Over a lane the arrays lie in shared
+          memory.
         Raises: InvalidArgument: the model has no derivatives, or an argument does not fit it.  ServingError: any other error of
           the server.
         """
@@ -91,11 +93,11 @@ class ModelParameters:
           parameters: a tree of arrays, or the name of a file in the model's folder on the server, such as
             "params-17.safetensors". A tree is nested mappings and sequences, or any pytree of JAX. It has the names, shapes and
             dtypes of the model's own parameters.
-          version: the number that identifies this push. It is higher than every earlier number of the set, or 0 for one more than
-            the last.
+          version: the number that identifies this push. It must be higher than all earlier numbers of the set. 0 means one more
+            than the highest of these.
           set: the name of the parameter set. A set that does not exist is made.
-          partial: whether ``parameters`` may lack leaves of the model. Such leaves keep their values. In a new set they have the
-            values of ``main``.
+          partial: whether ``parameters`` may lack leaves of the model. Such leaves keep their values. In a new set they have
+            the values of ``main``.
           check_finite: whether the server refuses values that are infinite or not a number.
           move_sequences: whether sequences that have begun go on with the new parameters. If False, they go on with the
             parameters that they began with.
@@ -192,7 +194,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _array(leaf: Any) -> tuple[str, Array] | None:
-    """Returns a parameter's safetensors type and its little-endian array; None: it is no array of such a type."""
+    """Returns a parameter's safetensors type and its little-endian array, or None if safetensors cannot store ``leaf``."""
     bits = bfloat16_of_torch(leaf)
     try:
         array = np.ascontiguousarray(leaf if bits is None else bits)

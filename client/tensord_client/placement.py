@@ -4,7 +4,8 @@
     an array of at most 4 KiB                     travels inside the request
     any other array                               is copied once, into a slot that the next request of the same kind uses again
 
-Requests of one kind have the same model, names, datatypes, shapes, places, outputs and parameters, so one prepared request.
+Requests of one kind have the same model, parameters and outputs, and inputs with the same names, datatypes, shapes and places
+in memory. They share one prepared request.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Slots:
     """
 
     def __init__(self, memory: Memory) -> None:
-        """Starts empty. The slots may take half of the size that the daemon allows for ``memory``, the client's shared memory."""
+        """Starts empty. The slots may have half of the bytes that the daemon allows for the client's shared ``memory``."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.
@@ -191,7 +192,10 @@ class Placement:
         return layout.placed or self.fill(call, layout)
 
     def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
-        """Stores and returns where each tensor of a call goes. Raises InvalidArgument if an input does not fit the model."""
+        """Decides where each input and output of a call goes. Stores the layout in the call, and returns it.
+
+        Raises InvalidArgument if an array for an input or output cannot be used.
+        """
         layout = call.layout = self.lay_out(call, model)
         layout.own = own_fields(call)
         return layout
@@ -318,7 +322,7 @@ def _parameters(call: Call) -> tuple[Any, ...]:
 
 
 def note_segment(segments: set[int], place: Place | None) -> None:
-    """Adds the number of the segment of ``place`` to ``segments``. Does nothing if ``place`` is None or on a GPU."""
+    """Adds the number of the segment that ``place`` lies in to ``segments``, unless ``place`` is None or on a GPU."""
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
 

@@ -2,11 +2,12 @@
 
     python -m tensord_client.tesseract --address 127.0.0.1:8910               (pip install 'tensord-client[tesseract]')
 
-    Tesseract.from_url("http://127.0.0.1:8910/MODEL") ─ JSON ─▶ Gateway ─ Point ─▶ TesseractModel ─ tensors of rows ─▶ the daemon
+    Tesseract.from_url("http://127.0.0.1:8910/MODEL") ─ JSON ─▶ TesseractGateway ─▶ TesseractModel ─ batches ─▶ the daemon
                                                       ◀─ JSON with arrays ─────────┘
 
-An array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. Inputs of a model with a batch
-dimension have that dimension, or have it not and are one row; an input of one row goes with any number of rows of others.
+An array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. If a model has a batch
+dimension, a client may send an input with this dimension, or one row without it. A single row is used for all rows of the other
+inputs.
 """
 
 from __future__ import annotations
@@ -65,10 +66,13 @@ _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.
 
 
 class TesseractModel:
-    """A model and its derivatives, in ``tesseract-core``'s terms. The shapes of inputs and outputs are those of one row."""
+    """A served model and its derivatives, as a Tesseract. The shapes of inputs and outputs are those of one row."""
 
     def __init__(self, model: AsyncModel, derivatives: Mapping[str, AsyncModel], bounds: Namespace) -> None:
-        """Serves ``model``, and its ``derivatives`` by kind, such as "pull_back". ``bounds``: the gateway's options."""
+        """Makes a Tesseract of ``model``.
+
+        ``derivatives``: the model's derivatives by kind, such as "pull_back". ``bounds``: the gateway's options.
+        """
         self._model, self._bounds, self._batched = model, bounds, model.max_batch_size > 0
         self.inputs, self.outputs = gateway.rows(model)
         names, taken, given = Names(model.name), wire.floating(self.inputs), wire.floating(self.outputs)
@@ -92,7 +96,7 @@ class TesseractModel:
         """Runs the model for a request to a Tesseract endpoint, such as "apply". Returns the endpoint's JSON answer as a dict.
 
         ``body``: the request's JSON object. ``hold``: counts bytes of the model's answers, and raises an error above a limit.
-        Raises: InvalidArgument: the request does not fit the model or exceeds a bound.  ServingError: any error of the daemon.
+        Raises: InvalidArgument: the request does not fit the model or exceeds a limit.  ServingError: any error of the daemon.
         """
         values = wire.by_name(flat(body.get("inputs"), self.inputs), self.inputs, "inputs")
         apply, abstract = endpoint == "apply", endpoint == "abstract_eval"
@@ -189,7 +193,7 @@ class TesseractGateway(gateway.Gateway):
         self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request with JSON, or with a status and a sentence."""
+        """Answers a request with JSON. If the request fails, the answer has an error status and a sentence that says why."""
         own, most = 0, self.options.max_held_bytes
 
         def hold(count: int) -> None:

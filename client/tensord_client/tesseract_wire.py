@@ -1,7 +1,8 @@
-"""Reads and writes ``tesseract-core``'s JSON, and brings the inputs of a request in rows. Does no I/O.
+"""Reads and writes ``tesseract-core``'s JSON, and gives all inputs of a request the same number of rows. Does no I/O.
 
-An array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. Inputs of a model with a batch
-dimension have that dimension, or have it not and are one row; an input of one row goes with any number of rows of others.
+An array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. If a model has a batch
+dimension, a client may send an input with this dimension, or one row without it. A single row is used for all rows of the other
+inputs.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 def is_accepted(header: str) -> bool:
-    """Returns whether an Accept header takes JSON with arrays in base64. The server sends arrays in no other way."""
+    """Returns whether an Accept header allows JSON with arrays in base64, which is the only form that the server sends."""
     return _ACCEPTED.search(header) is not None and _REFUSED.search(header) is None
 
 
 def parsed(content: bytearray) -> dict[str, Any]:
-    """Parses the content of a request. An ``_Encoded`` stands for each array, which is decoded later.
+    """Parses the content of a request. Arrays are not decoded yet: an ``_Encoded`` object stands for each.
 
     Raises InvalidArgument if the content is no JSON object or has too many values.
     """
@@ -54,8 +55,8 @@ def parsed(content: bytearray) -> dict[str, Any]:
 def read(path: str, came: Any, tensor: Tensor, abstract: int = 0) -> Array:
     """Makes an array of a tensor's datatype. ``came`` is the value in the request, and ``path`` its name in errors.
 
-    If ``abstract`` is not 0, a value need only have shape and dtype. The array then has zeros and takes no memory; it has at
-    most so many bytes. Raises InvalidArgument if the value is too large or does not fit the tensor.
+    If ``abstract`` is not 0, ``came`` may have only a shape and a dtype. The array then has zeros, takes no memory, and may
+    have at most ``abstract`` bytes. Raises InvalidArgument if the value is too large or does not fit the tensor.
     """
     if not isinstance(came, _Encoded):  # texts, numbers, lists of them
         made = cast(path, came, tensor.datatype)
@@ -113,7 +114,8 @@ def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str,
 
     A list of paths is treated as a dict in which each path is its own value.
     ``tensors``: the model's tensors by name. ``field``: the name of the request's field with ``values``, for error messages.
-    Raises InvalidArgument if a path names no tensor, or if two paths name the same tensor.
+    Raises InvalidArgument if ``values`` is empty or neither a dict nor a list, if a path names no tensor, or if two paths name
+    the same tensor.
     """
     names = {path: name for name in tensors for path in paths(name)}
     if not isinstance(values, (dict, list)) or not values or not all(map(names.__contains__, map(str, values))):
@@ -125,7 +127,7 @@ def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str,
 
 
 class Point:
-    """The inputs of one request: ``arrays`` by name, each with ``rows`` rows as its first axis."""
+    """The inputs of one request: ``arrays`` by name. The first axis of each array has ``rows`` rows."""
 
     def __init__(
         self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], batched: bool, most: int, abstract: bool
@@ -183,8 +185,8 @@ class Point:
     def block(self, name: str, rows: Array) -> Array:
         """Joins the Jacobians of all rows of a request into the array that the client gets as the Jacobian.
 
-        ``rows[i]`` is the Jacobian of row i of some output with respect to row i of the input ``name``. The array has zeros for a
-        row of the output and a different row of the input.
+        ``rows[i]`` is the Jacobian of row i of some output with respect to row i of the input ``name``. No row of the output
+        depends on another row of the input, so the array has zeros there.
         """
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:

@@ -1,8 +1,8 @@
 """A lane: the socket between this process and one worker, the requests in flight on it, and how threads wait for answers.
 
-No thread reads the socket while nobody waits. The first thread that waits reads for all (it holds the lock ``reading``); the
-other threads sleep until their answer has come or it is their turn to read. Callbacks are served by a thread of the lane, and
-event loops read for themselves, in the same way:
+A thread reads the socket only while somebody waits for an answer. The first thread that waits holds the lock ``reading`` and
+reads for all. The others sleep until their answer has come, or until they are woken to read. Event loops, and the thread of the
+lane that calls callbacks, read in the same way:
 
     waiter ──▶ reading is free? ── yes ──▶ reads and delivers answers, until its own has come ──▶ wakes a waiting thread
                         ╰───────── no ───▶ sleeps ◀──────────────────────────────────────────────────────╯
@@ -285,7 +285,7 @@ class ClientLane:
             del self.queued[request_id]
 
     def cancel(self, request_id: int) -> None:
-        """Removes a request from the queue. If it was already sent, the worker is told, and still sends a last answer."""
+        """Removes a request from the queue. If it was sent already, asks the worker to cancel it. A last answer still comes."""
         # The garbage collector ends streams that were left in a cycle, also in a thread that has the lock and sends just now.
         if self.lock.acquire(False):
             self.lock.release()
@@ -632,7 +632,8 @@ class OpenedModel:
     def choose(self, model: str = "") -> ClientLane | None:
         """Returns the usable lane with the fewest requests in flight, or None if no lane is usable.
 
-        ``model``: the model of which a sequence begins, if one does. Then only lanes with the fewest of its sequences count.
+        ``model``: the model's name if a new sequence begins, else "". For a sequence, only the lanes that have the fewest
+        sequences of the model are considered.
         """
         lanes = self.lanes
         if len(lanes) == 1:
