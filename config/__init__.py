@@ -1,1 +1,1 @@
-"""Configuration: the daemon's options and the models' ModelConfig, each validated into one value."""
+"""Package that reads and checks the daemon's options and the models' configurations (ModelConfig)."""

@@ -1,6 +1,6 @@
-"""Reads the memory control groups that hold this process: each group's limit, the memory left, and its kills for want of memory.
+"""Reads the memory control groups of this process: their limits, the memory left, and the processes killed for want of memory.
 
-Both versions of control groups are read. Each group also keeps to the limits of all groups around it.
+Both versions of control groups are read. The processes of a group must keep the limits of all groups around it, too.
 Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 

@@ -1,7 +1,7 @@
 """Checks an ensemble's configuration, first by itself, and then against its members once they are loaded. Pure functions.
 
-The messages are Triton's. An ensemble tensor is either an input of the ensemble or an
-output of exactly one step; at least one step reads it, or the ensemble returns it.
+The error messages are Triton's. An ensemble tensor is either an input of the ensemble or an output of exactly one step. At
+least one step reads it, or the ensemble returns it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Tensor:
 
 
 def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgument:
-    """Makes the error for an ensemble whose member has not loaded version ``number``, or no version at all if that is -1.
+    """Makes the error for an ensemble whose ``member`` is not loaded in version ``number``. -1 means that no version is loaded.
 
     ``why`` is the error with which loading the member failed, or "" if there is none.
     """

@@ -101,7 +101,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def described_type(key: str) -> msgspec.inspect.Type:
-    """Returns msgspec's description of the type that a key of the daemon's configuration has. For a list, describes its items."""
+    """Returns msgspec's description of the type of a configuration key or, if the value is a list, of the list's items."""
     found = msgspec.inspect.type_info(known_keys()[key])
     while isinstance(found, msgspec.inspect.Metadata | _LIST):
         found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type
@@ -138,7 +138,7 @@ def worded(key: str) -> str:
 
 
 def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    """Describes a type of numbers, such as "int from 1 to 64"."""
+    """Describes a number type and its limits in words, such as "int from 1 to 64"."""
     name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
     if wanted.gt is not None:
         name += f" above {wanted.gt:g}"
@@ -225,7 +225,7 @@ def read_environment(environment: Mapping[str, str]) -> list[Setting]:
 
 
 def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
-    """Returns the names of the ``TENSORD_`` variables that a container platform has set because of a service's name.
+    """Returns the names of the ``TENSORD_`` variables that a container platform has set for services named like tensord.
 
     Sources: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
     """
@@ -294,7 +294,10 @@ _PATHS = """
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Replaces a leading ``~`` in one path or several by the home directory."""
+    """Replaces a leading ``~`` in a path, or in each path of a list, by the home directory.
+
+    Raises ConfigurationError if the home directory is not known.
+    """
     if not isinstance(value, str):
         return tuple(_at_home(setting, each) for each in value)
     scheme = "unix:" if value.startswith("unix:") else ""
@@ -452,7 +455,7 @@ def value_of(options: Options, key: str) -> Any:
 
 
 def shown_value_of(options: Options, key: str) -> Any:
-    """Returns the value of the option ``key``, with ``...`` in place of header values that clients must know."""
+    """Returns the value of the option ``key``, with ``...`` in place of secret header values."""
     value = value_of(options, key)
     return restrictions.without_values(value) if key in _SECRET else value
 

@@ -1,13 +1,13 @@
-"""Sets up a process's log: one line a message, in the format and at the levels of the options, the same in every process.
+"""Sets up the log of a process: one line for each message, with the format and the levels that the options choose.
 
     default    I1121 10:20:30.123456 4711 worker-0] text      the format of a Triton server, times in UTC
     ISO8601    2026-11-21T10:20:30.123Z INFO worker-0: text
     json       {"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., "traceback"?: ..., "trace_id"?: ...}
 
-Under the journal, which adds the time, both text formats are ``<6>worker-0: text``, and a JSON object is preceded by its priority
-too. Lines of the access log (``tensord.daemon.front.answered``) have ``"request": {...}``. A line about a traced request ends
-with the trace's id, `` trace_id=...``. Whatever a message contains, it becomes one line: control characters are escaped, so no
-client can forge a line.
+In systemd's journal, which adds the time, both text formats are ``<6>worker-0: text``, where 6 is the priority. A JSON object
+has the priority in front, too. In the json format, a line of the access log (``tensord.daemon.front.answered``) also has
+``"request": {...}``. In the text formats, a line about a traced request ends with `` trace_id=...``. Control characters in a
+message are escaped, so that no client can forge a line.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _find_trace: Callable[[], str] = str
 
 
 def name_traces(find: Callable[[], str]) -> None:
-    """Sets the function that log lines get their trace ids from.
+    """Sets ``find``, the function that log lines get their trace ids from.
 
-    ``find()`` returns the trace ids of the requests on which the calling code works, or "" if none of them is traced.
+    ``find()`` returns the trace ids of the requests that the calling code works on, or "" if none of them is traced.
     """
     global _find_trace
     _find_trace = find
@@ -139,7 +139,7 @@ class _LevelFilter(logging.Filter):
 
 
 def _note_trace(record: logging.LogRecord) -> bool:
-    """Adds the current trace id to a log record that has none. No record is dropped."""
+    """Adds the current trace id to a log record that has none. Always returns True, so that no record is dropped."""
     if not hasattr(record, "trace_id"):
         record.trace_id = _find_trace()
     return True
@@ -168,7 +168,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each message as a JSON object on one line. ``journal`` means that the line has systemd's priority in front."""
+    """Formats each message as a JSON object on one line. If ``journal`` is true, systemd's priority stands in front of it."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()
@@ -208,5 +208,5 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str, *, keep_lines: bool) -> str:
-    r"""Replaces control characters by escapes such as ``\x1b``, but keeps line ends if asked."""
+    r"""Replaces control characters by escapes such as ``\x1b``. If ``keep_lines`` is true, line ends are kept."""
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

@@ -1,4 +1,4 @@
-"""Checks the fields of a model's configuration, each by itself and together, before any process uses what a client wrote."""
+"""Checks the fields of a model's configuration, one by one and together, before any process uses the configuration."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _check_instances(config: ModelConfig) -> None:
 
 
 def check_device(config: ModelConfig, gpu: int | None) -> None:
-    """Raises InvalidArgument if a model runs on GPUs only and the worker has no GPU. ``gpu`` is None if there is none."""
+    """Raises InvalidArgument if a model runs only on GPUs and the worker has none. ``gpu`` is the worker's GPU, or None."""
     kinds = model_config_pb2.ModelInstanceGroup
     for group in config.instance_group:
         if gpu is None and all(each.kind == kinds.KIND_GPU for each in config.instance_group):

@@ -1,4 +1,4 @@
-"""A model's configuration, Triton's published ModelConfig message: read from config.pbtxt or JSON, completed and printed."""
+"""Reads, completes and prints a model's configuration. It is Triton's ModelConfig message, written as config.pbtxt or JSON."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
 
 
 def _decoded(text: str) -> Any:
-    """Decodes JSON, or the looser JSON that protobuf accepts."""
+    """Decodes JSON, or the looser JSON that protobuf accepts, such as with single quotes."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -1,6 +1,7 @@
-"""Names the fields of ModelConfig that are not used: those refused when a model is loaded, and those ignored with a warning.
+"""Lists the fields of ModelConfig that are not used: those that a model is refused for, and those ignored with a warning.
 
-A test knows all other fields, and fails if a newer message has one that nobody has looked at. docs/models.md has these tables.
+A test fails if a newer ModelConfig has a field that is not listed here and not known to be used. docs/models.md has these
+tables.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def refuse(config: ModelConfig) -> None:
 
 
 def without_effect(config: ModelConfig) -> list[str]:
-    """Returns a sentence about each field and parameter that a configuration sets without effect."""
+    """Returns a sentence about each field and parameter that a configuration sets and this server ignores."""
     paths = dict.fromkeys(path for path in _given(config, "") if path in WITHOUT_EFFECT)
     found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
     if config.backend == "python":
@@ -86,7 +87,7 @@ def without_effect(config: ModelConfig) -> list[str]:
 
 
 def _given(message: Any, prefix: str) -> Iterator[str]:
-    """Yields the paths, such as "a.b", of fields that a message sets and the server does not use. ``prefix`` begins a path."""
+    """Yields the paths, such as "a.b", of fields that a message sets and the server does not use. All begin with ``prefix``."""
     for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
         value = getattr(message, field.name)

@@ -1,7 +1,7 @@
-"""Walks a model's folder and opens the files in it: everybody who reads such a folder does both here, the daemon and its workers.
+"""Walks a model's folder and opens the files in it. The daemon and the workers read models' folders with these functions.
 
-What other programs leave beside files is passed over, and so is a link to nowhere. A file is opened only if it is a regular one:
-to open a FIFO would wait for somebody who writes to it. Without a model.py these files of a version's folder make up a model:
+Files that other programs leave beside a model's, such as editors' copies, are skipped. Only regular files are opened, because
+to open a FIFO would wait for a writer. If a version's folder has no model.py, these files in it make up the model:
 
     *.jaxexport             a program that jax.export wrote: the bytes of Exported.serialize()
     *.stablehlo, *.mlir     a module of StableHLO: text, bytecode, or a portable artifact

@@ -48,7 +48,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Repository(Section, frozen=True):
-    """The model repositories, and which of their models to serve."""
+    """Options of the model repositories: where they are, and which of their models to serve."""
 
     paths: tuple[str, ...] = ()
     control_mode: Literal["none", "explicit", "poll"] = "none"
@@ -90,7 +90,7 @@ class Http(Section, frozen=True):
 
 
 class Grpc(Section, frozen=True):
-    """The gRPC fronts, and the limits of a connection."""
+    """Options of the gRPC fronts, among them the limits of a connection."""
 
     enabled: bool = True
     processes: Processes = "auto"
@@ -141,7 +141,7 @@ class Metrics(Section, frozen=True):
 
 
 class Workers(Section, frozen=True):
-    """The worker processes: their number, devices, threads, memory and time limits."""
+    """Options of the worker processes: their number, devices, threads, memory and time limits."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu: Count = 1
@@ -166,7 +166,7 @@ class Workers(Section, frozen=True):
 
 
 class Arenas(Section, frozen=True):
-    """The sizes of the daemon's arenas, and how much of them each client may use."""
+    """Options of the daemon's arenas: their sizes, and how much of them each client may use."""
 
     byte_size: ArenaSize = 32 << 20
     max_byte_size: ArenaSize = msgspec.field(default_factory=control_groups.arena_byte_size)
@@ -179,7 +179,7 @@ class Arenas(Section, frozen=True):
 
 
 class Requests(Section, frozen=True):
-    """Sets how many requests the daemon holds, how long requests may take, and whether the daemon gives them ids."""
+    """Options of requests: how many the daemon holds, how long they may take, and whether the daemon gives them ids."""
 
     timeout: Seconds = 0.0
     worker_wait: Seconds = 60.0
@@ -191,20 +191,20 @@ class Requests(Section, frozen=True):
 
 
 class ResponseCacheOptions(Section, frozen=True):
-    """The size of the cache of answers."""
+    """Options of the cache of answers: its size."""
 
     byte_size: ByteSize = 0
 
 
 class RateLimit(Section, frozen=True):
-    """The resources of the rate limiter. A model's instance executes only while it has all resources that it needs."""
+    """Options of the rate limiter: its resources. A model's instance executes only while it has all resources that it needs."""
 
     mode: Literal["off", "execution_count"] = "off"
     resources: tuple[str, ...] = ()
 
 
 class ExecutablesOptions(Section, frozen=True):
-    """The cache of compiled programs, and the limits of shapes, batches and states."""
+    """Options of the cache of compiled programs, and the limits of shapes, batches and states."""
 
     cache_directory: str = ""
     max_unexpected_shapes: Count = 32
@@ -213,7 +213,7 @@ class ExecutablesOptions(Section, frozen=True):
 
 
 class RegionsOptions(Section, frozen=True):
-    """The regions: which shared memory may be registered, how workers access it, and the limits."""
+    """Options of regions: which shared memory may be registered, how workers access it, and the limits."""
 
     enabled: bool = True
     key_prefixes: tuple[str, ...] = ()
@@ -233,7 +233,7 @@ class RegionsOptions(Section, frozen=True):
 
 
 class ClientsOptions(Section, frozen=True):
-    """The Unix socket for clients on this host, and the limits of their lanes."""
+    """Options of the Unix socket for clients on this host, and the limits of their lanes."""
 
     socket: str = ""
     socket_mode: SocketMode = "0660"
@@ -252,7 +252,7 @@ class ClientsOptions(Section, frozen=True):
 
 
 class SupervisorOptions(Section, frozen=True):
-    """The supervisor: how it stops, how many pushed parameters it keeps, and its control socket."""
+    """Options of the supervisor: how it stops, how many pushed parameters it keeps, who may push, and its control socket."""
 
     exit_timeout: Seconds = 30.0
     drain_time: Seconds = 0.0
@@ -262,7 +262,7 @@ class SupervisorOptions(Section, frozen=True):
 
 
 class Log(Section, frozen=True):
-    """The log: its levels, format and file."""
+    """Options of the log: its levels, format and file."""
 
     info: bool = True
     warning: bool = True
@@ -274,7 +274,7 @@ class Log(Section, frozen=True):
 
 
 class TraceOptions(Section, frozen=True):
-    """The traces of requests: which requests are traced at first, and where traces are written."""
+    """Options of traces: which requests are traced when the daemon starts, and where traces are written."""
 
     level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
     rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000
@@ -287,7 +287,7 @@ class TraceOptions(Section, frozen=True):
 
 
 class Expert(Section, frozen=True):
-    """Settings for measurements, fault finding and tests. Operators need not change them."""
+    """Options for measurements, fault finding and tests. Operators need not change them."""
 
     spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
     max_prepared: PreparedCount = 1024
