@@ -107,7 +107,7 @@ def check_owner(owners: Sequence[str], peer: Peer) -> None:
 
 
 def fingerprint(folders: Sequence[Path], name: str) -> str:
-    """Returns a digest of the size and modification time of a file or, if ``name`` is a folder, of all files in it.
+    """Returns a digest of the inode, size and modification time of a file or, if ``name`` is a folder, of all files in it.
 
     The first of ``folders`` that has ``name`` counts. Returns "" if none has it.
     Raises Unavailable if the folder has too many files.

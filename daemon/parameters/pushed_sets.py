@@ -1,10 +1,10 @@
-"""Keeps the parameter sets that were pushed: their numbers, who pushed them, and their memory or file for replaced workers.
+"""Keeps the parameter sets that were pushed: their numbers, who pushed them, and their values for workers that start later.
 
-    content    one number of a set: sealed memory, or the file it came from, or nothing ("not kept")
-    set        its newest content, the one before it, and the highest number that it ever had
+    Content       the values of one push: sealed memory, or the file that they came from, or nothing ("not kept")
+    PushedSet     a set's newest content, the content before it, and the highest number that the set ever had
 
-When the memory of all contents is full, contents before the newest are dropped first, the oldest of them before others.
-Does no I/O but closing file descriptors.
+If the memory of all contents exceeds the limit, contents that are not the newest are dropped first, from the oldest on. Does no
+I/O but closing file descriptors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Content:
 
 
 def words_of(peer: Peer) -> str:
-    """Returns text that names a client: user and process on a Unix socket, else the address."""
+    """Returns a text that names a client: its user and process if it is on a Unix socket, else its address."""
     if peer.kind == "unix":
         return f"uid {peer.uid}, process {peer.pid}" if peer.pid else f"uid {peer.uid}"
     return peer.address or peer.kind
@@ -111,7 +111,7 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns by version the number of pushed sets, and the serial number of the newest push into ``main`` (0 if none)."""
+        """Returns by version the number of pushed sets, and the number of the newest push into ``main`` or, without one, 0."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
@@ -176,7 +176,7 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey, outdated: bool = False) -> list[str]:
-        """Removes a version's sets, or if ``outdated`` only sets marked by ``outdate``. Returns the names of the removed sets."""
+        """Removes a version's sets and returns their names. ``outdated`` True removes only sets that ``outdate`` has marked."""
         names = [name for name, found in self.of(key).items() if found.outdated or not outdated]
         for name in names:
             self.drop(key, name)

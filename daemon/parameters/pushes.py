@@ -1,15 +1,19 @@
 """Pushes new parameters to every worker of a model version or to none, and sends them to workers that replace dead ones.
 
-    push ─▶ it gets a number ─▶ its model's turn ─▶ Make: a worker copies its values to sealed memory, if they are not there
-         ─▶ Stage on every worker ─▶ this process notes that it is in force ─▶ Commit on every worker ─▶ answer to the client
-            an error until then: Abort on every worker, and nothing has changed
-    a worker is replaced ─▶ Load, but do not serve yet ─▶ Loaded ─▶ Stage and Commit of all pushes in force ─▶ ServeLoaded
-         ─▶ the worker serves ─▶ fronts are told of it
+    push      1. It gets its number, and waits until no other change of the model's parameters runs.
+              2. MakeParameters: a worker copies the values to sealed memory, unless they came in such memory.
+              3. StageParameters: every worker gets the values, but does not use them yet.
+              4. This process stores the push. Every worker that starts from now on gets it.
+              5. CommitParameters: every worker uses the values. Then the client gets the answer.
+              If a step before 4 fails, the workers get AbortParameters, and nothing has changed.
+    a worker replaces another
+              1. Load: it loads the version, but does not serve it yet, and answers Loaded.
+              2. It gets all stored pushes by StageParameters and CommitParameters.
+              3. ServeLoaded: it serves the version, and fronts are told so.
 
-Changes of one model's parameters are made one after the other; giving them to a new worker is such a change. The parameters come
-into force in one step in this process, before any worker is told to commit: a worker that dies after that is replaced by one that
-gets them. Of two pushes into one set the higher number wins, even while the other push is still going on. A version that is
-loaded from its files again has the parameters of these files.
+Changes of one model's parameters run one after the other. To give stored pushes to a new worker is such a change. A worker that
+dies after step 4 is replaced by one that gets the push. Of two pushes into one set the higher number wins, even while the other
+push is still going on. A version that is loaded from its files again has the parameters of these files.
 """
 
 from __future__ import annotations
@@ -403,7 +407,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _carry_out(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Makes a worker do ``operation``. Returns whether it did. Kills a worker that did not."""
+        """Makes a worker do ``operation``. Returns whether the worker did it. Kills the worker if it did not."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -494,11 +498,11 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets the model loads in which the ended worker number ``worker`` still waited for values that clients pushed."""
+        """Forgets for which pushed values the worker with number ``worker`` was waiting, because the worker has ended."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Handles a worker's report on a load. Sends the worker the values clients pushed, then gives ``Models`` the report."""
+        """Handles a worker's answer to a load. Sends the pushed values to the worker, then passes the answer to ``Models``."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
@@ -585,7 +589,7 @@ class Parameters:
         self.tell()
 
     def tell(self) -> None:
-        """Wakes pushes and other operations that wait until a version of a model serves. Call it when that may be the case."""
+        """Wakes operations that wait until a model version serves. Call it when one may have begun to serve."""
         self._news.set()
         self._news = asyncio.Event()
 

@@ -1,1 +1,1 @@
-"""Package that keeps the names, owners and quotas of clients' shared memory, and knows when it is to be unregistered."""
+"""Package that keeps the names, owners and quotas of clients' regions, and unregisters regions when their owners end."""

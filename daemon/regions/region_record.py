@@ -21,7 +21,7 @@ Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionState(enum.Enum):
-    """Names the states of a region."""
+    """The states that a region can have."""
 
     #: Workers are registering it. It is not listed yet.
     REGISTERING = "registering"
@@ -69,7 +69,7 @@ class RegisteredRegion:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Returns the region as operators see it.
+        """Returns what operators see of the region, as values for JSON.
 
         ``workers``: the names of the workers that map the region. ``leases``: how many tensors use it now.
         """
@@ -94,10 +94,10 @@ class RegisteredRegion:
 
 
 def is_owner(peer: Peer, owner: Peer) -> bool:
-    """Returns whether the client ``peer`` may unregister a region that the client ``owner`` registered.
+    """Returns whether a region that the client ``owner`` registered also belongs to the client ``peer``.
 
-    A region from a Unix socket needs a Unix socket of the same user. A region from TCP needs a client on TCP, of whichever user.
-    The operator may unregister every region.
+    A region from a Unix socket belongs to all clients of the same user on a Unix socket. A region from TCP belongs to all
+    clients on TCP. Every region belongs to the operator, too.
     """
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
 

@@ -1,17 +1,18 @@
 """Registers clients' shared-memory regions by name on the workers. The supervisor keeps their descriptors and maps none.
 
-    system      first worker opens the object by its key ─▶ its descriptor comes back ─▶ the other workers get that descriptor
-                a worker is replaced: it gets every descriptor again; the client may have unlinked the object long ago
-    CUDA        every worker of that GPU opens the handle itself, others when a request needs it there; where no worker has a GPU
-                all do at once, and copy through the host
+    system      the first worker opens the object by its key and returns a descriptor, which all other workers get
+                a worker that replaces another gets every descriptor again, even if the client has unlinked the object
+    CUDA        every worker of that GPU opens the handle at once, other workers when a request needs the region there
+                if no worker has a GPU, all open it at once, and copy through the host
 
     REGISTERING ──▶ REGISTERED ──unregister──▶ UNREGISTERING: its name is free, and it is listed until no request uses it
                      │      ▲
-                     ╰▶ RENEWING   the same owner registers the same again: workers swap one for the other, or it stays as it is
+                     ╰▶ RENEWING   the owner registers it again: all workers open its memory anew, or the region stays as it is
 
-A region is registered on all workers that can use it or on none. All kinds of region share one namespace, as in Triton. Only the
-user who registered a region over a Unix socket and the operator can unregister it; a region that came over TCP belongs to
-everybody. With ``regions.reclaim`` a user's region ends with the process or the connection that registered it.
+A region is registered on all workers that can use it or on none. All kinds of region share one namespace, as in Triton. A
+region that was registered over a Unix socket can be unregistered by the same user and the operator, and a region that was
+registered over TCP by everybody. With ``regions.reclaim`` a user's region ends with the process or the connection that
+registered it.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class RegionRegistry:
         """Unregisters a region, or all regions of a client, so that no later request can use them.
 
         Requests that use a region already can finish, and the region is listed until then. A name that is not registered is no
-        error. In ``request`` the kind "" means any kind. The name "" means all regions that the client ``peer`` may unregister.
+        error. In ``request`` the kind "" means any kind. The name "" means all regions that belong to the client ``peer``.
         Raises Unsupported if regions are not allowed. Raises InvalidArgument if the region belongs to another user.
         """
         region_checks.check_enabled(self._options)
@@ -340,7 +341,7 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns all that is known of the regions of this name as JSON. ``name`` "" means all regions.
+        """Returns a JSON array of all that is known of the regions with this name. ``name`` "" means all regions.
 
         Raises NotFound if no region has the name.
         """

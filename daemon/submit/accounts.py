@@ -1,11 +1,11 @@
-"""Counts how much of a front's shared memory (its arenas) each connection and each client holds, and limits each to a share.
+"""Counts the memory of a front's arenas that each connection and each client holds, and limits each to a part of the arenas.
 
     request arena      memory of request bodies and messages, from the first byte until the request is answered
-    response arenas    memory of answers that the client has not taken
+    response arenas    memory of answers that the client has not read yet
 
-A connection or client that holds its share waits until some of its memory is given back. One that holds nothing may always have
-one lease, so that every allowed size is possible. A client is a user on a unix socket, a host on TCP: programs with one address
-cannot be told apart, so small leases never count against their common share, and medium leases have a larger limit.
+A connection or client at its limit waits until some of its memory is given back. One that holds nothing may always have one
+lease, so that every allowed size is possible. A client is a user on a Unix socket, or a host on TCP. Because programs with one
+address cannot be told apart, a client's limit does not apply to small leases, and is higher for medium leases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Holdings:
 
 
 class ClientAccount(Holdings):
-    """Counts the bytes of the request arena that one client holds, over all connections of the client.
+    """Counts the arena bytes that one client holds, over all connections of the client.
 
     ``sizes``: the most bytes of a small lease, the most bytes of a medium lease, and the arena's bytes (see ``limit_of``).
     """
@@ -181,5 +181,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns the bytes of a ``share`` of an arena at its largest size. A share of 1 or more returns sys.maxsize: no limit."""
+    """Returns how many bytes a ``share`` of a full-size arena has, or sys.maxsize (no limit) if ``share`` is 1 or more."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

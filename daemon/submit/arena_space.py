@@ -1,9 +1,9 @@
-"""Lends pieces of a front's request arena to requests, and queues requests that must wait for one.
+"""Lends memory of a front's request arena to requests, and queues requests for which there is no memory now.
 
 small, medium, large     each size has its own queue, because a small request does not need the memory that large ones wait for
-a queue                  the client that holds least memory comes first, then who came first; a client that holds its share
-                         (``tensord.daemon.submit.accounts``) is passed over. Held memory is counted in the arena's blocks
-arriving                 all incomplete bodies together may take a part of the arena, so that complete ones find room
+a queue                  the client that holds the least memory comes first, then the request that came first; a client at its
+                         limit (``tensord.daemon.submit.accounts``) is skipped. Held memory is counted in the arena's blocks
+arriving                 bodies that are still incomplete may take only a part of the arena, so that complete ones find room
 """
 
 from __future__ import annotations

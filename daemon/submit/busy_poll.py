@@ -1,4 +1,4 @@
-"""Keeps a front's process awake while answers are about to come: waking a sleeping process takes tens of microseconds."""
+"""Makes a front poll while answers are about to come, because waking a sleeping process takes tens of microseconds."""
 
 from __future__ import annotations
 

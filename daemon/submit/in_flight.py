@@ -1,4 +1,4 @@
-"""Defines a request in flight, of which each protocol has subclasses, and a front's link to a worker."""
+"""Defines ``InFlight``, a front's request in flight, and ``WorkerLink``, a front's connection to a worker."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         Args:
           prepared: the part of the answer that repeats.
           record: the rest of the answer.
-          lane: the lane in whose arena the slices of the answer lie. If it is None, this process has made the answer, an error.
+          lane: the lane in whose arena the answer's tensors lie. If it is None, this process has made the answer, an error.
         """
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ _LIMIT = (1 << 63) - 1
 
 
 class SequenceBatching(msgspec.Struct):
-    """Holds after how many idle microseconds a model forgets a sequence."""
+    """The settings of a model for sequences: after how many idle microseconds it forgets a sequence."""
 
     max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
 
@@ -144,7 +144,7 @@ class ModelStates:
 
 
 def _why(state: ModelState) -> str:
-    """Returns why the version of ``state`` failed, or ""."""
+    """Returns the reason why the version of ``state`` could not be loaded or cannot be served, or "" if there is none."""
     if not state.awaited and (state.state != "UNAVAILABLE" or state.reason == "unloaded"):
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason
@@ -161,7 +161,7 @@ def malformed_version(text: str) -> InvalidArgument:
 def parse_version(model: str, text: str) -> int:
     """Returns the version number in ``text``, which must consist of digits.
 
-    ``model``: the name for error messages.
+    ``model``: the model's name, for error messages.
     Raises InvalidArgument if the number is too large for an int64. Raises NotFound if it is 0, which is no version.
     """
     number = int(text) if len(text) <= 40 else _LIMIT + 1

@@ -1,12 +1,12 @@
-"""Places a request's tensors where a worker reads them: in its message, in shared memory (arena) or in a client's region.
+"""Places a request's tensors where a worker reads them: in its message, in the request arena or in a client's region.
 
-    UnsentRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
-                          ╰─ waits for room where the arena is full
+    UnsentRequest ─▶ begin ─▶ small tensors are put into the message, large ones into the arena ─▶ Submitter
+                          ╰─ if the arena is full, the request waits for memory
 
-Large tensors may lie in the request arena already, because they arrived there (``tensord.daemon.front.large_body``). Large JSON
-gets its room there with the others, and ``fill`` converts it into that.
+Large tensors lie in the arena already if their bodies arrived there (``tensord.daemon.front.large_body``). A large tensor that
+came as JSON gets memory in the arena like the others, and ``fill`` later converts the JSON into this memory.
 
-lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
+lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, so that an executable can use it in place
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def place(
 ) -> tuple[Content, ...]:
     """Returns the contents of a request's input tensors for the request's record, without the tensors that lie in regions.
 
-    A tensor of at most ``inline_byte_size`` bytes is returned as bytes. A larger tensor is copied into ``lease``, and its slice
-    of the arena is returned. A tensor that lies in the arena already is not copied. For a tensor in JSON, a part of ``lease`` is
-    kept free, into which ``fill`` later writes the tensor. ``lease`` may be None if no tensor needs it.
+    A tensor of at most ``inline_byte_size`` bytes is returned as bytes. A larger tensor is copied into ``lease``, and its place
+    in the arena is returned. A tensor that lies in the arena already is not copied. For a tensor in JSON, a part of ``lease``
+    is kept free, into which ``fill`` later writes the tensor. ``lease`` may be None if no tensor needs it.
     """
     used = 0
     placed: list[Content] = []
@@ -141,8 +141,8 @@ def fill(
 ) -> Generator[None, None, tuple[Content, ...]]:
     """Converts a request's JSON tensors to binary and writes them to the memory of ``lease``. Yields after each piece.
 
-    ``contents``: for each input that is in no region, its bytes or its slice of the request arena. Returns ``contents`` with the
-    exact sizes of the JSON tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
+    ``contents``: for each input that is in no region, its bytes or its place in the request arena. Returns ``contents`` with
+    the exact sizes of the JSON tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]

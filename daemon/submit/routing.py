@@ -1,7 +1,7 @@
-"""Routes each request to a worker that has its model, near its regions: to the one with the fewest requests in flight.
+"""Routes each request to the worker with the fewest requests in flight, of those that have its model and are near its regions.
 
-The workers that can run a prepared request are cached by its number, until the models, the places of regions or the lanes change.
-A request of a sequence goes to the worker that has the sequence (``tensord.daemon.submit.sequences``).
+The workers that can run a prepared request are cached by its number, until the models, the places of regions or the lanes
+change. A request of a sequence goes to the worker that has the sequence (``tensord.daemon.submit.sequences``).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Routing:
         return False
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU that has most of the request's regions. Returns "" if none has, or if the model may not run there."""
+        """Returns the GPU that has most of the request's regions, or "" if no GPU has any or the model may not run on it."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 

@@ -1,18 +1,22 @@
 """Routes the requests of a sequence to the worker that has it, and refuses those of a sequence that was lost with its worker.
 
-Only requests of models that keep sequences come here.
+Only requests of models that keep sequences come here. A START is the first request of a sequence. Each worker lists its
+sequences on a page of shared memory.
 
-    this front's START is on its way ─▶ the worker that the START was sent to: no page shows the sequence yet
-    on the page of a worker          ─▶ that worker; on two pages, the worker that has admitted the sequence last
-    a START of a new sequence        ─▶ among the workers with free slots, or else with the shortest backlogs, by rendezvous
-    lost with its worker             ─▶ refused, until a START begins the sequence anew
-    anything else                    ─▶ some worker, whose answer says that the sequence was not begun; while there is no lane to
-                                        one of the model's workers, it waits
+    the sequence                                     its request goes
+    has a START that is sent and not answered yet    to the worker that the START was sent to
+    is on the page of a worker                       to that worker; if on two pages, to the one that admitted it last
+    begins with this START                           to a worker with free slots or else the shortest backlog, by rendezvous
+    was lost with its worker                         nowhere: it is refused, until a START begins the sequence anew
+    is unknown                                       to some worker, which answers that the sequence was not begun
+                                                     (it first waits while there is no lane to one of the model's workers)
 
-A worker writes a sequence on its page (``tensord.shm.sequence_page``) before any answer of the sequence leaves. So a client that
-waits for the answer to its START may go on through any front. A client that does not wait uses one connection, thus one front.
+A worker writes a sequence on its page (``tensord.shm.sequence_page``) before it sends any answer of the sequence. So a client
+that waits for the answer to its START may go on through any front. A client that does not wait uses one connection, thus one
+front.
 
-The rank of a sequence and a device is the same in every front, so fronts that do not know of each other's requests mostly agree.
+Rendezvous hashing ranks the workers' devices in every front alike. So fronts mostly choose the same worker for a sequence,
+although they do not know of each other's requests.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Sends a front's requests to workers, receives their answers, and runs requests again whose worker died.
 
-The numbered story of one request, in the order of this file:
+The steps of one request, in the order of this file:
 
-1. ``send`` enters it under its id; ``routing`` chooses its worker, and its record is put on that worker's lane.
+1. ``send`` stores the request under its id. ``routing`` chooses its worker, and its record is put on that worker's lane.
 2. If no worker can run it, it waits until one can, but not for too long.
-3. Records leave: at once for an idle worker, the others at the end of the loop's iteration in one datagram for each worker.
-4. The answer comes back on the lane; the request (``in_flight``) gets the answer, and the lane whose arena has its tensors.
-5. The request's owner calls ``release`` when the answer's bytes have left. Until then the answer's lease counts against the
-   connection's share, beyond which more requests of the connection are throttled (``throttle``).
+3. Records are sent: to an idle worker at once, to others at the end of the event loop's iteration, in one datagram each.
+4. The answer comes back on the lane. The request (``in_flight``) gets the answer, and the lane whose arena has its tensors.
+5. The request's owner calls ``release`` when the answer's bytes have been sent. Until then the answer's lease counts for the
+   connection. If its answers reach its limit, further requests of the connection are throttled (``throttle``).
 
-The submitter owns what a request takes (its entry in flight, its leases, its place on a lane) from ``send`` until its end, also
-if sending it fails. End of file on a lane only stops sending: the requests of a dead worker run on other workers once the
-supervisor says that it is fenced, because until then it might still write. Each request gets exactly one final answer.
+From ``send`` until the request's end, the submitter owns its entry, its leases and its place on a lane, also if sending it
+fails. End of file on a lane only stops sending, because the worker might still write. Its requests run on other workers once
+the supervisor says that it is fenced. Each request gets exactly one final answer.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Submitter:
           counted: called for every request that is refused.
           on_number: called for every prepared request that gets a number. If it is None, nothing is called.
           is_behind: returns whether the supervisor has sent something that the front has not read.
-          on_untaken: called with a worker's number if the front or the worker could not take the lane between them.
+          on_untaken: called with a worker's number if the front or the worker could not open the lane between them.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -260,7 +260,7 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Puts a request on the lane of a worker. After an exception it is on no lane."""
+        """Puts a request on the lane of a worker. After an exception the request is on no lane."""
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
         in_flight[record.request_id] = request
@@ -505,8 +505,9 @@ class Submitter:
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
         """Opens a lane to a worker.
 
-        ``fds``: the socket of the lane and the worker's status and sequence pages, which the submitter then owns. If some were
-        lost, or the pages cannot be mapped, because no descriptor is left, ``on_untaken`` is called instead.
+        ``fds``: the socket of the lane and the worker's status and sequence pages, which the submitter then owns. If this
+        process has no file descriptor left, so that some are missing or a page cannot be mapped, ``on_untaken`` is called
+        instead.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(descriptors.close, fds)
@@ -550,7 +551,7 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Runs the requests of a dead worker, which can write nothing any more, on other workers, or fails them."""
+        """Runs the requests of a dead worker, which can no longer write, on other workers, or makes them fail."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return

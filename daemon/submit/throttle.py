@@ -1,8 +1,8 @@
-"""Counts the leases of answers, and throttles requests of connections and clients that hold their share of response memory.
+"""Counts the memory of answers, and holds back requests of connections and clients whose unread answers reach their limit.
 
-    an answer comes ─▶ its connection holds its share ─▶ the connection's other requests are withdrawn from workers ─▶ they wait
-    its client holds its share ─▶ requests of all its connections that would have answers as large are withdrawn and wait, too
-    answers leave   ─▶ as many requests go as the share has room for, each expected to get as much as the last large answer
+    a connection is at its limit ─▶ its requests are withdrawn from the workers, and wait
+    a client is at its limit     ─▶ on all its connections, requests that would have large answers are withdrawn, and wait
+    answers have been sent       ─▶ as many requests go on as the limits allow, if each gets an answer as large as the last one
 
 The requests of one connection wait in their order. This module only decides: the submitter withdraws requests and sends them.
 """
@@ -58,7 +58,7 @@ class Throttle:
 
         Returns an empty sequence if both are below their limits. Otherwise the caller must ask workers to give back each sent
         request for which a returned function returns True. ``worker``: the worker that has answered. ``key``: the lease of the
-        answer's memory. ``request``: the answered request. If it is None, because the request has ended, no client's bytes grow.
+        answer's memory. ``request``: the answered request. If it is None, because it has ended, the bytes count for no client.
         """
         size = 0
         for content in record.contents:
@@ -150,7 +150,7 @@ class Throttle:
     def let_go(self, account: Account) -> list[InFlight]:
         """Removes and returns waiting requests that may be sent now, after a connection has freed the memory of an answer.
 
-        ``account``: counts the arena bytes that this connection holds.
+        ``account``: the account of this connection.
         """
         going = self._take(account)
         barred = self._barred.get(account.client)
@@ -209,7 +209,7 @@ class Throttle:
                 del self._barred[account.client]
 
     def expired(self, now: float) -> Iterator[tuple[InFlight, Unavailable]]:
-        """Removes the requests that waited too long, and yields each with its error. ``now``: loop time in seconds."""
+        """Removes the requests that waited too long, and yields each with its error. ``now`` is the event loop's time."""
         for account, line in list(self.lines.items()):
             while line.waiting and (line.waiting[0][0] <= now or self._ended(line.waiting[0][1])):
                 _, request = line.waiting.popleft()

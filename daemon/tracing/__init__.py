@@ -1,1 +1,1 @@
-"""Samples requests, and sends their traces to files and to a collector."""
+"""Package that keeps the trace settings, and sends traces to a collector."""

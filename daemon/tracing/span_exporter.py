@@ -4,10 +4,10 @@
       receive    [--]
       queue          [-----]
       compute               [--------------------]
-        tokenize                [---]                           what the model's code has named (``tensord.models.span``), and in
-                                                                it what was called there
+        tokenize                [---]                           a span of the model's code (``tensord.models.span``); calls that
+                                                                the code makes in it become its children
       send                                         [-----]
-      infer step            [--------]                          of a request that was made for this one, with its own parts
+      infer step            [--------]                          another request that was made for this one, with such parts
 
     export ─▶ ExportTraceServiceRequest, until it has enough spans or has waited long enough ─▶ ``span_sender``, a thread
 
@@ -236,7 +236,7 @@ def _named(attributes: Mapping[str, str | int | bool]) -> list[dict[str, Any]]:
 
 
 def _encoded(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns attributes as the fields of protobuf messages ``KeyValue``."""
+    """Converts attributes to a list of dicts. Each has the fields of a protobuf message ``KeyValue``."""
     return [{"key": name, "value": _value(value)} for name, value in attributes.items()]
 
 

@@ -1,8 +1,8 @@
 """Sends encoded spans to a collector over HTTP, in a thread of its own, one message after the other.
 
-A message that the collector cannot take now (429, 502 to 504, or no connection) is sent again a few times, at growing intervals
-or when the collector says; one that it refuses otherwise is given up. Source: the specifications of OTLP and of an exporter's
-variables of the environment.
+If the collector cannot take a message now (429, 502 to 504, or no connection), it is sent again a few times, at growing
+intervals or when the collector says. A message that is refused for another reason is dropped. Source: the specifications of
+OTLP and of the environment variables of OTLP exporters.
 """
 
 from __future__ import annotations

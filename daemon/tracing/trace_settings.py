@@ -1,10 +1,10 @@
-"""Holds the trace settings for all models and for single models. The supervisor owns them and publishes them to every front.
+"""Holds the trace settings of all models and of single models. The supervisor owns them and sends them to fronts and workers.
 
     defaults (configuration) ─▶ settings of all models ("") ─▶ settings of a model
 
-A scope without a value for a setting takes the value of the scope before it, also when that value changes later. Only the
-operator decides where traces are written.
-Source: Triton docs/protocol/extension_trace.md; keys, texts and inheritance as recorded.
+A setting without a value of its own has the value to its left, also if that changes later. Only the operator decides where
+traces are written.
+Source: Triton docs/protocol/extension_trace.md; keys, texts and inheritance as recorded from a Triton server.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of the trace settings of one model or of all models. ``level``: 1 for timestamps, plus 2 for tensors."""
+    """The values of the trace settings of one model or of all models. ``level`` adds up 1 for timestamps and 2 for tensors."""
 
     level: int
     rate: int
@@ -146,7 +146,7 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Changes the ``wanted`` trace settings of a model, or of all models (""). Returns, as JSON, those that apply now.
+        """Changes the trace settings of a model, or of all models if its name is "". Returns the model's settings as JSON.
 
         Raises InvalidArgument if the model is unknown, or if the settings do not fit together. Then nothing is changed.
         """
@@ -198,7 +198,7 @@ class TraceSettings:
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
-        """Returns trace settings with the names and types of Triton's protocol."""
+        """Converts trace settings to a dict with the names and types of Triton's protocol."""
         return {
             "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
             "trace_rate": str(values.rate),
