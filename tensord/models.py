@@ -1,4 +1,4 @@
-"""Functions for authors of models: read parameters, make keys, write model folders without Python, call models, make metrics."""
+"""Functions for authors of models: read parameters, make random keys, export model folders, call models, make metrics."""
 
 from __future__ import annotations
 

@@ -35,12 +35,11 @@ def load(path: str | Path, sharding: Any = None, nested: bool = False) -> Any:
       path: a file that ends with .safetensors, .npz or .msgpack, or the folder of an Orbax checkpoint.
       sharding: where the arrays go. A ``jax.sharding.Sharding`` holds for all arrays. A function of name and shape returns a
         sharding for each array. Each device then gets only its part of an array. If it is None, the result has numpy arrays.
-      nested: whether to return nested dicts for a safetensors or npz file. Names are split at dots, or at slashes if they
-        have slashes, so that ``params.Dense_0.kernel`` becomes ``["params"]["Dense_0"]["kernel"]``, as for Flax Linen's
-        ``apply``.
+      nested: whether to return nested dicts for a safetensors or npz file. Names are split at dots, or at slashes if they have
+        slashes, so that ``params.Dense_0.kernel`` becomes ``["params"]["Dense_0"]["kernel"]``, as for Flax Linen's ``apply``.
 
     Returns:
-      A pytree of arrays as in the file: dicts by name, nested if the file nests.
+      A pytree of arrays. For a safetensors or npz file it is a dict by name, else the tree that was saved.
 
     Raises:
       FileNotFoundError: the path does not exist.
@@ -92,7 +91,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def _nested(tree: Any) -> Any:
-    """Turns a dict whose names have dots (or slashes) into nested dicts."""
+    """Turns a dict whose names have dots or slashes into nested dicts. Raises ValueError if one name begins another."""
     if not isinstance(tree, Mapping):
         return tree
     separator = "/" if any("/" in str(name) for name in tree) else "."

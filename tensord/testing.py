@@ -156,7 +156,7 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
-    """Completes an ensemble's configuration from those of its models. ``loaded``: name -> number -> version."""
+    """Completes an ensemble's configuration from its members' configurations. ``loaded``: name -> version number -> version."""
     if not model.members:
         return model
 

@@ -1,8 +1,8 @@
 """The descriptor pool that holds every message of tensord; the modules of messages fill it.
 
-The pool is not protobuf's own. That one is shared by a whole process and takes a name once: tritonclient, kserve and grpcio's
-packages register the names of these files there, and models and tests import them beside ours. The classes are made from
-descriptors by public calls, so no version of protobuf is asked whether it accepts a compiler's output.
+It is not protobuf's default pool, which the whole process shares and in which a name can be registered only once: tritonclient,
+kserve and grpcio's packages register the names of these files there, and models and tests import those packages, too. The
+message classes are made from descriptors at run time, so protobuf does not check which version of its compiler wrote them.
 """
 
 from __future__ import annotations
