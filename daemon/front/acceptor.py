@@ -1,8 +1,8 @@
-"""Accepts connections from the listening sockets that all front processes of a protocol share, so that each gets a fair part.
+"""Accepts connections from listening sockets that all front processes of a protocol share, so that each gets a fair number.
 
-A new connection wakes every front. A front that has clearly more connections than another one leaves the new connection to the
-other front for a moment; if it still waits then, the first front accepts it, so a front in trouble keeps no client waiting. For
-each connection that has ended a front accepts one at once. See docs/decisions/one-listening-socket.md.
+A new connection wakes every front. A front that has clearly more connections than another one waits for a moment. If no other
+front has accepted the connection by then, the waiting front does, so no client waits for a front in trouble. A front that has
+lost connections accepts as many new ones without waiting. See docs/decisions/one-listening-socket.md.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection. Returns False if none waits or none can be taken."""
+        """Accepts a waiting connection. Returns False if none waits, or if the front lacks a descriptor or memory for one."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):
@@ -146,8 +146,8 @@ class Acceptor:
 class AcceptLimit:
     """Decides how many connections a front accepts in one iteration of the event loop. Sans-I/O.
 
-    The limit is 1 at first. It doubles, up to 64, after an iteration that reaches it, and else becomes 1 again. After
-    iterations that found only one connection, the limit is raised more rarely.
+    The limit is 1 at first. It doubles, up to 64, after an iteration that has reached it, and is 1 again after any other
+    iteration. After iterations that found only one connection, it is raised more rarely.
     """
 
     __slots__ = ("_alone", "_skips", "room")

@@ -1,7 +1,7 @@
 """Restricts calls to clients that send a key: every call belongs to a group that an operator may restrict.
 
 ``CALLS`` has all calls. A front looks its calls up when it starts, so a call that is missing there cannot be served at all.
-Source: Triton docs/customization_guide/inference_protocols.md, "Limit Endpoint Access"; answers as recorded.
+Source: Triton docs/customization_guide/inference_protocols.md, "Limit Endpoint Access"; errors are those of a real Triton.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Rule:
 
 
 class Access:
-    """Knows which calls of one protocol need an access key in a header."""
+    """The access rules of one protocol: which calls need an access key, and in which header."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
         """Makes a rule for each restricted group of calls, such as "inference".
 
         Args:
-          restrictions: a header and its value, by the name of the group.
+          restrictions: maps the name of a group to the header that its calls need, and to the header's value.
           sentence: the error message, to which the quoted name of the header is added.
           prefix: put before the name of each header.
         """

@@ -1,11 +1,8 @@
-"""Counts a front's answers by status code, and writes its access log: every n-th good answer, and errors, ten a second at most.
+"""Counts a front's answers by status code, remembers its last errors, and writes its access log.
 
-    good answer ─▶ counted ─▶ every ``log.access``-th: a line
-    error       ─▶ counted ─▶ with ``log.access``: a line, ten a second at most
-                          ├─▶ the client's mistake: one line a minute for all
-                          ╰─▶ among the recent ones, for the page and for tensorctl
-
-Used in the front's loop only.
+If ``log.access`` is n > 0, the access log gets every n-th successful inference answer, and at most ten errors a second. Errors
+that clients have caused are also summed up in the daemon's log, once a minute. The last errors are shown by the status page and
+by ``tensorctl errors``. Only the front's event loop uses this module.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ class Answered:
           counters: the front's counters in shared memory, in which the answers are counted.
           refusals: counts the errors of clients by model.
           protocol: "http" or "grpc".
-          access: every ``access``-th successful inference answer is logged, and each error. If it is 0, nothing is logged.
+          access: every ``access``-th good inference answer is logged, and at most 10 errors a second. 0: nothing is logged.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol

@@ -1,7 +1,7 @@
 """Defines a bounded cache that keeps the values that are looked up often.
 
-put ─▶ young ─full─▶ old ─full─▶ forgotten
-         ▲────found────╯
+New values go into a young generation. When it is full, it becomes the old generation, and the old one before it is dropped.
+A value that is found in the old generation is moved to the young one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V | None]):
-    """Caches values by key: at least the last ``count`` that were stored or found, at most twice as many.
+    """Caches values by key. Keeps at least the ``count`` values that were stored or found last, and at most twice as many.
 
     If ``count`` is 0, nothing is stored. ``cache[key]`` returns the value, or None if it was never stored or was evicted.
     """

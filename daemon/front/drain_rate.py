@@ -1,4 +1,4 @@
-"""Decides whether a client reads too slowly, checked about once a second. Sans-I/O: times are passed in, in monotonic seconds."""
+"""Measures whether a client reads too slowly. Sans-I/O: the caller passes times, in monotonic seconds, about once a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DrainRate:
         Returns False if no bytes wait for the client. Call this method regularly while bytes wait.
         Args:
           since: the time at which bytes began to wait for the client, in seconds like ``now``. It is 0 if no bytes wait.
-          left: the number of bytes that wait for the client, or minus the number of bytes that the client has received so far.
+          left: a number that falls by one with each byte that the client receives, such as the number of bytes that wait.
         """
         if not since:
             return False

@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 def call_each(calls: Iterable[Callable[[], object]], what: str) -> None:
-    """Calls all functions in order. An exception is logged, with ``what``, and the others are still called."""
+    """Calls all functions in order. An exception is logged as a failure of ``what``, and the others are still called."""
     for call in calls:
         try:
             call()

@@ -1,8 +1,8 @@
 """Answers all HTTP and gRPC calls other than inference, from the front's table of models or by asking the supervisor.
 
 Each protocol decodes a request to the arguments of a method here, and encodes the result in its own format. Errors are
-ServingErrors. What a front says of a model holds for every front: its client may send the next request to another front.
-Source: KServe V2 and Triton's extensions; error texts as recorded against a real Triton.
+ServingErrors. What an answer says of a model is true of all fronts, as the client's next request may go to another front.
+Source: KServe V2 and Triton's extensions; the texts of errors are those of a real Triton.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ health
 
     async def unreadiness(self) -> str:
-        """Returns why the daemon is not ready, as a sentence that names the models, or "" if it is ready."""
+        """Returns a sentence that says why the daemon is not ready, or "" if it is ready."""
         if self.stopping:
             return "the server is stopping"
         readiness = self._table.readiness
@@ -97,7 +97,7 @@ class Endpoints:
     async def model_is_ready(self, model: str, version: int) -> bool:
         """Returns whether requests for a model version are answered now. ``version`` 0 is the newest version.
 
-        Returns False if the model is unknown, or if its own code says that it is not ready.
+        Returns False if the model is unknown, or if the model's own code says that the model is not ready.
         """
         if not self._table.is_ready(model, version):
             return False
@@ -138,8 +138,8 @@ class Endpoints:
     async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
         """Loads a model, and returns once it is loaded.
 
-        ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If there are files, the model consists of
-        these files alone, and ``config`` is needed. Raises ServingError if the parameters are wrong, or if the load failed.
+        ``parameters``: ``config`` is JSON text, and ``file:<version>/<name>`` is the bytes of a file. If there are files, the
+        model has no other files, and ``config`` is needed. Raises ServingError if a parameter is wrong, or if the load failed.
         """
         config, files = "", {}
         for key, value in sorted(parameters.items()):

@@ -1,4 +1,4 @@
-"""Limits the entries of a request's lists and objects, because each costs a step in the loop that serves all clients."""
+"""Limits how many entries the lists and objects of a request may have, because each entry takes time on the event loop."""
 
 from __future__ import annotations
 

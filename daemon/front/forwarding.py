@@ -1,7 +1,7 @@
-"""Forwards the headers that match the operator's pattern to models, as parameters of the request.
+"""Forwards the request headers that match the operator's pattern to models, as parameters of the request.
 
-A header replaces a parameter of the body with the same name. Headers whose names mean something to the server are refused.
-Source: Triton's --http-header-forward-pattern and --grpc-header-forward-pattern; behaviour as recorded.
+A header replaces the parameter of the same name in the request's body. A header is refused if Triton reserves its name for a
+parameter of the server. Source: Triton's --http-header-forward-pattern and --grpc-header-forward-pattern, and a real Triton.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _REMEMBERED = 1024
 
 
 class Forwarding:
-    """Selects the headers that models get as parameters of the request.
+    """Selects the request headers that models get as parameters of the request.
 
-    ``pattern``: matches a part of the name of such a header.
+    ``pattern``: a regular expression. A header is selected if a part of its name matches.
     """
 
     def __init__(self, pattern: str) -> None:

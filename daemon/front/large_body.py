@@ -1,9 +1,8 @@
 """Receives large HTTP and gRPC request bodies into the request arena while they arrive.
 
-    room? ─▶ place ─▶ everything came ─▶ take_lease        any time: drop, and what it has is given back
-     ╰ none now: it waits ─▶ place, or refused
-
-The protocol decides where in the lease the bytes go (``http.reception``, ``grpc.arriving_message``).
+If the arena has no room for a body, the body waits for room or is refused. Once the body has arrived, ``take_lease`` hands its
+memory to the caller. Before that, ``drop`` may free the memory at any time. The protocol decides where in the memory the bytes
+go (``http.reception``, ``grpc.arriving_message``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Receives a large request body into the request arena, and owns its lease until ``take_lease`` or ``drop``."""
+    """Receives a large request body into leased arena memory. Owns the lease until ``take_lease`` or ``drop`` is called."""
 
     #: Lends the memory.
     _submitter: Submitter
@@ -53,7 +52,7 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Returns the lease of the body, which the caller then owns. None: there is none, or it was taken before."""
+        """Returns the body's lease, which the caller then owns. Returns None if there is none, or if it was taken before."""
         lease, self._lease = self._lease, None
         return lease
 

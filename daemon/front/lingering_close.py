@@ -1,14 +1,14 @@
 """Closes connections without losing answers: ends the sending side, waits for the client to close, and then closes the socket.
 
-    last bytes written ─▶ our side ends ─▶ what still comes is thrown away ─▶ the client's end, or it was long enough ─▶ closed
+    all bytes written ─▶ sending ends ─▶ bytes from the client are discarded ─▶ the client closes, or takes too long ─▶ closed
 
-A socket that is closed while bytes of the client are unread, or to which the client then sends more, is reset: the kernel throws
-away answers that it has not sent yet, and many clients throw away answers that they have not read. Clients of gRPC are never
-silent: they grant windows and acknowledge pings while they read. So a client that keeps reading gets all answers. A client that
-reads nothing more, and does not close, is waited for no longer than ``LINGER_SECONDS``, checked about once a second.
+A socket that is closed while bytes of the client are unread, or to which the client then sends more, is reset: the kernel drops
+answers that it has not sent yet, and many clients drop answers that they have not read. Clients of gRPC send while they read:
+they grant windows and acknowledge pings. So the server waits, and a client that keeps reading gets all answers. A client that
+neither reads nor closes is waited for at most ``LINGER_SECONDS``, which is checked about once a second.
 
-A connection that lingers does not belong to its protocol any more, and does not count for the limit of connections. TLS cannot
-end one side: the client is waited for as well, and learns of the end when the connection is closed.
+While the server waits, the connection has left its protocol, and does not count for the limit of connections. With TLS one side
+cannot be ended alone: the server waits as well, and the client learns of the end when the connection is closed.
 Source: RFC 9112, section 9.6.
 """
 
@@ -45,7 +45,7 @@ class LingeringClose:
         """Ends the sending side of a connection, and closes the connection once the client has closed its side, or is too slow.
 
         Call this method only after the kernel or the TLS transport has got all written bytes. Soon after, the connection's
-        protocol gets ``connection_lost`` and no more data, while the socket stays open for the client's end.
+        protocol gets ``connection_lost`` and no more data, while the socket stays open until the client closes its side.
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 

@@ -28,7 +28,7 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the load report's format, "text", "json" or "bin", that a client's header ``value`` asks for, or "" if none."""
+    """Returns the format of the load report for which the header ``value`` asks: "text", "json", "bin", or "" for no report."""
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 

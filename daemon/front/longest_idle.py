@@ -1,4 +1,4 @@
-"""Closes the connection idle longest when a protocol is at its limit: no client shuts others out with idle connections."""
+"""Closes the connection that has been idle longest if a protocol has too many, so that idle connections shut no client out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Closes a front's longest idle connection to make room for a new client. ``limit``: the most connections, for the log."""
+    """Closes a front's longest idle connection to make room for a new client. Its log names ``limit``, the most connections."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections
@@ -79,7 +79,8 @@ def described(connection: IdleConnection, account: Account | None, now: float) -
     """Returns a connection's state for operators, with the keys owner, idle_s, request_bytes and answer_bytes.
 
     idle_s is the seconds from the connection's last use to ``now``, or None while the connection is in use. request_bytes and
-    answer_bytes are the bytes that the connection holds of each arena. If ``account`` is None, owner is "" and the bytes are 0.
+    answer_bytes say how many bytes of request and response arenas the connection holds. If ``account`` is None, owner is "" and
+    both are 0.
     """
     return {
         "owner": "" if account is None else account.client.owner,

@@ -28,7 +28,7 @@ class Opening:
         """Stores how connections are opened.
 
         Args:
-          make: makes a protocol for a client, and gets the client's name (``Peer.owner``).
+          make: called with the name of a client (``Peer.owner``), and returns a protocol for the connection.
           certificates: connections are encrypted if these have a TLS context.
           handshake_timeout: how many seconds a TLS handshake may take. None means asyncio's default.
           shutdown_timeout: how many seconds the end of a TLS connection may take. None means asyncio's default.

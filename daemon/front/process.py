@@ -1,6 +1,8 @@
 """Runs a front's process, for any protocol: its control connection, its table of models and its submitter.
 
-Start ─▶ what the other fronts know ─▶ Serve ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
+Start ─▶ states of models ─▶ Serve ─▶ (ChildReady) ─▶ lanes and models change ─▶ Stop ─▶ drain, close, exit 0
+
+The front gets these messages from the supervisor, except ChildReady, which it sends once it accepts clients.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ class Front(ABC):
         self.table = ModelStates()
 
     async def run(self) -> None:
-        """Serves clients until the supervisor asks the front to stop, and then sends the answers that are due."""
+        """Serves clients until the supervisor asks the front to stop. Then sends the remaining answers, and returns."""
         self._connection.start()
         start = await self._started
         # Before it has the published state, it would refuse what another front has just answered for.
@@ -205,7 +207,7 @@ class Front(ABC):
     def end(self, connection: Any, at_once: bool) -> None:
         """Ends a connection as soon as it is idle, because the front stops. Called repeatedly until the connection has ended.
 
-        ``at_once``: whether requests that begin now are refused. Otherwise the client is only told that the connection will end.
+        ``at_once``: True to refuse requests that begin now, False to tell the client only that the connection will end.
         """
 
     @abstractmethod
@@ -213,7 +215,7 @@ class Front(ABC):
         """Yields a description of each open connection for operators."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Applies a message of the supervisor. ``fds``: the descriptors that came with it."""
+        """Carries out a message from the supervisor. ``fds``: the file descriptors that came with the message."""
         self._counters.read += 1
         match record:
             case Start():
@@ -290,7 +292,7 @@ class Front(ABC):
         self._connection.send(Reply(call.call_id, result=result))
 
     def _hand_over(self, traces: TracesEnded) -> bool:
-        """Sends traces to the supervisor. Returns False if they were dropped."""
+        """Sends traces to the supervisor. Returns False, and drops the traces, if too many messages wait for the supervisor."""
         if self._connection.waiting >= _MAX_WAITING:
             self._counters.drop_traces(len(traces.traces))
             return False

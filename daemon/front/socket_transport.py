@@ -1,9 +1,9 @@
 """An asyncio transport for a client's socket that costs little to create and to close.
 
-    accept ─▶ connection_made ─▶ read: many a client has asked by then ─▶ watched by its front's epoll (``SocketWatch``)
+    accept ─▶ connection_made ─▶ the first read, at once ─▶ the socket is watched by the front's epoll (``SocketWatch``)
 
-The loop's own transports ask the kernel for addresses and options, and take three iterations until they read; this one does not.
-Written bytes that the socket does not take at once are kept without a copy, and the protocol is told with ``pause_writing``.
+asyncio's own transports ask the kernel for addresses and options, and take three iterations until they read. This one does not.
+Written bytes that the socket does not take at once are kept without a copy, and ``pause_writing`` tells the protocol so.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class SocketTransport(asyncio.Transport):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """Reads what has come, and passes the bytes or the end of file to the protocol."""
+        """Reads the bytes that have arrived, and passes them, or the end of file, to the protocol."""
         if self.gives_buffers:
             self._read_into_buffers()
             return
@@ -340,9 +340,9 @@ class SocketWatch:
             self._cut(transport)
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """Changes the epoll events of a transport's socket from ``watched`` to ``wanted``. 0 means that it is not registered.
+        """Changes the epoll events of a transport's socket from ``watched`` to ``wanted``. 0: epoll does not watch the socket.
 
-        Raises OSError if the kernel has no memory or room for it.
+        Raises OSError if the kernel has no memory or room for the socket.
         """
         if not wanted:
             self._epoll.unregister(transport.fd)

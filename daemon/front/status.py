@@ -1,6 +1,6 @@
 """Maps each error to its HTTP status and its gRPC status. Both protocols use this one table.
 
-Source: Triton's HttpCodeFromError and GrpcStatusUtil, as recorded against a real server; gRPC's statuscodes.md.
+Source: Triton's HttpCodeFromError and GrpcStatusUtil, and the answers of a real server; gRPC's statuscodes.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BodyTooLarge(InvalidArgument):
     status = 413
 
     def __init__(self, found: str, limit: int) -> None:
-        """Formats the message. ``found``: how large the body is, such as "has more than 10 bytes". ``limit``: the most bytes."""
+        """Formats the message. ``found``: how large the body is, such as "has more than 10 bytes". ``limit``: in bytes."""
         super().__init__(f"the request body {found}, at most {limit} are allowed")
 
     @property
