@@ -2,24 +2,21 @@
 
     | compressed 8 | length 32 | message: length bytes |
 
-    pieces ─▶ memory of its own, whose pages take nothing until they are written
+Pieces are buffered in ordinary memory at first. Once the first raw tensor of a large ModelInferRequest begins, arena memory for
+the tensors is reserved. If the arena has no room, the message waits for room or is refused. Later bytes of tensors go into the
+arena. Messages without tensors, or with too many bytes before the first one, stay in ordinary memory.
 
-    pieces ─▶ head ─ a raw tensor begins ─▶ room? ─▶ placed ─ everything came ─▶ take
-     of a large ModelInferRequest           ╰ none ─▶ waits ─ room came ──┘       (or refused: passed over)
+    leased memory  | tensor | pad | tensor | pad | ...    pad: aligns to 64 bytes, so that an executable uses tensors in place
 
-    lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
+    message        | arrived ................ | left .................... |
+    tensor                | arrived ........ | rest ...... |     rest: the leased memory for the bytes that have not arrived
 
-    message  | arrived ................ | left .................... |
-    tensor           | arrived ........ | rest ...... |                    rest: its place in the lease
+Bytes of a tensor arrive in one of two ways: ``feed`` copies them to ``rest``; or the connection reads them from its socket into
+``rest``, and then ``Stream.advance`` counts them; before that ``feed`` must not be called. Either way ``left`` falls, and the
+start of ``rest`` moves, by the number of bytes.
 
-Bytes of a tensor arrive in one of two ways, and either moves ``left`` and the start of ``rest`` by as many: ``feed`` copies them
-to ``rest``; or the connection reads them from its socket into ``rest``, and its stream moves both later (``Stream.advance``).
-Until then neither moves, nor is the message fed.
-
-A message's length is known from its first five bytes. Each tensor's length comes just before the tensor, and fields of the head
-may follow the tensors. Until a message is placed in the arena its pieces are buffered as well: a message without tensors, or with
-too many bytes before the first one, is never placed.
-Source: gRPC's PROTOCOL-HTTP2.md.
+A message's length is known from its first five bytes. Each tensor's length comes just before the tensor, and other fields may
+follow the tensors. Source: gRPC's PROTOCOL-HTTP2.md.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ class ArrivingMessage(Receiver):
       byte_size: the length of the message.
       submitter: reserves memory in the arena for the tensors of a large request. If it is None, the message is buffered.
       account: counts the arena memory for the connection.
-      on_room: called once the message has got the arena memory that it waited for, or was refused it.
+      on_room: called once the message has got the arena memory that it waited for, or has been refused.
       on_placed: called with the message once all of it has arrived in the arena.
     """
 
@@ -120,7 +117,7 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses ``piece`` up to the first raw tensor, for which it asks for arena memory."""
+        """Parses ``piece`` up to the first raw tensor. If that begins here, reserves arena memory for all raw tensors."""
         cutter = self.cutter
         try:
             at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)
@@ -190,7 +187,7 @@ class ArrivingMessage(Receiver):
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Makes ``refused`` the message's error, frees its arena memory, and discards what still arrives."""
+        """Stores ``refused`` as the message's error, frees the message's arena memory, and discards bytes that still arrive."""
         self.is_placed = True
         self.rest = NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.

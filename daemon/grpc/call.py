@@ -59,7 +59,7 @@ class Call(ABC):
     def asked(self) -> InFlight | None:
         """Returns the inference request of the call.
 
-        Returns None if the request is not decoded yet, or if the call may have several.
+        Returns None if the request is not decoded yet, or if the call may have several requests.
         """
         return None
 
@@ -72,7 +72,7 @@ class Call(ABC):
     def stop(self) -> None:  # noqa: B027
         """Ends the call once its accepted requests are answered, because the server stops. May be called again.
 
-        It is not called while the call is new.
+        This method is not called while ``is_new`` is True.
         """
 
     @abstractmethod
@@ -112,8 +112,8 @@ class InferCall(Call):
         Args:
           asked: the request.
           prepared: the part of the answer that repeats, such as the names and shapes of the outputs.
-          record: the rest of the answer, with the code and text of an error.
-          parts: the pieces of the ModelInferResponse. It is empty if there is none, as for an error or the end of responses.
+          record: the part that does not repeat. If the answer is an error, it has the code and the text.
+          parts: the pieces of the ModelInferResponse. Empty if the answer is an error, or only says that no response follows.
           sent: must be called once the answer was written to the client. If it is None, nothing is called.
         """
 

@@ -1,14 +1,15 @@
 """One client's gRPC connection: moves bytes between its socket and ``Http2``, checks its deadlines and closes it.
 
     socket ─▶ the front's read buffer ─▶ Http2.receive ─▶ streams
-         ╰──▶ the message's memory, for large DATA ─▶ Http2.data_was_read, once it is full
-    socket ◀── flush ◀── Http2.out ◀── streams                   once an iteration of the loop
+         ╰──▶ the memory of a large message ─▶ Http2.data_was_read, once that memory is full
+    socket ◀── flush ◀── Http2.out ◀── streams                   once in each iteration of the event loop
 
 While the client does not take the bytes written to it, the server reads nothing from it either. If a client sends more frames
 than the server parses in one iteration of the loop, the rest is parsed in the next one, and nothing more is read until then.
 
-Reading the bytes of a large tensor into their final memory saves two copies of each. Of a client that sends large messages only
-the first pages of each are read into the read buffer, until it has sent nothing large for a while.
+The bytes of a large tensor are read straight into their final memory, which saves two copies. After a large message, only the
+first pages of the read buffer are used, so that little of the next large message is read into it. After some reads without a
+large message, the whole buffer is used again.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _choose_room(self) -> None:
-        """Chooses whether to read into the memory of a large message or the read buffer."""
+        """Chooses where the next bytes are read to: the memory of a large message, or the read buffer."""
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
         stream = self.http2.data_stream
@@ -194,7 +195,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def flush(self) -> None:
-        """Writes the bytes in ``Http2.out`` to the transport. An ending connection without streams is then closed."""
+        """Writes the bytes in ``Http2.out`` to the transport. Then closes the connection if it is ending and has no streams."""
         http2 = self.http2
         if http2.phase is CLOSED:
             return

@@ -1,9 +1,9 @@
 """Limits the entries of an encoded request message, before it is parsed and read entry by entry. Sans-I/O.
 
-    message ─▶ check ─▶ protobuf ─▶ a step in Python for each entry      no field is repeated more often than the limits here
+    message ─▶ check: no field is repeated too often ─▶ protobuf parses it ─▶ Python reads each entry
 
-The walk counts fields by their descriptors and ends at the first limit that is exceeded, so its cost is bounded, too. Messages
-too short to exceed a limit are not walked over. Malformed messages are left to protobuf.
+The check counts fields by their descriptors and ends at the first limit that is exceeded, so its own cost is limited as well.
+Messages too short to exceed a limit are not checked. Malformed messages are left to protobuf.
 Source: protobuf's encoding specification.
 """
 

@@ -1,13 +1,13 @@
-"""Limits how many frames, pings and stream resets one client connection may send. Pure.
+"""Limits how many frames, pings and stream resets one client connection may send. Does no I/O.
 
-    budget     frames handled in one iteration of the loop; later frames wait for the next one, so that other connections go on
-    credit     frames a client may send: so many a second, and more for each answer that it gets and for the data that it sends
-    resets     calls a client may reset: so many a second, and one for each answer that it gets
-    strikes    pings a client may send too early, one after the other
+    frames in one iteration   a fixed number; later frames wait for the next iteration, so that other connections are served
+    all frames                so many a second, and more for each answer that the client gets and for the data that it sends
+    resets of calls           so many a second, and one for each answer that the client gets
+    pings                     so many, one after the other, that come too early
 
 An ordinary client needs few frames for a call, however small: one or two to ask, one or two to grant window for the answer. A
-client that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end spends its credit.
-Source: RFC 9113, section 10.5; counted is what Envoy limits (max_inbound_priority_frames_per_stream and its neighbours).
+client that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end exceeds a limit.
+Source: RFC 9113, section 10.5; Envoy's limits (max_inbound_priority_frames_per_stream and its neighbours).
 For pings: gRPC's proposal A8, "Client-side Keepalive".
 """
 
@@ -38,7 +38,7 @@ _MAX_RESETS = 10_000
 class Floods:
     """Limits how many frames, resets and pings one client connection may send.
 
-    Its methods raise ``Violation`` beyond a limit.
+    Its methods raise ``Violation`` if the client exceeds a limit.
     """
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
@@ -62,9 +62,9 @@ class Floods:
         """Checks how many frames the client has sent. All arguments are totals since the connection began.
 
         Args:
-          frames: the frames that came.
-          answers: the messages sent to the client, and the ends of calls.
-          byte_size: the bytes of DATA that came, and of large responses that were sent.
+          frames: the number of frames that came.
+          answers: the number of messages sent to the client, and of ends of calls.
+          byte_size: the number of bytes of DATA that came, and of large responses that were sent.
         Raises Violation if more frames came than time, answers and bytes allow.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames

@@ -70,7 +70,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
     """Returns the nine-byte head of an HTTP/2 frame of type ``kind``.
 
-    ``stream``: the number of the stream. ``size``: the bytes of the payload.
+    ``stream``: the number of the stream. ``size``: the number of bytes of the payload.
     """
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
@@ -118,7 +118,7 @@ def read_settings(payload: bytes) -> dict[int, int]:
 
 
 def check_dependency(stream: int, payload: bytes) -> None:
-    """Checks the priority at the start of a payload. Raises Violation if ``stream`` depends on itself."""
+    """Raises Violation if the priority at the start of ``payload`` makes ``stream`` depend on itself."""
     if read_number(payload)[0] & STREAM_ID == stream:
         raise Violation(PROTOCOL_ERROR, f"stream {stream} depends on itself")
 

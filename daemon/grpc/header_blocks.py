@@ -1,9 +1,9 @@
 """Decodes the header blocks of gRPC calls, and builds those of responses.
 
-A client sends the same headers with each call, except for the deadline and the metadata. The meaning of these common headers is
-cached by their decoded content, whatever bytes they were encoded in (``hpack_decoder``).
-A request whose fields break a rule of HTTP/2 is malformed: its stream is reset. As in every gRPC library, metadata may be what
-programs write there: blanks around a value, ``host``, and names of HTTP/1.1 connection headers break no rule (``metadata``).
+A client sends the same headers with each call, except for the deadline and the metadata. The meaning of the common headers is
+cached by their decoded content, so their encoding does not matter (``hpack_decoder``).
+A request whose fields break a rule of HTTP/2 is malformed: its stream is reset. As in every gRPC library, a program's metadata
+may have blanks around a value, the name ``host``, and names of HTTP/1.1 connection headers (``metadata``).
 Source: RFC 7541; RFC 9113, sections 8.1 to 8.3; gRPC's PROTOCOL-HTTP2.md for the meaning of the headers.
 """
 
@@ -149,7 +149,7 @@ def _timeout_ns(text: str) -> int:
 
 
 def check_common(fields: Iterable[Field]) -> None:
-    """Checks the header fields that clients send alike in each call. Raises Malformed if they break a rule of HTTP/2."""
+    """Checks the header fields that are mostly the same in all calls. Raises Malformed if they break a rule of HTTP/2."""
     pseudo: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
@@ -167,7 +167,10 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks header fields of one call. Returns the call's content-length, or None. Raises Malformed if a field is invalid."""
+    """Checks the header fields that differ from call to call. Returns the content-length, or None if no field has it.
+
+    Raises Malformed if a field is invalid.
+    """
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)

@@ -1,9 +1,9 @@
 """Decodes HPACK header blocks to the fields that many calls share and the fields of the single call. Sans-I/O.
 
     | :method POST | :path /... | te trailers | grpc-timeout 5S | user-agent ... | traceparent 00-... |
-         common        common       common           own             common              own
+         shared        shared       shared          single            shared             single
 
-The fields that calls share are packed into one bytes object, by which their meaning can be cached. ``daemon/grpc/_hpack.c``,
+The shared fields are packed into one bytes object, so that their meaning can be cached under it. ``daemon/grpc/_hpack.c``,
 where it could be built, gives the same results and refuses the same blocks.
 Source: RFC 7541.
 """

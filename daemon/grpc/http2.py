@@ -1,11 +1,11 @@
 """Speaks HTTP/2 as a server, without I/O: parses the client's bytes, calls its streams, and queues bytes to send in ``out``.
 
-    receive ─▶ preface ─▶ | frame | frame | ... | rest |       rest: parsed in the next iteration of the loop
-                          ╰─ so many at a time ─╯
+    receive ─▶ preface ─▶ | frame | frame | ... | rest |       rest: parsed in the next iteration of the event loop
+                          ╰── limited number ───╯
     DATA ─▶ Stream.receive      HEADERS ─▶ a new Stream and its Call      WINDOW_UPDATE ─▶ Stream.pump
 
-A client that breaks the protocol causes a connection error: ``Violation`` is raised, and the connection sends GOAWAY. A fault of
-a single request is a stream error: RST_STREAM is sent. Why no library: docs/decisions/grpc-transport.md.
+A client that breaks the protocol causes a connection error: ``Violation`` is raised, and the connection sends GOAWAY. A fault
+of a single request is a stream error: RST_STREAM is sent. Why no library: docs/decisions/grpc-transport.md.
 Source: RFC 9113; the sections are named where they apply.
 """
 
@@ -223,7 +223,7 @@ class Http2:
         return False
 
     def _preface(self, data: bytes) -> int:
-        """Returns the offset behind the client's connection preface, or 0 if it is incomplete."""
+        """Returns the offset behind the client's connection preface, or 0 if the preface is incomplete."""
         size = min(len(data), len(frames.PREFACE))
         if data[:size] != frames.PREFACE[:size]:
             raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
@@ -313,7 +313,7 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame of ``size`` bytes against the windows. Returns its stream; None: the stream is gone."""
+        """Counts a DATA frame of ``size`` bytes against the windows. Returns its stream, or None if the stream has ended."""
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -399,7 +399,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Handles the headers that end a request. ``number``: of the stream. ``flags``, ``block``: of the HEADERS frame."""
+        """Handles the header block that ends the request on stream ``number``. ``flags``: the flags of the HEADERS frame."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)
@@ -605,12 +605,12 @@ class Http2:
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:
-        """Checks how much, how often and how slowly the client sends.
+        """Checks that the client sends few enough frames, and that it sends and reads fast enough.
 
         Args:
           now: seconds of the event loop's clock.
           seconds: the time since the last check.
-          unread: whether reading is paused. Then the client is not blamed for slowness.
+          unread: whether reading is paused. If so, a frame that is not complete is not the client's fault.
         Raises Violation if the client sends too many frames, or if a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):

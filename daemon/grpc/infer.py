@@ -1,7 +1,8 @@
-"""Turns gRPC messages into inference requests, prepared ones where their kind is known, and answers into response messages.
+"""Sends the inference requests in gRPC messages to workers, and encodes the answers as gRPC messages.
 
-    message ─▶ ask ─▶ walk ─▶ known: PreparedMessage ─┐
-                          ╰─▶ decoded in full ────────┴▶ CallRequest ─▶ Submitter ─▶ completed: encoded ─▶ InferCall.completed
+    message ─▶ ask ─▶ walk ─▶ its kind is cached: PreparedMessage ─┐
+                          ╰─▶ any other: decoded in full ──────────┴▶ CallRequest ─▶ Submitter
+    answer  ─▶ CallRequest.completed, which encodes it ─▶ InferCall.completed
 
 ``unary_infer`` and ``stream_infer`` decide what a call does with its requests and answers. Nothing here blocks.
 """
@@ -356,7 +357,7 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """Callback that ends ``trace`` after the answer was written.
+    """A callback that is called once an answer was written to the client. Calls ``release``, and ends ``trace``.
 
     ``release``: frees the memory of the answer. If it is None, there is nothing to free.
     """

@@ -1,8 +1,7 @@
-"""Converts the numbers of typed contents to numpy arrays, because a step in Python for each would hold up the loop. Sans-I/O.
+"""Converts the numbers of an InferTensorContents to a numpy array, without a step in Python for each number. Sans-I/O.
 
-    contents ─▶ protobuf writes them packed ─▶ | tag | size | number | number | ...      BOOL, FP32, FP64 lie as they travel,
-                                                                                        others take 1 to 10 bytes each
-
+Protobuf writes the numbers of a field one after the other. BOOL, FP32 and FP64 have the same bytes as in a raw tensor. Numbers
+of the other datatypes are varints of 1 to 10 bytes.
 Source: protobuf's encoding specification.
 """
 

@@ -1,12 +1,13 @@
 """Caches the meaning of request messages that clients repeat, so that only the first message of a kind is decoded in full.
 
-    message ─▶ walk ─▶ | id | scheduling | raw tensors | rest |        rest ─▶ PreparedMessage: a request by its number
-    answer  ◀─ | model_name, model_version | id | parameters, outputs | raw tensor | raw tensor | ...
-                 written once                     written once                             (AnswerLayout)
+    message  | model, parameters, inputs, outputs | id | scheduling parameters | raw tensors |
+               the same in all messages of a kind   decoded in each message
+    answer   | model_name, model_version | id | parameters, outputs | raw tensor | raw tensor | ...
+               encoded once                     encoded once              (AnswerLayout)
 
-A message with the same rest, on any connection, asks for the same; whether its model serves is checked again whenever any model
-has changed. The first message of a kind is sent with the whole request in its record: a kind that comes once takes no number.
-A message that is malformed or unusual, or has tensor values outside its raw tensors, is always decoded in full.
+Messages of one kind may come over any connection. Whether their model can be served is checked again whenever any model has
+changed. The first request of a kind is sent in full, because a kind that comes only once gets no number. Later ones are
+prepared. A message that is malformed or unusual, or has tensor values outside its raw tensors, is always decoded in full.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class PreparedMessage:
     unary: dict[int, AnswerLayout] = field(default_factory=dict)
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the encoder of answers that share ``prepared``.
+        """Returns the object that encodes answers whose repeated part is ``prepared``.
 
         ``streamed``: whether the answers are for ModelStreamInfer, and not for ModelInfer.
         """
@@ -95,11 +96,14 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether ``known``, a cached message, has ``raws`` raw input contents, and the model of ``known`` serves."""
+        """Returns whether the cached message ``known`` has ``raws`` raw tensors, and its model can be served now."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Decodes a message's scheduling parameters, such as the priority. Returns None if any is invalid or of another kind."""
+        """Decodes a message's scheduling parameters, such as the priority.
+
+        Returns None if any of ``parameters`` is invalid or is no scheduling parameter.
+        """
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]
@@ -155,8 +159,8 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
           head: the message without its id and its raw tensors.
           client_id: the id of the request.
           raws: the raw tensors.
-          walked: the parts into which ``walk`` has cut the message; None: it could not.
-          known: the shared part, if it is already cached, or None.
+          walked: the parts into which ``walk`` has cut the message, or None if ``walk`` could not read it.
+          known: the shared part, or None if it is not cached yet.
         Raises RefusedRequest if the message is no valid request for a served model.
         """
         try:

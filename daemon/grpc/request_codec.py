@@ -1,7 +1,7 @@
 """Decodes and checks the head of a ModelInferRequest: all fields except its id and its raw tensors. Sans-I/O.
 
 Requests that break the protocol are refused here; faults that only the model's configuration shows are left to the worker.
-Source: grpc_service.proto; error texts as recorded against a real Triton.
+Source: grpc_service.proto; the texts of errors are those of a real Triton.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns the content of each input: its own if the head has it, else the next of ``raws``.
+        """Returns the content of each input. An input without content in the head gets the next of ``raws``.
 
         ``raws``: the tensors of the message's ``raw_input_contents``. There must be ``self.raw_count`` of them.
         """
@@ -204,7 +204,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Decodes the parameters that place an input or output in a region."""
+    """Returns the slice of a region that the parameters of an input or output name."""
 
     def read(key: str, choice: str) -> Any:
         return _value(f"'{key}' parameter for tensor '{name}'", parameters[key], choice) if key in parameters else 0
@@ -244,9 +244,10 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the scheduling parameters of a gRPC request, such as the priority, from a ModelInferRequest with nothing else.
+    """Decodes the scheduling parameters of a gRPC request, such as the priority.
 
-    Returns None if any parameter is invalid or is no scheduling parameter. The caller then decodes the whole request.
+    ``parameters``: an encoded ModelInferRequest that has no other fields. Returns None if any parameter is invalid or is no
+    scheduling parameter. The caller then decodes the whole request.
     """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters

@@ -28,7 +28,7 @@ _MAX_START = 20
 class RefusedRequest(Exception):
     """Raised when a request message is refused.
 
-    ``client_id``, ``trace`` and ``model`` are those of the request, as far as they are known.
+    ``client_id`` and ``model`` are those of the request, or "" if they are unknown. ``trace`` is its trace, or None.
     """
 
     def __init__(self, error: ServingError, client_id: str = "", trace: Trace | None = None, model: str = "") -> None:
@@ -159,7 +159,10 @@ def _refused(text: str) -> RefusedRequest:
 
 
 def _field_start(start: bytes) -> tuple[int, int, int]:
-    """Returns the tag (0: a field to skip), content offset and content size of a protobuf field from its first bytes."""
+    """Parses the start of a protobuf field. Returns the field's tag, and the offset and the size of its content.
+
+    The tag is 0 if ModelInferRequest has no such field. Raises IndexError if ``start`` is too short.
+    """
     tag = start[0]
     if tag in _TAGS:
         size, at = varint(start, 1)

@@ -1,11 +1,11 @@
 """Encodes inference answers as protobuf bytes: ModelInferResponse and ModelStreamInferResponse. Sans-I/O.
 
     1 model_name | 2 model_version | 3 id | 4 parameters, 5 outputs | 6 raw_output_contents | raw_output_contents | ...
-             written once               written once                       as they lie
+             encoded once               encoded once                      not copied
 
 An answer is encoded in pieces, so that the tensors' bytes are not copied into a message object first, and the part that answers
-share is encoded once. Every output has an entry in raw_output_contents; that of an output in a shared-memory region is empty, so
-that the indices agree.
+share is encoded once. Every output has an entry in raw_output_contents. If an output is in a shared-memory region, its entry is
+empty, so that the indices agree.
 Source: grpc_service.proto; protobuf's encoding specification.
 """
 

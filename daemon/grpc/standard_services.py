@@ -148,7 +148,7 @@ class Reflection:
         self._services = sorted(services)
 
     def answer(self, question: Any) -> Any:
-        """Returns the response to ``question``, a reflection request. For an unknown file or symbol it is an error."""
+        """Returns the response to ``question``, a reflection request. It holds an error if the file or symbol is unknown."""
         answer = self._messages.ServerReflectionResponse(valid_host=question.host, original_request=question)
         kind = question.WhichOneof("message_request")
         error = answer.error_response

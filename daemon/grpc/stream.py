@@ -1,11 +1,11 @@
-"""One HTTP/2 stream, which carries one gRPC call: ``Http2`` feeds the client's bytes in, the ``Call`` sends its responses.
+"""One HTTP/2 stream, which carries one gRPC call: ``Http2`` passes it the client's bytes, and the ``Call`` sends its responses.
 
-    client ─▶ | compressed 8 | length 32 | message: length bytes | ... cut into DATA frames anywhere ─▶ END_STREAM
+    client ─▶ | compressed 8 | length 32 | message: length bytes | ... in DATA frames of any size ─▶ END_STREAM
     client ◀─ HEADERS ◀─ | compressed 8 | length 32 | message | ... in DATA frames ◀─ HEADERS: the trailers
 
-The window granted to the client bounds what it may still send. Response bytes that the client does not take wait here without
-being copied, and a callback tells their owner when they have left. A stream with many unsent bytes grants no more window, so a
-client that never reads its responses stops itself.
+The window granted to the client limits what it may still send. Response bytes that the client does not take are queued here
+without a copy, and a callback tells their owner when they have left. While a stream has many unsent bytes, the client gets no
+more window, so a client that never reads its responses cannot send more requests.
 Source: gRPC's PROTOCOL-HTTP2.md, RFC 9113 sections 5, 6.9 and 8.1.1.
 """
 
@@ -134,7 +134,8 @@ class Stream:
     def begin(self) -> None:
         """Starts the call that the headers of the stream ask for.
 
-        The call ends with an error if its method is unknown, it is no gRPC call, or the client lacks the access key.
+        The call ends with an error if its method is unknown, if it is no gRPC call, or if the client did not send an access key
+        that the method needs.
         """
         head, serving = self.head, self.http2.serving
         if head.http_status != 200:
@@ -263,7 +264,10 @@ class Stream:
             self._defect()
 
     def grant(self) -> None:
-        """Lets the client send more bytes, by a WINDOW_UPDATE. Does nothing while the call is busy or after the stream's end."""
+        """Sends a WINDOW_UPDATE that lets the client send more bytes, if the client has used some of the window.
+
+        Sends nothing while the call accepts no messages or waits for arena memory, or after the client's or the stream's end.
+        """
         if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
             self.http2.write(frames.window_update(self.id, self.ungranted))
             self.ungranted = 0
@@ -331,7 +335,7 @@ class Stream:
         self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
-        """Counts received bytes. Returns False if they exceed the content-length."""
+        """Counts received bytes. Returns False, after resetting the stream, if they exceed the content-length."""
         assert self._promised is not None
         self._promised -= byte_size
         if self._promised < 0 and not self.ended:
@@ -547,7 +551,7 @@ class Stream:
         """Ends the call if the client sends a message too slowly, or takes responses too slowly.
 
         ``now``: the event loop's time, in seconds.
-        ``pending``: how many received bytes of the client's unfinished message this stream has not been given yet.
+        ``pending``: how many bytes of an unfinished message the connection has received but not passed to this stream yet.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):
@@ -576,11 +580,11 @@ class Stream:
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, pending: int) -> None:
-        """Ends the call when accepted requests are answered. A stopping server calls this method again until the call has ended.
+        """Ends the call when accepted requests are answered. A stopping server repeats this until the call has ended.
 
         A call whose client stays silent for ``SILENCE_SECONDS``, before the first message or in the middle of one, is ended.
         ``now``: the event loop's time, in seconds.
-        ``pending``: how many received bytes of that message ``advance`` has not got yet. If it grows, the client is not silent.
+        ``pending``: how many bytes of an unfinished message the connection has received but not passed to this stream yet.
         """
         call = self.call
         if self._finished or call is None:
@@ -598,7 +602,7 @@ class Stream:
             call.stop()
 
     def _received_byte_size(self) -> int:
-        """Returns how many bytes of the arriving message have come, or 0 if none arrives."""
+        """Returns how many bytes of the arriving message have come, or 0 if no message is arriving."""
         arriving = self.arriving
         return len(self._begun) + (0 if arriving is None else arriving.byte_size - arriving.left)
 

@@ -1,8 +1,7 @@
 """Answers ModelStreamInfer: one call with many requests in flight, answered in the order of the requests. Nothing here blocks.
 
-    answer ─▶ its turn has come ───────────────────────────────────▶ sent, and those that waited for it
-              an earlier request of a model with one response is not answered ─▶ kept ─▶ sent in its turn
-              a response of a decoupled model ─────────────────────▶ sent
+    response of a decoupled model                  ─▶ sent at once
+    response of any other model                    ─▶ queued until all earlier requests to such models are answered ─▶ sent
 
 If a request fails, the client gets a response with ``error_message`` and the stream goes on. A client that sent the header
 ``triton_grpc_error: true`` gets the error as the gRPC status instead, which ends the stream.
@@ -169,7 +168,7 @@ class StreamInfer(InferCall):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Sends as many waiting requests as may be in flight. If none is left, lets the client send more."""
+        """Sends as many waiting requests to workers as may be in flight. If none is left, lets the client send more."""
         while self._waiting and self._has_room():
             message = self._waiting.popleft()
             self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))

@@ -1,11 +1,8 @@
 """Tracks the stream identifiers of a connection: which are not used yet, and how the streams ended that are no longer open.
 
-    1 ── 3 ── 5 ── 7 ── 9 ── 11 ── ...        odd ones are the client's, each is used once, in rising order
-    closed   passed over     next
-
-What a frame on a stream that is not open means depends on how the stream ended. Nearly all streams are ended by both sides, so
-only the latest streams that ended otherwise are remembered. Pure.
-Source: RFC 9113, sections 5.1 and 5.1.1.
+A client uses odd identifiers, each one once, in rising order. What a frame on a stream that is not open means depends on how
+the stream ended. Nearly all streams are ended by both sides, so only the latest streams that ended otherwise are remembered.
+Does no I/O. Source: RFC 9113, sections 5.1 and 5.1.1.
 """
 
 from __future__ import annotations

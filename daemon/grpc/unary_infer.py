@@ -1,13 +1,11 @@
 """Answers ModelInfer: one request, one response; and keeps the steps of each sequence on a connection in order. Nothing blocks.
 
-    message whole ─▶ half_closed ─▶ Infer.ask ─▶ Submitter ─▶ completed ─▶ Stream.answer
+    complete message ─▶ half_closed ─▶ Infer.ask ─▶ Submitter ─▶ completed ─▶ Stream.answer
 
-    a large message arrives, or waits for room ─▶ unsent ─▶ leave: sent ─▶ those behind it, of its sequence, go on
-                                                             ╰─ it will not be: they are refused, because they would miss it
-    a step that is whole, of such a sequence   ─▶ waits
-
-Unary requests that are not with a worker yet go there one by one, if they are steps of one sequence. Steps are ordered by when
-their calls began. While no large message is arriving or waiting for room, no step is looked at.
+The requests of one sequence are sent to a worker in the order in which their calls began. So a request waits while an earlier
+request of its sequence is a large message that still arrives or waits for arena memory. Once the earlier request is sent, the
+later one is sent as well. If the earlier one cannot be sent, the later one is refused, because the sequence would lack a step.
+While no large message is arriving or waiting for memory, no request is checked for its sequence.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _ONE_MESSAGE = "a unary call has one request message"
 
 
 class UnaryInfer(InferCall):
-    """Answers one ModelInfer call. A request of a sequence goes to a worker after the earlier ones of its sequence."""
+    """Answers one ModelInfer call. A request of a sequence is sent to a worker after the earlier requests of the sequence."""
 
     streams = False
     __slots__ = ("_asked", "_message", "_sequence", "_waits_since", "infer", "stream")
@@ -201,7 +199,7 @@ class UnaryInfer(InferCall):
         self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
-        """Ends the call. ``sent``: called once status and message are written."""
+        """Ends the call with the gRPC status ``code`` and ``message``. ``sent`` is called once both are written."""
         if sent is not None:
             self.stream.send_later(sent)
         try:

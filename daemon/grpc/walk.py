@@ -1,10 +1,10 @@
-"""Walks once over an encoded ModelInferRequest: separates what differs from request to request from the rest. Sans-I/O.
+"""Splits an encoded ModelInferRequest into what many requests share and what differs from request to request. Sans-I/O.
 
     | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
-          rest    own            own            rest     rest                 own                  own
+        shared  differs       differs          shared   shared             differs              differs
 
-The walk (``_walk.c``) accepts what clients usually write. Any other message, and every message where the walk was not compiled,
-is decoded in full (``PreparedMessages.read``).
+``walk``, written in C (``_walk.c``), accepts what clients usually write. Any other message is decoded in full
+(``PreparedMessages.read``), and so is every message if ``_walk.c`` was not compiled.
 """
 
 from __future__ import annotations
