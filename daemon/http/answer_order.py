@@ -240,16 +240,16 @@ class AnswerOrder:
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Pauses reading from the socket while the client takes no answers or a body waits for memory. Else resumes it."""
+        """Pauses reading from the socket if the client reads no answers, or if a body waits for memory. Else resumes it."""
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
             self.flow.resume_reading()
 
     def ask_for_body(self, request: HttpRequest) -> None:
-        """Sends ``100 Continue`` if the client waits for it before it sends the body of ``request``.
+        """Sends ``100 Continue`` if the client waits for that before it sends the body of ``request``.
 
-        Then the client's deadline for the body starts anew.
+        Then the client's deadline for the body starts again.
         """
         if self._expects_continue and self.receiving is request:
             self._expects_continue = False
@@ -280,7 +280,7 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ the end
 
     def stop_direct(self, request: HttpRequest) -> bool:
-        """Stops a ``BodyReader`` that reads the body of the refused ``request``. Returns False if none reads it.
+        """Stops a ``BodyReader`` that reads the body of the refused ``request``. Returns False if no reader reads that body.
 
         If this method returns True, the caller must close the connection after the answer: where the body ends is not known.
         """

@@ -2,7 +2,8 @@
 
     head, body ─▶ AsgiRequest ─receive─▶ application ─send─▶ AsgiRequest ─▶ socket
 
-It frames the answer, which must come whole, and asks for the body if the client waits for ``100 Continue``.
+``AsgiRequest`` adds the HTTP framing to the answer, which the application must send in one piece. It also sends
+``100 Continue`` if the client waits for that before it sends the body.
 Source: ASGI 3.0, "HTTP & WebSocket ASGI Message Format"; RFC 9112.
 """
 
@@ -163,7 +164,7 @@ class AsgiRequest:
 
 
 def _sentence(body: bytes) -> str:
-    """Returns a colon and the error message in ``body``, or "" if there is none."""
+    """Returns a colon and the error message that the JSON in ``body`` has, or "" if ``body`` has no error message."""
     with contextlib.suppress(msgspec.DecodeError):
         return f": {msgspec.json.decode(body, type=_Error).error}"
     return ""

@@ -1,10 +1,10 @@
 """Holds the body of an inference request while it arrives: in ordinary memory, or in the request arena.
 
-A body of JSON alone never goes into the arena: its tensors will need room there, and a request that waits for room must not hold
-any.
+A body of JSON alone never goes into the arena. Its tensors need arena memory once they are decoded, and a request must not hold
+arena memory while it waits for more.
 
-lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so the first part is 64-byte aligned,
-                                                     which is what an executable needs to use it in place
+lease    | pad | JSON head | tensor | tensor | ...      pad = -head size mod 64, so the first tensor is 64-byte aligned,
+                                                         which is what an executable needs to use it in place
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _THROWN_AWAY = 64 << 10
 class CollectedBody:
     """Collects a request body that is small, or of unknown length, in ordinary memory.
 
-    ``limit``: the most bytes that the body may have, or 0 for a body that is certainly small.
+    ``limit``: the most bytes that the body may have. It is 0 if the body is certainly small.
     """
 
     __slots__ = ("_first", "_limit", "_more", "_pages", "received")

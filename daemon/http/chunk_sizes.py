@@ -1,6 +1,6 @@
 """Follows the framing of a chunked HTTP body alongside the parser, to refuse a body as soon as it announces too large a chunk.
 
-    size [;extension] CRLF | so many bytes | CRLF     ...     0 [;extension] CRLF | trailers | CRLF
+    size [;extension] CRLF | chunk: size bytes | CRLF     ...     0 [;extension] CRLF | trailers | CRLF
 
 A body that breaks this framing is left to the parser to refuse. Sans-I/O. Source: RFC 9112, section 7.1.
 """

@@ -1,9 +1,9 @@
 """Decompresses request bodies and compresses answers: gzip (RFC 1952) and deflate, zlib's format (RFC 1950). Sans-I/O.
 
-Both work in steps of bounded size, so that the event loop can serve other connections between two steps:
+Both work in steps of limited size, so that the event loop can serve other connections between two steps:
 
-    chunk ─▶ Inflation.feed ─▶ step, step, ... ─▶ finish      body grows up to its limit, never beyond
-    pieces ─▶ Deflation     ─▶ step, step, ...                ─▶ compressed
+    body   ─▶ Inflation.feed ─▶ step, step, ... ─▶ finish       the decompressed body never exceeds its limit
+    answer ─▶ Deflation      ─▶ step, step, ... ─▶ compressed
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Serves one HTTP/1.1 connection: receives its requests, keeps their answers in order, and enforces its deadlines.
 
-    socket ─▶ Connection ─▶ head parsed before (heads) ─▶ Exchange ───────────────────────────────╮
-                │   ╰─────▶ ParserFeed ─▶ Exchange, Generation, or AsgiRequest ────────────────────┴─▶ AnswerOrder ─▶ socket
-                ╰─────────▶ BodyReader: the rest of a large body, straight to its place
+    socket ─▶ Connection ─▶ cached head (heads) ─▶ Exchange ──────────────────────────────────────╮
+                │   ╰─────▶ any other head: ParserFeed ─▶ Exchange, Generation, or AsgiRequest ───┴─▶ AnswerOrder ─▶ socket
+                ╰─────────▶ BodyReader: reads the rest of a large body straight into the body's memory
 
-What it refuses, each with an error response: too many connections (503), a request that is not complete in time (408), and what
-``parser_feed`` refuses. It closes the connection of a client that sends no request, or does not read its answers, for too long.
+The client gets an error if too many connections are open (503), if a request is not complete in time (408), or if
+``parser_feed`` refuses a request. If a client sends no request, or does not read its answers, for too long, the connection is
+closed.
 
-A client that closes its sending side counts as gone: its requests are cancelled. With ``http.answer_half_closed`` it may still
-read, and the requests that it sent completely are answered.
+If a client closes its sending side, its requests are cancelled. If ``http.answer_half_closed`` is set, those that it has sent
+completely are answered instead.
 """
 
 from __future__ import annotations
@@ -181,9 +182,10 @@ class Http1Connection(asyncio.Protocol):
             self._leave_reader()
 
     def eof_received(self) -> bool:
-        """Notes that the client has closed its sending side.
+        """Handles the end of the client's sending side. Refuses an incomplete request with 400.
 
-        Returns True to keep the connection open for unanswered requests. An incomplete request is refused with 400.
+        Returns True, which keeps the connection open, if requests are unanswered, ``http.answer_half_closed`` is set, and the
+        connection has no TLS.
         """
         order = self.order
         order.ended = True
@@ -271,7 +273,7 @@ class Http1Connection(asyncio.Protocol):
         self.transport.abort()
 
     def _came(self) -> int:
-        """Returns how many bytes of the arriving request have come, or -1 if none arrives."""
+        """Returns how many bytes of the arriving request have come, or -1 if no request is arriving."""
         order = self.order
         if order.receiving is not None:
             return order.received

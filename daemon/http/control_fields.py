@@ -1,7 +1,7 @@
-"""Reads the JSON object of a control request (repository, regions, settings) and its fields; errors as in Triton 2.51.
+"""Reads the JSON object of a control request (repository, regions, settings) and its fields.
 
-A function that is named after a kind of value returns a value of that kind, or raises InvalidArgument. Where Triton answers a
-client's mistake with status 500, our error has the same sentence and status 400. The sentences are from recorded conversations.
+A function that is named after a kind of value returns a value of that kind, or raises InvalidArgument. The texts of errors are
+those of a real Triton 2.51. If Triton answers a client's mistake with status 500, the status here is 400.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def base64_content(key: str, value: Any) -> bytes:
 
 
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
-    """Returns the bytes of the CUDA IPC handle, the device id and the byte size.
+    """Returns the CUDA IPC handle, the device id and the byte size that a request to register CUDA memory has in ``fields``.
 
     Raises InvalidArgument if a field is wrong or missing.
     """

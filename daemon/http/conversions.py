@@ -1,6 +1,6 @@
-"""Runs long jobs in small steps on the event loop, so that no client waits while another one's large JSON is converted.
+"""Runs long jobs in small steps on the event loop, so that no client waits while another client's large JSON is converted.
 
-    iteration   | sockets | one step | sockets | one step | ...      one step in each, however many jobs wait; jobs take turns
+    iteration   | sockets | one step | sockets | one step | ...      each iteration runs one step of one job; jobs take turns
 
 Threads would not help: the JSON libraries hold the interpreter's lock.
 """

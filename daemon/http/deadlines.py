@@ -26,9 +26,9 @@ class Late(enum.Enum):
 class ClientDeadlines:
     """Notes when a connection began to wait for its client, and finds the deadlines that the client has missed.
 
-    ``idle_since``: when the wait for the next request began. ``head_since``: when the wait for the rest of a head began.
-    ``body_since``: the same for the rest of a body. ``stalled_since``: the same for the client to read answers. All are monotonic
-    seconds, and 0 if there is no such wait. ``now``: the first value of ``idle_since``.
+    Each attribute says when a wait began, in monotonic seconds, or is 0 if there is no such wait. ``idle_since``: the wait for
+    the next request. ``head_since`` and ``body_since``: the wait for the rest of a head or a body. ``stalled_since``: the wait
+    until the client reads answers. ``now``: the first value of ``idle_since``.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
@@ -45,7 +45,7 @@ class ClientDeadlines:
     def stopped(self, now: float, came: int) -> bool:
         """Returns whether a client has stopped sending its request: no byte came for more than ``SILENCE_SECONDS``.
 
-        The caller asks again and again while the request arrives. ``came``: how many bytes of the request have arrived so far.
+        Call this method repeatedly while the request arrives. ``came``: how many bytes of the request have arrived so far.
         A negative number means that no request is arriving. Then the result is False.
         """
         if came != self._came:

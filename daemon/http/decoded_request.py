@@ -1,4 +1,4 @@
-"""Types for a decoded HTTP inference request: everything that its JSON says, before its tensors have places in memory."""
+"""Types for a decoded HTTP inference request: everything that its JSON says, before memory is reserved for its tensors."""
 
 from __future__ import annotations
 

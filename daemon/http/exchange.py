@@ -1,13 +1,13 @@
-"""Handles one inference request over HTTP, from its body to its answer, by callbacks alone: no task, no queue, no event.
+"""Handles one inference request over HTTP, from its body to its answer. Everything runs in callbacks, without tasks and queues.
 
-    head ─▶ body (reception) ─▶ prepared ─▶ submit ─▶ answer ─▶ encode (response_codec) ─▶ socket
-     ╰────────── small ─────────▲                       ╰─ known kind: cached head, tensors ─▲
+    head ─▶ body (reception; a small body skips it) ─▶ JSON is parsed (prepared) ─▶ submitter
+    answer ─▶ encoded (response_codec) ─▶ socket
 
-Each arrow is a call from a callback. An answer is written only by the exchange whose turn it is in the ``AnswerOrder``.
+An exchange writes its answer only when it gets the turn from the ``AnswerOrder``.
 
-    AnswerRecord ─▶ of a known kind: its head is cached, but for the id ─▶ one piece
-                 ├▶ encoded (response_codec), in steps if it is large   ─▶ pieces; slices of the arena are not copied
-                 ╰▶ compressed, in steps                                ─▶ one piece
+    answer of a cached kind     the cached head gets the id; tensors in the arena are not copied
+    any other answer            encoded by ``response_codec``, in steps if it is large; tensors in the arena are not copied
+    compressed answer           compressed in steps, and then copied to one piece
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class Exchange(InFlight):
     def _place(
         self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
     ) -> None:
-        """Copies ``inputs`` to ``lease`` and sends the request to a worker. If ``lease`` is an error, raises it."""
+        """Copies ``inputs`` to the leased memory and sends the request to a worker. If ``lease`` is an error, raises it."""
         if isinstance(lease, ServingError):
             raise lease
         self._leases = (lease,)
@@ -564,7 +564,7 @@ class Exchange(InFlight):
             self._refused(error)
 
     def _refused(self, error: Exception) -> None:
-        """Answers the request with ``error``. If that is no ServingError, logs a defect of the server as well."""
+        """Answers the request with ``error``. If ``error`` is no ServingError, it is also logged as a defect of the server."""
         if isinstance(error, ServingError):
             self._answer_error(http_status(error), error.message)
         else:

@@ -1,9 +1,10 @@
-"""Handles the endpoints generate, generate_stream and infer_stream, which answer with one JSON object, events, or responses.
+"""Handles the endpoints generate, generate_stream and infer_stream.
 
-    head, body ─▶ Generation ─▶ generate_codec ─▶ submit.placement ─▶ answers, any number
-                                                                        ├▶ Generate: exactly one as JSON, or all joined
-                                                                        ├▶ GenerateStream: each as an event, when it comes
-                                                                        ╰▶ InferStream: each with its tensors as bytes
+    head, body ─▶ Generation ─▶ generate_codec ─▶ submit.placement ─▶ the model's responses, any number
+
+    Generate          answers with one JSON object, from the only response or from all responses joined
+    GenerateStream    answers with a server-sent event for each response, as soon as the response comes
+    InferStream       answers with each response in binary form: its JSON and the bytes of its tensors
 
 A response is acknowledged to its worker once it is written, and none is written while the client does not read: so the worker
 waits for a slow client. If a client disconnects, its request is cancelled.
@@ -304,7 +305,7 @@ class Generation(InFlight):
         self._write_whole(status, _encode({"error": message}))
 
     def _meet_defect(self) -> None:
-        """Logs the current exception, and answers 500 or aborts an answer that has begun."""
+        """Logs the current exception, and answers 500. If the answer has begun already, aborts the connection instead."""
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         if self._begun:
             self._gone = True

@@ -1,11 +1,11 @@
 """Converts the JSON object of a generate request to an inference request, and joins its responses to one answer. Sans-I/O.
 
-    {"text_input": "a", "temperature": 0.5, "parameters": {...}}    a key that names an input is that input, any other is a
-                                                                    parameter; ``parameters`` holds more of both
-    {"id": .., "model_name": .., "model_version": .., "text_output": "b"}    an output of one element is that element,
-                                                                             others are flat lists
+    request   {"text_input": "a", "temperature": 0.5, "parameters": {...}}
+    answer    {"id": .., "model_name": .., "model_version": .., "text_output": "b"}
 
-Source: Triton docs/protocol/extension_generate.md; texts as recorded against a real Triton 2.51.
+A key of the request is an input if the model has an input of that name, and else a parameter. The object ``parameters`` may
+hold more inputs and parameters. In the answer, an output of one element is that element; any other output is a flat list.
+Source: Triton docs/protocol/extension_generate.md; the texts of errors are those of a real Triton 2.51.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Caches the heads of inference requests that were parsed before, for all connections of a front. Sans-I/O.
+"""Caches the parsed heads of inference requests, for all connections of a front. Sans-I/O.
 
-    head       | request line | Host: a | User-Agent: b | Content-Length: 9 | traceparent: 00-c | |   the same bytes,
-    without    | request line | Host: a |               | Content-Length: 9 |                   | |   or those that matter
+    head       | request line | Host: a | User-Agent: b | Content-Length: 9 | traceparent: 00-c | |
+    shortened  | request line | Host: a |               | Content-Length: 9 |                   | |
 
-Only the parser says what a head means; here its result is cached. A header line that is well formed, and that neither the parser
-nor this front looks at, changes nothing. So a head is also found by its bytes without such lines: many clients and proxies put a
-different identifier into each request.
+A head is found by its bytes, or by the bytes of its shortened form. That form lacks each well-formed header line at which
+neither the parser nor this front looks. So a head is found even if clients and proxies put a different identifier into each
+request.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Heads(BoundedCache[bytes, InferHead]):
     def learn(self, head: bytes, meaning: InferHead) -> None:
         """Caches ``meaning``, which is the parsed form of ``head``.
 
-        A head that is long, refused or traced is not cached, and neither is the head of a chunked body.
+        A head is not cached if it is long, has an error, names a parent trace, or belongs to a chunked body.
         """
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return

@@ -1,11 +1,11 @@
 """Cuts the large ``data`` of tensors out of the JSON text of a request, without parsing the text. Sans-I/O.
 
-    ..."data": [ 0.1,0.2, ... ,0.3 ]...      the small rest is parsed        ..."data": ["<token>:0"]...
-               └──── apart ────────┘         what was cut out                [ 0.1,0.2, ... ,0.3 ]
+    ..."data": [ 0.1,0.2, ... ,0.3 ]...      the remaining text     ..."data": ["<token>:0"]...
+               └─── cut out ───────┘         what was cut out       [ 0.1,0.2, ... ,0.3 ]
 
 An array of numbers ends at its last bracket, an array of strings at the first bracket with an even number of quotation marks
 before it, base64 text at the next quotation mark. The remaining text is parsed to objects, which take many times the memory and
-the time of the text: so its size is limited, which is checked while the text is searched, in steps.
+the time of the text. So its size is limited. The limit is checked while the text is searched, in steps.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     FP32, FP64      numbers, NaN, Infinity, -Infinity; a number beyond FP32's range becomes infinity
     BYTES           strings, encoded as UTF-8
     FP16, BF16      not allowed: the protocol does not say how they look in JSON
-    any             one string: base64 of what the binary tensor data extension would send
+    any             instead of an array, one string: base64 of what the binary tensor data extension would send
 
 An array is flat, or nested as the shape says; its values are in row-major order.
 Source: KServe V2 "Tensor Data"; its request schema for base64.
@@ -162,7 +162,7 @@ def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
 
 
 def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Returns whether ``dims`` (the lengths of nested lists, outermost first) equals ``shape`` if both are taken without 1s."""
+    """Returns whether ``dims``, the lengths of nested lists from the outside in, equals ``shape`` if 1s are ignored in both."""
     return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
 
 

@@ -1,15 +1,15 @@
 """Converts large JSON data of inputs, which was cut out of a request (``json_cut``), to tensors, piece by piece. Sans-I/O.
 
-    [ 0.1,0.2, ... ,0.3 ]                 numbers: a piece ends before a comma, and simdjson reads it into the tensor's place
+    [ 0.1,0.2, ... ,0.3 ]                 numbers: a piece ends before a comma, and simdjson reads it into the tensor's memory
       └ piece ┘└ piece ┘
-    [ "a","b", ... ,"," , ... ,"z" ]      strings: a piece ends at a quotation mark that a comma and another one follow
+    [ "a","b", ... ,"," , ... ,"z" ]      strings: a piece ends at a quotation mark before a comma and another quotation mark
       └ piece  ┘└ piece      ┘
 
-No piece takes longer than about a millisecond. A piece of numbers that simdjson refuses is parsed by RapidJSON, which converts it
-or says what is wrong. If simdjson is not installed, msgspec parses the pieces.
+No piece takes longer than about a millisecond. A piece of numbers that simdjson refuses is parsed by RapidJSON, which converts
+it or says what is wrong. If simdjson is not installed, msgspec parses the pieces.
 
-Where a piece of strings ends may also be the beginning of a string that is nothing but a comma. Such a piece is no JSON: then
-parsing it fails, and the piece is extended to the next such place, which is the right one.
+The quotation mark at which a piece of strings ends may be the first one of the string ",". Then the piece is no JSON, and it
+cannot be parsed. So the piece is extended to the next quotation mark of this kind, which is the right one.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class ResponseLayout:
 
         Args:
           contents: the bytes of each output, or their slice of the response arena.
-          view: returns the memory of a slice.
+          view: returns the memory of a slice. It may be None if no output is a slice.
         Raises InvalidArgument if JSON cannot express an output.
         """
         fields = dict(self._shared)

@@ -1,7 +1,7 @@
-"""Checks values of a request's JSON, one at a time. The errors are worded as a real Triton words them.
+"""Checks single values of a request's JSON. The texts of errors are those of a real Triton.
 
-A function that is named after a kind of value returns a value of that kind, or raises InvalidArgument. ``key`` is the name under
-which the value was given, for the message; "": the message names none.
+A function that is named after a kind of value returns a value of that kind, or raises InvalidArgument. ``key``: the name of the
+value for the error's message. If it is "", the message has no name.
 """
 
 from __future__ import annotations

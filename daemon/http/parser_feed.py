@@ -1,14 +1,14 @@
 """Feeds received bytes to the HTTP parser in small pieces: a limited number of requests or chunks per event loop iteration.
 
-    read ─▶ | head | body ... | head | ...     | rest |     the rest: in the next iteration; meanwhile the client is not read
-            ╰── at most this in an iteration ──╯
+    received bytes  | head | body ... | head | ...     | rest |     rest: fed in the next iteration; meanwhile nothing is read
+                    ╰── at most this in an iteration ──╯
 
 The parser cannot be told to stop in the middle of the bytes it was given, so a client that sends thousands of small requests or
-chunks would keep other clients waiting. A head that a chunked body may follow is given to the parser by itself: so it is known
-where that body begins, whose framing ``chunk_sizes`` follows.
+chunks would keep other clients waiting. A head that a chunked body may follow is given to the parser alone. So it is known
+where the chunked body begins, and ``chunk_sizes`` can follow the body's framing.
 
-What is refused with an error response: a head that is too large or has too many fields (431), malformed HTTP (400), what
-``message_head`` refuses, and a body that is too large (413).
+A client gets an error response if a head is too large or has too many fields (431), if a request is malformed HTTP (400) or
+``message_head`` refuses it, or if a body is too large (413).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Makes requests from what the HTTP parser reports, and adds them to ``order``.
+    """Makes requests from what the HTTP parser of a connection reports, and appends them to the connection's ``AnswerOrder``.
 
     Requests whose heads are not acceptable are refused.
     """
@@ -353,7 +353,10 @@ class ParserFeed:
                 order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
-        """Feeds ``data`` in small pieces. Raises HttpParserUpgrade with an offset in ``data``."""
+        """Feeds ``data`` to the HTTP parser in small pieces.
+
+        Raises HttpParserUpgrade if a request offers an upgrade, with the offset in ``data`` at which the parser has stopped.
+        """
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0
         while at < len(data) and not order.closing:

@@ -1,12 +1,12 @@
 """Parses the JSON of HTTP inference requests, and caches what requests of one kind have in common ("prepared"). Sans-I/O.
 
-    text ─▶ a cached text ───────────────────────────────────────────────────▶ ParsedRequest: kind, id, sources
-         ├▶ the quick parser (request_head) ─▶ of a known kind ──────────────▶
-         │                                  ╰▶ of a new kind: request_codec ─▶
-         ╰▶ what the quick parser does not understand: the exact parser ─────▶
+    JSON ─▶ the same text is cached ─────────────────────────────────────────▶ ParsedRequest: kind, id, sources
+         ├▶ the quick parser (request_head) ─▶ its kind is cached ───────────▶
+         │                                  ╰▶ a new kind: request_codec ────▶
+         ╰▶ what the quick parser cannot read: the exact parser ─────────────▶
 
-Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters. Of a
-known kind only what may differ is checked: id, scheduling, the values of tensors, the order of keys and the HTTP head.
+Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters. If
+the kind is cached, only what may differ is checked: id, scheduling, the values of tensors, the order of keys and the HTTP head.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class PreparedRequests:
         return request
 
     def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
-        """Splits a request's parameters. Returns its scheduling, and ``repr`` of all others ("" if there are none)."""
+        """Splits a request's parameters. Returns its scheduling, and ``repr`` of the other parameters ("" if none are left)."""
         # As text: 1, 1.0 and true are equal, and not the same.
         text = repr(given)
         known = self._parts[text]
@@ -250,7 +250,7 @@ class PreparedKind:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed inference request. Other requests share its ``prepared`` part."""
+    """A parsed inference request. All requests of one kind share the object ``prepared``."""
 
     prepared: PreparedKind
     id: str

@@ -1,8 +1,9 @@
 """Receives the body of one HTTP request into memory: chooses the memory, decompresses the body, and knows when it is complete.
 
-begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: complete, decompressed and placed
-           │ compressed: decompressed in steps, one in an iteration         │ or refused, with ``error``
-           ╰ waits for room in the arena: the socket is not read meanwhile ─╯
+begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: the body is complete, decompressed and in its memory, or ``error`` is set
+
+A compressed body is decompressed in steps, one in each iteration of the event loop. While a body waits for arena memory, the
+front does not read from the socket.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Parses the JSON of an inference request, with a quick parser or an exact one. Sans-I/O.
 
-    text ─▶ quick: msgspec, straight into these types                             nearly every request
-              └─ UnusualText ─▶ exact: RapidJSON, then key by key in Triton's order
+    JSON ─▶ quick parser: msgspec, straight to the types of this module                nearly every request
+              └─ UnusualText ─▶ exact parser: RapidJSON, then key by key in Triton's order
 
-The exact parser is the slow one: its errors are worded as a real Triton words them, and it reads the literals NaN and Infinity,
-which are no JSON, but Triton and its clients write them. Both parsers return objects with the same attributes. From the quick one
-``data`` is text that is still to be parsed, and ``parameters`` holds those that the protocol knows; from the exact one they are
-values, and all parameters that were given. Unknown keys are ignored, as by Triton, but only by the exact parser: msgspec would
-not look at their values, which may be no JSON.
+The exact parser is slower. Its errors have the texts of a real Triton, and it reads the literals NaN and Infinity, which are no
+JSON, but which Triton and its clients write. Both parsers return objects with the same attributes. From the quick parser,
+``data`` is text that is still to be parsed, and a tensor's ``parameters`` has only those that the protocol knows. From the
+exact parser, ``data`` is a value, and ``parameters`` has all that were given. Only the exact parser ignores unknown keys, as
+Triton does. The quick parser refuses them, because msgspec would not check whether their values are JSON.
 Source: the sentences that a real Triton 2.51 answers with (its ``triton::common::TritonJson``), as recorded.
 """
 

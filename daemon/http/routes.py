@@ -1,8 +1,7 @@
 """Serves every HTTP endpoint but inference, as a Starlette application: health, metadata, statistics, repository, regions.
 
-``tensord.daemon.front.endpoints`` decides what they answer; this module has their paths, methods, bodies and statuses. Every
-error is answered with a JSON object with ``error``. Source: KServe V2 REST and Triton's extensions, as recorded against a real
-Triton.
+``tensord.daemon.front.endpoints`` finds the answers; this module has the paths, methods, bodies and statuses. Every error is
+answered with a JSON object with ``error``. Source: KServe V2 REST and Triton's extensions, and the answers of a real Triton.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Routes:
         self._arriving = ArrivingParameters()
 
     def table(self) -> list[Endpoint]:
-        """Returns (method, path, handler, call) for each documented route. Access rules name calls, such as "ModelInfer"."""
+        """Returns (method, path, handler, call) for each documented route. ``call``: the route's name in the access rules."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
         table: list[Endpoint] = [
@@ -345,7 +344,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
-    """Returns the JSON fields of the body, which must not be empty if ``required``."""
+    """Returns the fields of the JSON object in the request's body. ``required``: whether an empty body is an error."""
     return control_fields.read(await _read_body(request, MAX_BODY), required)
 
 
@@ -394,7 +393,7 @@ def _check_version_text(request: Request) -> None:
 
 
 def _fd(request: Request) -> int:
-    """Returns the descriptor of the connection, or -1 if it is already closed."""
+    """Returns the file descriptor of the connection's socket, or -1 if the connection is already closed."""
     sock = request.scope["tensord.socket"]
     return -1 if sock is None else int(sock.fileno())
 
