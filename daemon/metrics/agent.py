@@ -4,7 +4,7 @@
     drain            the daemon is drained, or stops: it finishes the requests that it has
     down #reason     the daemon is not ready
 
-Belongs to the supervisor's loop. Nothing that clients send is read, and no client is waited for. Source: HAProxy's manual,
+Runs on the supervisor's event loop. Nothing that clients send is read, and no client is waited for. Source: HAProxy's manual,
 "agent-check".
 """
 
@@ -74,7 +74,7 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
     Args:
       draining: whether the daemon is being drained.
       unreadiness: why the daemon is not ready, or "".
-      busy: the part of the time in which the workers run models, 0 to 1. The line's weight is the rest in percent, at least 1%.
+      busy: the fraction of time in which the workers run models, 0 to 1. The line's weight is the rest in percent, at least 1%.
     """
     if draining:
         return b"drain\n"

@@ -1,7 +1,7 @@
-"""Gathers a snapshot of the daemon for the metrics: the supervisor's own knowledge, and the counters of each worker.
+"""Gathers a snapshot of the daemon for the metrics: what the supervisor knows, and the counters of each worker.
 
-Belongs to the supervisor's loop, and waits for no worker longer than a moment: a worker that runs a long batch, or hangs, is
-shown with its last report.
+Runs on the supervisor's event loop, and waits at most two seconds for a worker. A worker that does not answer by then, because
+it runs a long batch or hangs, is shown with its last report.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Collection:
         busy.look(now_ns, sum(total.counts.busy_ns for total in self._ledger.totals(served)), len(workers), running)
 
     def _served(self) -> list[tuple[str, int]]:
-        """Returns name and version number of each model that serves, and of its derivatives, such as ``M.pull_back``."""
+        """Returns name and version number of each model that is ready, and of its derivatives, such as ``M.pull_back``."""
         lifecycle, found = self._models.lifecycle, list[tuple[str, int]]()
         for name, number in [
             (name, number) for name, numbers in lifecycle.ready_models().items() for number in numbers
@@ -193,7 +193,7 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:
-        """Stores the counters of a worker. Returns False if it gives none in time."""
+        """Asks a worker for its counters and stores them. Returns False if the worker does not answer in time."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _PATIENCE), type=Figures)
         except ServingError:

@@ -1,9 +1,9 @@
-"""The port that Prometheus scrapes: GET /metrics, and / for browsers, one request per connection. On the supervisor's loop.
+"""Serves the metrics port on the supervisor's event loop: GET /metrics, and / for browsers, one request per connection.
 
-    connection ─▶ head, complete in time ─▶ snapshot ─▶ text, written in a thread ─▶ answer, read in time ─▶ closed
+    connection ─▶ head of the request ─▶ snapshot ─▶ text, written in a thread ─▶ answer ─▶ closed
 
-The loop parses a head of limited size and waits for no client: a client that sends nothing, or reads nothing, is cut off after a
-while, or when its place is needed. No client is authenticated; a scrape changes nothing.
+The head has a limited size. A connection is closed if it lasts too long, because the client sends or reads nothing, or if it
+is the oldest one and a new client needs its place. No client is authenticated; a scrape changes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes a snapshot as the text that Prometheus reads, in its own format or in OpenMetrics.
 
-Names are Triton's where it has the metric; others begin with ``tensord_``. Runs in a thread of its own. The library
-prometheus_client writes the same text, byte by byte, and takes far longer to do so.
+A metric has the name that Triton gives it, or a name that begins with ``tensord_`` if Triton has no such metric. Runs in a
+thread of its own. The library prometheus_client writes the same text, byte by byte, and takes far longer to do so.
 Source: Triton docs/user_guide/metrics.md; the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 
@@ -182,7 +182,7 @@ def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
 
 
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
-    """Returns the text of the histograms of durations."""
+    """Returns the text of the histograms of durations. ``exemplars``: whether the text names a traced request for buckets."""
     found: list[str] = []
     bounds = (*map(str, snapshot.buckets), "+Inf")
     row = len(bounds) + 1

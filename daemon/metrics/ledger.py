@@ -1,9 +1,9 @@
 """Adds up what all workers have counted, so that the sums never decrease while a model version is served. Does no I/O.
 
-    figures of a worker ─▶ what it has counted so far          totals = all of these + what ended workers and loads had counted
-    worker or load gone ─▶ its last known counters are kept
+A sum has two parts: what the running workers have counted, by their last reports; and the last reported counters of workers
+that have ended, and of model versions that a worker has unloaded or loaded again.
 
-If a sum decreased, Prometheus would take all that remains for new. What a worker counts after its last report dies with it.
+If a sum decreased, Prometheus would count all of it once more. What a worker counts after its last report is lost when it ends.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class OwnFamily:
-    """A metric that a model's own code defines, summed over all workers."""
+    """A metric that a model's own code defines. Counters and histograms are summed over all workers."""
 
     name: str
     description: str
@@ -125,7 +125,7 @@ class OwnFamily:
 class OwnMetricsLedger:
     """Adds up the metrics that models' own code defines, over all workers and for the life of the daemon.
 
-    Gauges are not added: each gets the name of its worker as a label.
+    Gauges are not added up: every worker has its own.
     """
 
     def __init__(self) -> None:

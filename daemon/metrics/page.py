@@ -1,7 +1,7 @@
 """Renders the status page for browsers: models (why one is not served), processes, recent errors, clients, latencies over time.
 
-Without JavaScript the page is complete and reloads itself every few seconds. With it the tables are exchanged in place, and the
-histograms of ``/metrics`` are drawn. Nothing is loaded from elsewhere: the page's Content-Security-Policy forbids it.
+Without JavaScript the page is complete and reloads itself every few seconds. With JavaScript the tables are exchanged in place,
+and the histograms of ``/metrics`` are drawn. Nothing is loaded from elsewhere: the Content-Security-Policy forbids it.
 """
 
 from __future__ import annotations

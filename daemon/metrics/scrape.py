@@ -1,6 +1,6 @@
-"""Serves one scrape, or the page for browsers, from request to answer. Imported once the daemon has started.
+"""Serves one scrape of the metrics, or the status page for browsers, from request to answer. Imported after the daemon's start.
 
-    head ─▶ _Request ─▶ snapshot ─▶ text ─▶ answer ─▶ what else the client sends is read and thrown away, up to a limit
+    head ─▶ _Request ─▶ snapshot ─▶ text ─▶ answer ─▶ what else the client sends is read and dropped, up to a limit
 
 The parser is the one of the HTTP front. No body is parsed, since the connection ends with the answer.
 """

@@ -64,7 +64,7 @@ class RegionTotals:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTotals:
-    """Counts the parameter sets that clients have pushed, their bytes, and the outcomes of changes."""
+    """Counts the parameter sets that clients have pushed, their bytes, and how pushes, reverts and drops of sets ended."""
 
     #: Model and version -> its pushed sets, and the number of its set ``main``.
     versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
