@@ -1,11 +1,10 @@
 """Checks whether models load (``tensord check``) or exports one (``tensord export``), in child processes that have JAX.
 
-    found in the repositories ─▶ python -m tensord.workers.check, bounded in time ─▶ good, or the reason, or how the process ended
-    an ensemble               ─▶ its configuration is checked against those of its members, once these were tried
+    a model      ─▶ loaded by ``python -m tensord.workers.check`` ─▶ a verdict: good, or why the model cannot be served
+    an ensemble  ─▶ after its members were checked: a verdict whether its configuration fits theirs
 
-The models of one device are loaded by one process, so that what one model does to the process affects the others as it would in a
-worker; an isolated model has a process to itself here as well. If a model crashes the process, or takes too long and is killed
-with it, a new process loads the remaining models.
+One process loads all models of a device, as a worker does; an isolated model has a process of its own. If a model crashes the
+process, or takes too long and is killed with it, a new process loads the remaining models.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _LINES = msgspec.json.Decoder(LoadLine)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Says whether the versions of one model could be loaded, and what the model's process printed."""
+    """The result of checking one model: whether its versions can be served, and what its process printed."""
 
     model: FoundModel
     #: The reason why it cannot be served; "": every chosen version can.
@@ -66,7 +65,7 @@ class Verdict:
 def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
     """Decides for each model on which devices it would be loaded, and returns copies of the models.
 
-    The devices are in ``devices`` of a copy or, if no worker can load the model, the reason is in ``error``.
+    The field ``devices`` of a copy names these devices. If no worker can load the model, the field ``error`` has the reason.
     ``devices``: the devices of all workers.
     """
     found: list[FoundModel] = []
@@ -124,7 +123,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Checks an ensemble as a daemon does. ``tried``: the verdicts on its members."""
+    """Checks an ensemble as a daemon does, and returns the verdict. ``tried``: the verdicts on its members, by name."""
     reason, name = model.problem, model.name
     members = {
         member: tried[member].model if member in tried else FoundModel(member, Path()) for member in dict(model.members)
@@ -243,7 +242,7 @@ class _Attempt:
 
     @property
     def at(self) -> str:
-        """Returns what the process is doing now, such as ``loading m``, or ""."""
+        """Returns what the process is doing now, such as ``loading m``, or "" if it has tried all models."""
         if not self.left:
             return ""
         steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]

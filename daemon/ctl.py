@@ -106,7 +106,7 @@ class _Daemon:
             self._fail(str(error), 2)
 
     def _fail(self, message: str, status: int) -> NoReturn:
-        """Prints an error, as JSON if that is wanted, and exits."""
+        """Prints an error message, as JSON if the user has given ``--json``, and exits with ``status``."""
         if self.as_json:
             _print_json({"error": message})
         else:
@@ -134,7 +134,7 @@ class _Daemon:
 
 
 class _Unreachable(Exception):
-    """Raised if no daemon answers, or if several do."""
+    """Raised if no daemon answers, or if several answer and the user has not chosen one."""
 
 
 class _Refused(Exception):
@@ -142,7 +142,11 @@ class _Refused(Exception):
 
 
 def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
-    """Sends a command to the control socket ``path`` and returns the daemon's result. None: finds the daemon's socket."""
+    """Sends a command to the control socket of a daemon, and returns the daemon's result.
+
+    ``path``: the control socket. If it is None, the default paths are searched for the socket of a running daemon.
+    Raises _Unreachable if no daemon answers. Raises _Refused if the daemon answers with an error.
+    """
     sock = _connected(path) if path is not None else _found()
     try:
         with sock:
@@ -199,7 +203,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _watched(command: F) -> F:
-    """Adds the option ``--watch`` to a command's function."""
+    """Adds the option ``--watch`` to a command, whose function gets the interval, or None, as ``repeat_seconds``."""
     option = click.option(
         "--watch",
         "repeat_seconds",
@@ -444,7 +448,7 @@ def models_list(daemon: _Daemon, repeat_seconds: float | None) -> None:
 
 
 def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row about a model version, with sizes such as "1.5 MiB"."""
+    """Returns a copy of ``version``, a row about a model version, in which sizes in bytes are text such as "1.5 MiB"."""
     sizes = {name: tables.scaled(version[name]) for name in _SIZES if isinstance(version.get(name), int | float)}
     return {**version, **sizes}
 
@@ -536,7 +540,7 @@ def regions_unregister(daemon: _Daemon, name: str) -> None:
 @_watched
 @click.pass_obj
 def connections(daemon: _Daemon, repeat_seconds: float | None) -> None:
-    """List clients' connections by front: owner, requests, the number of bytes that they hold, and lanes.
+    """List clients' connections by front: owner, requests, how many bytes of the arenas they hold, and lanes.
 
     At most 1,000 connections of each front are listed.
     """

@@ -1,18 +1,18 @@
-"""Fetches a model into a repository (``tensord fetch``): downloads it next to its folder, checks it, and swaps it in.
+"""Fetches a model into a repository (``tensord fetch``): downloads it to a hidden folder, checks it, and moves it into place.
 
-    REPOSITORY/.NAME.fetch/   the stage, which scans of the repository ignore
+    REPOSITORY/.NAME.fetch/   the hidden folder, which daemons ignore
         lock                  locked by the process that fetches
-        files/                what is here whole, each under a digest of its path, size and identity at its source
-        part.*/               what is coming
-        NAME/                 the model
-    REPOSITORY/NAME/          what daemons serve: exchanged with the staged model by one rename, when that is complete and checked
+        files/                complete files, each named after a digest of its path, size and identity at the source
+        part.*/               incomplete files
+        NAME/                 the new model
+    REPOSITORY/NAME/          the model that daemons serve; once the new model is checked, one rename exchanges the two
 
-A fetch that is killed leaves the stage. The next fetch keeps each file that is here and has not changed at its source.
+If a fetch is killed, the hidden folder stays. The next fetch keeps each complete file that has not changed at the source.
 
-    s3://bucket/models/digits          a folder, on any file system of fsspec that lists: every file beneath it
-    https://host/digits-7.tar.gz       an archive, on any file system
+    s3://bucket/models/digits          a source is a folder, on any file system of fsspec that can list its files,
+    https://host/digits-7.tar.gz       or an archive, on any file system of fsspec
 
-The libraries behind fsspec raise all kinds of exceptions; here they become a ServingError, without the secrets of a URL.
+The libraries behind fsspec raise many kinds of exceptions. Here they become a ServingError, without the secrets of a URL.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
     Files that an earlier fetch has left beside ``model`` are not downloaded again.
     Args:
       files: the files of the model at the source.
-      sha256: the expected checksum of the archive, or of the file SHA256SUMS in a folder, or "".
+      sha256: the expected checksum of the archive, or of the file SHA256SUMS in a folder. If it is "", none is expected.
       max_byte_size: the most bytes of the model.
-    Raises InvalidArgument if the model is too large or damaged, or if a checksum is wrong.
-    Raises Unavailable if a file could not be read, or if the model at the source has changed meanwhile.
+    Raises InvalidArgument if the model is damaged, is too large for the limit or the disk, or has a wrong checksum.
+    Raises Unavailable if a file could not be read, or if the model at the source has changed during the download.
     Raises OSError if a file cannot be written.
     """
     whole = model.with_name("files")
@@ -317,8 +317,8 @@ class Source:
     def files(self) -> tuple[File, ...]:
         """Lists the model's files at the source, sorted by name. If the source is an archive, only the archive is listed.
 
-        Raises NotFound if nothing is at the source.
-        Raises InvalidArgument if the source is no model, or may not be read. Raises Unavailable if it could not be read now.
+        Raises NotFound if nothing is at the source. Raises InvalidArgument if the source is no model, or refuses access.
+        Raises Unavailable if the source cannot be read now.
         """
         if self.is_archive:
             return (_file("", self.shown.rpartition("/")[2], self._ask(self._files.info, self._path)),)
@@ -343,10 +343,10 @@ class Source:
     def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
         """Downloads ``files`` to the paths ``places``. A path exists only once its file has arrived completely.
 
-        ``stage``: a folder on the same file system for incomplete files. ``max_byte_size``: the most bytes that come if the
-        source is one archive, whose size is not known before.
-        Raises ServingError if a file could not be read, or has another size than was listed. Raises OSError if a file cannot be
-        written.
+        ``stage``: a folder for incomplete files, on the same file system as ``places``. ``max_byte_size``: the most bytes of an
+        archive; the size of other files is not limited here.
+        Raises ServingError if a file could not be read, is too large, or has another size than was listed.
+        Raises OSError if a file cannot be written.
         """
 
         def bring() -> None:
@@ -367,7 +367,7 @@ class Source:
         self._ask(bring)
 
     def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """Calls a function of the file system's library. After an error that may be temporary, tries again a few times."""
+        """Calls ``ask``, a function that uses fsspec, and returns its result. Retries after temporary errors."""
         pauses = list(PAUSES)
         while True:
             try:
@@ -397,7 +397,7 @@ class Source:
 
 
 class _Coming(Callback):  # type: ignore[misc]
-    """Counts and prints the bytes of a download, and raises beyond ``max_byte_size``."""
+    """Counts and prints the bytes of a download. Raises InvalidArgument if more than ``max_byte_size`` bytes come."""
 
     def __init__(self, file: File, max_byte_size: int) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""Defines the command-line flags: each sets one key of the configuration, and has Triton's name where the meaning is the same.
+"""Defines the command-line flags. Each sets one key of the configuration, and has Triton's name if the meaning is the same.
 
 A unit file or manifest that starts a Triton server should start tensord once the program's name is changed. So each of Triton's
-flags is treated in one of four ways: it sets a key; it is accepted, without effect, with a value that asks for nothing that
-tensord lacks (``--allow-cpu-metrics=false``); it is refused with the reason in a sentence; or it is unknown, and the most similar
-known flag is suggested.
+flags is treated in one of four ways: it sets a key; it is accepted but changes nothing (such as ``--allow-cpu-metrics=false``);
+it is refused with the reason; or it is unknown, and the most similar known flag is suggested.
 
-    words ─▶ ``canonical``: Triton's spellings become ``--name=value`` ─▶ click ─▶ ``settings``, which ``layers`` checks
+    arguments ─▶ ``canonical`` writes each flag as ``--name=value`` ─▶ click parses them ─▶ ``settings`` returns keys and values
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ class FlagOption(click.Option):
 
 
 class _KeyType(_TextType):
-    """The click type of a flag's value, for which the shell can complete file names and the flag's choices."""
+    """The click type of a flag's value. In a shell it completes the names of files, or the values that the flag may have."""
 
     name = "value"
 

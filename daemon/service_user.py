@@ -1,7 +1,7 @@
-"""Runs ``tensord check`` as the installed service runs, if root calls it, so that it finds what the service will find.
+"""Runs ``tensord check``, if root calls it, with the settings of the installed service, so that its result holds there.
 
 tensord.service with its drop-ins ─▶ systemd-run with the same settings ─▶ the check, in the service's own sandbox
---user of anybody else            ─▶ this process becomes that user
+--user of any other user          ─▶ this process becomes that user
 """
 
 from __future__ import annotations

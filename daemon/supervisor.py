@@ -2,7 +2,7 @@
 
     1. bind the sockets, adopt the workers (spawned before, because their imports take longest), read the repositories
     2. start the fronts with the models as LOADING; each worker that reports gets its regions, its lanes, then its models
-    3. when the first loads have ended: READY=1 to systemd, and every check of the status pages notifies systemd's watchdog
+    3. when the first loads have ended: READY=1 to systemd. systemd's watchdog is notified as long as no child process hangs
     4. when a process dies (its pidfd says so), fronts are told, and a replacement starts after a delay that grows
     5. SIGTERM: fronts finish the requests that they accepted, then workers stop, then what still runs is killed
 
@@ -446,7 +446,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells the fronts that a worker has died, and has it replaced if it is needed."""
+        """Tells the fronts and the other parts of the daemon that a worker has died, and replaces it if it is needed."""
         self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
@@ -601,7 +601,7 @@ class Supervisor:
         return {**self.describe(), "standings": standings, "errors": errors}
 
     def _availability(self) -> tuple[bool, str]:
-        """Returns whether the daemon drains or stops, and why it is not ready, or ""."""
+        """Returns whether the daemon drains or stops, and why the daemon is not ready, or "" if it is ready."""
         draining = self.drain.phase is not DrainPhase.NONE or self.phase not in (
             DaemonPhase.STARTING,
             DaemonPhase.SERVING,

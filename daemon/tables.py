@@ -51,7 +51,7 @@ def plot(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], drawn: str) 
 
 
 def parameters(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies the descriptions of parameter sets, with the time of each set's last push in ISO 8601 format."""
+    """Returns copies of the descriptions of parameter sets, with the time of each set's last push in ISO 8601 format."""
     return [
         {**row, "pushed_at": datetime.fromtimestamp(row["pushed_at"], UTC).isoformat(timespec="seconds")}
         if row.get("pushed_at")
