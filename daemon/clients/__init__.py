@@ -1,1 +1,1 @@
-"""Package for the clients' Unix socket: who the clients are, their lanes to the workers, and memory that they hand over."""
+"""Package for the Unix socket on which local clients ask for lanes to the workers and pass shared memory to the daemon."""

@@ -1,11 +1,11 @@
-"""Opens, counts, limits and ends the lanes of clients: direct sockets from a local client to the workers.
+"""Opens and ends the lanes between local clients and workers, and limits how many lanes each user may have.
 
-    open ─▶ socket pair ─▶ one end to the worker (LaneOpened), the other to the client; neither stays in this process
-    the connection ends, or the client says that the lane has ended ─▶ LaneClosed to the worker ─▶ LaneClosed from the worker
-    the worker ends the lane by itself, or dies ───────────────────────────────────────────────────▶   "
+    a client asks for lanes ─▶ a socket pair for each worker: one end to the worker (LaneOpened), the other to the client
+    the client's connection ends, or the client reports a lane as ended ─▶ LaneClosed to the worker ─▶ LaneClosed from it
+    the worker ends a lane by itself ─▶ LaneClosed from the worker
 
-A lane is a direct socket between one client connection and one worker, for any models. It counts for its user until the worker
-has said that it released everything of the lane, so lanes that a busy worker has yet to close are limited as well.
+A lane serves requests to any models of its worker. It counts towards the user's limit until the worker has reported that it
+released everything of the lane. So the limit also covers lanes that a busy worker has not closed yet.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_NEW_LANES = 253
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """The connection of a client to the clients' socket, with the lanes that were opened for it."""
+    """The connection of a client to the daemon's Unix socket for clients, with the lanes that were opened for it."""
 
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
@@ -96,7 +96,7 @@ class ClientLanes:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def admit(self, peer: Peer) -> ClientConnection:
-        """Adds a new connection of a client. Raises Unavailable if there are too many, in total or of this user."""
+        """Adds a new connection of a client. Raises Unavailable if there are too many, in total or from this client's user."""
         options = self._options
         if len(self._connections) >= options.max_count:
             raise Unavailable(
@@ -122,13 +122,13 @@ class ClientLanes:
 
     @property
     def offered(self) -> bool:
-        """Returns whether clients may have lanes: the options allow lanes, and inference needs no key in a header."""
+        """Returns True if clients may have lanes: the options allow lanes, and do not require a secret key for inference."""
         return self._options.lanes and not self._restricted
 
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
         """Waits until a worker serves the model version that a client asks for, and returns the state of the version.
 
-        Before that, the lanes that the client reports as ended are closed.
+        First ends the lanes that the client reports as ended, and waits until their workers have closed them.
         Raises Unsupported if clients get no lanes from this server.
         Raises NotFound if the model or the version is unknown, or is not to be served.
         Raises Unavailable if the server is draining, if no worker serves the version within ``wanted.wait`` seconds, or if a
@@ -255,7 +255,7 @@ class ClientLanes:
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:
-        """Returns the workers that serve the version of ``state``, at most 253."""
+        """Returns the running workers that serve the version of ``state``, at most 253."""
         found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
             :_MAX_NEW_LANES

@@ -1,18 +1,18 @@
-"""Messages on the clients' socket, as JSON objects: each question is one message, answered by one message, in order.
+"""Defines the messages on the Unix socket for clients: JSON objects. The daemon answers each one with one message, in order.
 
     {"hello": {}}                                        ─▶  HelloAnswer
-    {"open": {"model": "m", "version": 0}}               ─▶  OpenAnswer + a descriptor for each new lane, in their order
-    {"register": {"name": "x", "byte_size": 4096}}       ─▶  {}       with the memfd sent along with the question
-    {"unregister": {"name": "x"}}                        ─▶  {}       "" is all regions of the client's user
-    {"push": {"model": "m", "number": 17}}               ─▶  what is in force then: model, version, set, number, byte_size;
-                                                             with a memfd in safetensors' layout sent along with the question
+    {"open": {"model": "m", "version": 0}}               ─▶  OpenAnswer, with a file descriptor for each new lane
+    {"register": {"name": "x", "byte_size": 4096}}       ─▶  {}       the client sends a memfd with this message
+    {"unregister": {"name": "x"}}                        ─▶  {}       the name "" means all regions of the client's user
+    {"push": {"model": "m", "number": 17}}               ─▶  the set that is in use now: model, version, set, number, byte_size
+                                                             the client may send a memfd in safetensors' layout with it
     {"parameters": {"model": "m"}}                       ─▶  {"parameters": [...]}
     {"drop": {"model": "m", "set": "customer-7"}}        ─▶  {}
-    {"revert": {"model": "m"}}                           ─▶  as for push
-                                          any of them    ─▶  {"error": "the sentence", "code": "NOT_FOUND"}
+    {"revert": {"model": "m"}}                           ─▶  the set that is in use now, as for push
+    any message that fails                               ─▶  {"error": "the sentence", "code": "NOT_FOUND"}
 
-A client that holds a memfd may use its memory, so the memory's owner is not checked. docs/clients-socket.md has the client's
-side.
+A client that holds a memfd may use its memory, so the memory's owner is not checked. docs/clients-socket.md describes the
+client's side.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Unregister(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
-    """Asks to push new values into a parameter set of a model version. ``version`` 0 is the newest that serves."""
+    """Asks to push new values into a parameter set of a model version. ``version`` 0 means the newest version that serves."""
 
     model: str
     version: Number = 0
@@ -74,7 +74,10 @@ class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
-    """Names the parameter set that a client asks to drop or to revert. ``version`` 0 is the newest that serves."""
+    """Names the parameter set that a client asks to drop, or of which it asks to undo the last push.
+
+    ``version`` 0 means the newest version that serves.
+    """
 
     model: str
     version: Number = 0

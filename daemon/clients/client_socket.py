@@ -1,8 +1,8 @@
-"""Serves the Unix socket on which local clients ask for lanes and hand over memory (memfds).
+"""Serves the Unix socket on which local clients ask for lanes and pass shared memory (memfds) to the daemon.
 
-    accept ─▶ admitted ─▶ question ─▶ answer ─▶ question ...  ─▶ end of file: its lanes end
+    accept ─▶ admit ─▶ message ─▶ answer ─▶ message ...  ─▶ end of file: the client's lanes are ended
 
-The mode and folder of the socket decide who may connect; the kernel says which user a client is. Each connection has a task.
+The mode and folder of the socket decide who may connect. The kernel tells which user a client is. Each connection has a task.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _BESIDE_LIST = 1 << 10
 
 
 class ClientSocket:
-    """Serves the Unix socket on which local clients ask for lanes and send the descriptors of their memory."""
+    """Serves the Unix socket on which local clients ask for lanes and send the file descriptors of their memory."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class ClientSocket:
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path of the HTTP fronts' Unix socket, or None if clients have no such socket."""
+        """Returns the path for the HTTP fronts' Unix socket beside this one, or None if the fronts are to bind none."""
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()
@@ -304,7 +304,7 @@ class ClientSocket:
         await self._fronts.settled()
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs that ``what`` was refused to a client, at most one line per user in 10 s."""
+        """Logs that the server refuses ``what`` to a client, at most one line per user in 10 s."""
         now = asyncio.get_running_loop().time()
         if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
             if len(self._said) >= _MAX_QUIET:
@@ -331,7 +331,7 @@ def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
 
 
 def _refuse(client: socket.socket, error: ServingError) -> None:
-    """Sends an error to a client whose connection is refused, and closes it."""
+    """Sends an error to a client whose connection is refused, and closes the connection."""
     with client, contextlib.suppress(OSError):
         client.send(msgspec.json.encode(ClientError.of(error)))
         # What the client has sent is taken: else it would read of a reset connection first.
@@ -341,9 +341,10 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receives a message and its descriptors, or None if the connection has ended.
+    """Receives a message and its file descriptors. Returns None if the connection has ended.
 
-    A message whose descriptors were lost, because none is left, is answered with Unavailable, and b"" is returned.
+    Returns b"" if descriptors were lost because this process has no free ones. The client then gets the error Unavailable.
+    Raises ConnectionError if the message is too long or has too many descriptors.
     """
     loop = asyncio.get_running_loop()
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
@@ -363,7 +364,7 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
-    """Sends ``content``, an answer, with the descriptors ``fds``."""
+    """Sends ``content``, an answer to a client, with the file descriptors ``fds``."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -377,7 +378,7 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until ``fd`` is ready. ``add``, ``remove``: the loop's ``add_reader`` and ``remove_reader``, or those of writers."""
+    """Waits until ``fd`` can be read or written. ``add``, ``remove``: the loop's methods for readers, or for writers."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:
@@ -393,7 +394,7 @@ async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: in
 
 
 async def _unless_gone(client: socket.socket, finding: Coroutine[Any, Any, ModelState]) -> ModelState:
-    """Awaits ``finding``, or raises ConnectionError if the client leaves first."""
+    """Awaits ``finding`` and returns its result. Raises ConnectionError if the client closes its connection first."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(finding)
     gone = False
