@@ -1,6 +1,6 @@
 """Creates TLS contexts from the operator's PEM files, and reads these files again when they change.
 
-a front opens ─▶ context ─▶ connections ─▶ every second: have the files changed? ─▶ another context for later connections
+a front starts ─▶ TLS context ─▶ connections ─▶ every second: have the files changed? ─▶ new TLS context for later connections
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Certificates:
         self.context = tls_context(options)
 
     def look(self) -> None:
-        """Makes a new TLS context for later connections if the PEM files have changed. If that fails, the former one stays."""
+        """Makes a new TLS context for later connections if the PEM files have changed. If that fails, keeps the old context."""
         if self.context is None or (stamps := self._stamps()) == self._seen:
             return
         self._seen = stamps

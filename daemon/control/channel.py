@@ -1,4 +1,4 @@
-"""A control channel on an asyncio loop: calls back for each received record, and sends records once per iteration of the loop."""
+"""Sends and receives the records of a control channel on an asyncio loop, and matches the replies to calls with the calls."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class ControlChannel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many datagrams of records are queued because the socket has no room."""
+        """Returns how many datagrams of records are queued because the socket's buffer is full."""
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Handles the records that a process sent before it died, and closes the channel."""
+        """Receives the last records of a process that has died, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()
@@ -139,7 +139,7 @@ class ControlCalls:
         """Calls an operation. Returns its result, and the file descriptors that came with it, which the caller must close.
 
         ``fds``: descriptors that are sent with the call. ``peer``: the client for whom a front calls.
-        Raises the ServingError with which the other process replied. Raises Unavailable if no descriptor is left.
+        Raises the ServingError with which the other process replied. Raises Unavailable if no file descriptor is free.
         """
         self._last += 1
         number = self._last
@@ -170,7 +170,7 @@ class ControlCalls:
         return result
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply and its descriptors to the call that waits for it. Nothing is left open if that call was cancelled."""
+        """Gives a reply and its descriptors to the call that waits for it. Closes the descriptors if the call was cancelled."""
         waiter = self._waiting.get(reply.call_id)
         if waiter is None or waiter.done():
             descriptors.close(fds)

@@ -1,4 +1,7 @@
-"""Counts requests that a front refuses for want of room, time or a worker; logs these, and clients' mistakes, once a minute."""
+"""Counts the requests that a front refuses because memory, time or a worker is lacking, or because a client made a mistake.
+
+The log gets the counts once a minute or less often.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,14 @@ class Refusals:
     def note(self, model: str, refusal: Refusal) -> None:
         """Counts a request that was refused for the reason ``refusal``.
 
-        ``model``: the name of the model, or "" if it is not known.
+        ``model``: the name of the model, or "" if the front does not know it.
         """
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Counts a request to ``model`` that failed by a client's mistake, only for the log. No metric counts the request.
+        """Counts a request to ``model`` that failed by a client's mistake. The count goes to the log, but into no metric.
 
         ``code``: the HTTP status in digits, or the name of the gRPC status. ``message``: the text of the error.
         """
@@ -61,7 +64,10 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Wraps ``on_room``, which gets memory for a request to ``model``, or an error. An error is also counted as a refusal."""
+        """Returns a function that passes its argument to ``on_room``, and counts an error as a refused request to ``model``.
+
+        ``on_room``: called with the memory for the request's tensors, or with the error if there is none.
+        """
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):

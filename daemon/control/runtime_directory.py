@@ -1,10 +1,10 @@
 """Finds the folder of a daemon's sockets if no configuration names one, by the same rule for the daemon and for tensorctl.
 
     as a service      $RUNTIME_DIRECTORY, which systemd makes: /run/tensord
-    otherwise         $XDG_RUNTIME_DIR/tensord, else /tmp/tensord-UID: the user's own, nobody else may look into it
+    otherwise         $XDG_RUNTIME_DIR/tensord, or else /tmp/tensord-UID: a folder that only the user can open
 
-tensorctl looks into the user's folder first, then into the service's. A second daemon of the same user has its process id in the
-name of its control socket. Neither the daemon nor tensorctl uses a user's folder that another user could have made or can write.
+tensorctl searches the user's folder first, then the service's. A second daemon of the same user has its process id in the name
+of its control socket. Neither the daemon nor tensorctl uses a user's folder that another user could have made or can write.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns ``folder / name``, even if missing, then the files there named like it with a process id (control-4711.sock)."""
+    """Returns the path of the socket ``name``, even if missing, and existing paths with a process id (control-4711.sock)."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

@@ -1,16 +1,15 @@
-"""Shared counters of the fronts of a protocol: one page of memory that all of these fronts and the supervisor map.
+"""Holds counters of the fronts of a protocol in shared memory: one page that all of these fronts and the supervisor map.
 
-A client's connection is accepted by whichever front is quickest, so fronts read each other's counts to share connections evenly
-and to keep one limit together, without messages. The memory has no name and is sealed against resizing. Layout, u64 each:
+Whichever front is quickest accepts a client's connection. So fronts read each other's counts, to have about as many connections
+each and to keep a limit for all together. The memory has no name and is sealed against resizing. It consists of u64 words:
 
-    row k at word 32 * k:   serves (0 or 1), connections, prepared requests: numbered now, numbered ever, evicted ever,
+    row k at word 32 * k:   serves (0 or 1), connections, prepared requests: with a number now, ever numbered, ever evicted,
                             refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
-                            answers by code (``CODES`` of its protocol); in the last but one, the records that the supervisor has
-                            sent to the front; in the last word, dropped traces
-                            a row is four cache lines; only its front writes it, but for what the supervisor has sent
+                            answers by code (``CODES`` of its protocol)
+    the last two words:     how many records the supervisor has sent to the front, dropped traces
 
-When a front is dead, the supervisor sets the present counts of its row to 0 before a replacement starts; counts that only grow
-continue.
+A row is four cache lines. Its front writes it, except the number of sent records, which the supervisor writes. When a front has
+died, the supervisor sets the counts of its present state to 0 before a new front gets the row. The other counts go on.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class SharedCounters:
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns how many requests were refused for each reason by the fronts that have had the row ``row``."""
+        """Returns reason -> number of requests that the front with row ``row``, and its predecessors in this row, refused."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
@@ -108,7 +107,7 @@ class SharedCounters:
         self._words[row * _WORDS + _SENT] = count
 
     def clear(self, row: int) -> None:
-        """Sets the present counts of a dead front to 0. Counts that only grow stay."""
+        """Sets the counts of a dead front's present state to 0, such as its connections. Counts that only grow stay."""
         at = row * _WORDS
         self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = self._words[at + _SENT] = 0
 
@@ -167,7 +166,7 @@ class FrontCounters:
     def codes(self) -> tuple[memoryview, int]:
         """Returns the counters of all fronts as 64-bit words, and the index at which this front's counters by status code begin.
 
-        The latter are in the order of ``CODES``.
+        The counters by status code are in the order of ``CODES``.
         """
         return self._words, self._at + _CODES
 
