@@ -1,8 +1,8 @@
-"""Loads and unloads models, as clients, the daemon's start and a reload of its options ask for.
+"""Loads and unloads models when a client, the daemon's start or a reload of its options asks for that.
 
 ``tensord.daemon.models.lifecycle`` decides; this module carries out the instructions that it returns, and reads files off the
-event loop. Files that a client sent with a load replace those of the repository until the model's next load or unload; how long a
-configuration that a client sent stays in force is said in ``tensord.daemon.models.given``.
+event loop. Files that a client sent with a load replace those of the repository until the model's next load or unload.
+``tensord.daemon.models.given`` says how long a configuration that a client sent applies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Models:
-    """Loads and unloads models as ``Lifecycle`` decides."""
+    """Has workers load and unload models, as clients and options ask. ``Lifecycle`` decides which worker loads what."""
 
     def __init__(
         self, options: Options, supervisor: Supervisor, kept: Path | None = None, place: Path | None = None
@@ -344,7 +344,7 @@ class Models:
         return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
-        """Begins to unload ensembles that lack a member, and to load those that are whole again."""
+        """Begins to unload the ensembles of which a model is missing, and to load those whose models all serve again."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
@@ -374,7 +374,7 @@ class Models:
         self._note_refused(name, reason)
 
     def _still_served(self, name: str) -> str:
-        """Returns text for the end of a log line: which versions of the model still serve, or ""."""
+        """Returns the end of a log line that says which versions of the model are still served, or "" if none is."""
         model = self.lifecycle.models.get(name)
         served = (
             [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
@@ -425,7 +425,7 @@ class Models:
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
     def worker_joined(self, incarnation: int, device: str) -> None:
-        """Sends the loads for ``device`` to its new worker. ``incarnation``: the number of the worker process."""
+        """Sends a new worker the loads of the models for its device. ``incarnation``: the number of the worker process."""
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
@@ -462,7 +462,7 @@ class Models:
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Logs a worker's answer to a load. If the version serves now, tells the fronts.
+        """Logs a worker's answer to a load. If the version is served now, tells the fronts.
 
         ``incarnation``: the number of the worker process.
         """
@@ -477,7 +477,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker unloaded a version. ``incarnation``: the number of the worker process."""
+        """Logs that a worker unloaded a version, and does what waited for this. ``incarnation``: the number of the process."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -512,7 +512,7 @@ class Models:
         self._check_readiness()
 
     def _retry_later(self, retry: Retry) -> None:
-        """Starts a timer for another load of a version, in place of an earlier timer."""
+        """Starts a timer that loads a version again. It replaces an earlier timer of this version."""
         key = (retry.name, retry.version)
         if (former := self._retries.pop(key, None)) is not None:
             former.cancel()
@@ -536,7 +536,7 @@ def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.
 
 
 class Outcomes:
-    """Holds a future for each load and unload that runs. Its result is why the operation failed, or ""."""
+    """Holds a future for each load and unload that runs. A future's result is why the operation failed, or "" for success."""
 
     def __init__(self) -> None:
         #: Makes a number for an operation, never given twice.
@@ -548,7 +548,7 @@ class Outcomes:
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
         """Creates a number and a future for a load or unload that begins.
 
-        The future gets the error text, or "" if the operation succeeds.
+        The future's result will be the error text, or "" if the operation succeeds.
         ``load``: the name of the model that is loaded, or "" if a model is unloaded.
         """
         token = self.token()
@@ -558,12 +558,12 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns a future of a model's running load, or None. The future's result is the load's error, or "" for success."""
+        """Returns the future of a model's running load; None: no load runs. Its result will be the load's error, or ""."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 
     def settle(self, token: int, error: str) -> None:
-        """Sets the outcome of the operation with this token. ``error``: why it failed, or ""."""
+        """Sets the result of the future for the operation number ``token``. ``error``: why the operation failed, or ""."""
         outcome = self._waiting.pop(token, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(error)

@@ -1,9 +1,9 @@
-"""Decides which models an ensemble needs loaded before it, and which ensembles are unloaded or loaded again with a model.
+"""Decides which models must be loaded before an ensemble that uses them, and which ensembles are then loaded or unloaded.
 
-    load E        its members are loaded first, though nobody asked for them by name
-    member gone   the ensembles that use it are unloaded as well, and are loaded again when it is
-    member new    the ensembles that use it are checked and loaded again
-    unload E      its members stay; with ``unload_dependents`` those that only it used are unloaded
+    an ensemble is loaded      its members (the models that it uses) are loaded first
+    a member is unloaded       the ensembles that use it are unloaded too, and are loaded again together with the member
+    a member is replaced       the ensembles that use it are checked and loaded again
+    an ensemble is unloaded    its members stay; with ``unload_dependents``, the members that only it used are unloaded
 
 Does no I/O; ``tensord.daemon.models.changes`` carries the decisions out.
 """
@@ -32,7 +32,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """The state of an ensemble and its members at the ensemble's last load."""
+    """What is known of an ensemble and its members since the ensemble's last load."""
 
     found: FoundModel
     #: The fingerprint that each member had then.
@@ -45,7 +45,7 @@ class Ensembles:
     """Knows which models each ensemble uses, and decides which ensembles must be unloaded or loaded again."""
 
     def __init__(self, models: Mapping[str, ModelEntry]) -> None:
-        """Starts without ensembles. ``models``: the models of the lifecycle by name, which are only read."""
+        """Starts without ensembles. ``models``: all models by name, which this object only reads."""
         #: The loads of ensembles that wait for members, and of models that have others loaded.
         self.waits = LoadWaits()
         self._models = models
@@ -55,8 +55,9 @@ class Ensembles:
     def check(
         self, found: FoundModel, devices: Sequence[str], reasons: Mapping[str, str] = MappingProxyType({})
     ) -> FoundModel:
-        """Checks that the members of an ensemble are loaded, and returns it with configuration, devices and fingerprint.
+        """Checks that the members of an ensemble are loaded. Returns the ensemble with its full configuration and its devices.
 
+        The fingerprint of the result changes whenever a member is replaced.
         ``devices``: the devices of all workers. ``reasons``: why members failed to load, by the name of the member.
         Raises InvalidArgument if a member is not loaded, or if no worker has all members.
         """
@@ -115,7 +116,10 @@ class Ensembles:
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
     def expect(self, found: FoundModel) -> None:
-        """Stores an ensemble that could not be loaded, if it can be as soon as a model of it is that was given up for now."""
+        """Stores an ensemble that could not be loaded, so that it is loaded once its missing models are served.
+
+        Does nothing if the ensemble is served, or if one of the missing models will not be loaded without a client's request.
+        """
         if self._ready(found.name, -1) is None and self.awaits(found.members):
             self._built[found.name] = _Built(found, self._fingerprints(found), down=True)
 
@@ -124,7 +128,7 @@ class Ensembles:
         self._built.pop(name, None)
 
     def users(self, name: str) -> list[str]:
-        """Returns the ensembles that use a model, directly or through others. Each stands before those that it uses."""
+        """Returns the ensembles that use a model, directly or through others. An ensemble comes before those that it uses."""
         found: dict[str, None] = {}
         for user in self._direct(name):
             for each in (*self.users(user), user):
@@ -150,9 +154,10 @@ class Ensembles:
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles that must be unloaded because a member does not serve.
+        """Returns the ensembles that the caller must unload because a model that they use does not serve.
 
-        Among them are those that were unloaded, and whose members are awaited now, or are not any more.
+        Also returns an unloaded ensemble if it has changed whether its missing models will be loaded again without a client's
+        request. The caller must unload it once more, which updates the ensemble's state.
         """
         broken = [name for name, built in self._built.items() if not self._whole(built.found)]
         gone = self.take_down(dict.fromkeys(each for name in broken for each in (*self.users(name), name)))
@@ -166,9 +171,10 @@ class Ensembles:
         return gone
 
     def awaits(self, members: Iterable[tuple[str, int]]) -> str:
-        """Returns which of these models of an ensemble is not served now, but is to be again, and why.
+        """Returns a phrase that names a model that does not serve yet and says why, such as "model 'm': it is being loaded".
 
-        Returns "" if there is none, or if there is also one that nobody will load.
+        ``members``: the name and version of each model of an ensemble. Returns "" if all of them serve, or if one that does not
+        serve will not be loaded without a client's request.
         """
         found = ""
         for member, number in members:
@@ -213,7 +219,7 @@ class Ensembles:
         return gone[1:]
 
     def members(self, name: str) -> Iterable[tuple[str, int]]:
-        """Returns the models of an ensemble that was loaded, with the versions that it asks for, -1 the newest."""
+        """Returns the name and version of each model that a loaded ensemble uses. Version -1 means the newest."""
         return self._built[name].found.members if name in self._built else ()
 
     def _direct(self, name: str) -> list[str]:
@@ -259,7 +265,7 @@ def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
 
 
 class LoadWaits:
-    """Knows which loads wait for loads of other models, and refuses a wait that would close a circle."""
+    """Knows which loads wait for loads of other models. Refuses a wait by which a load would wait for itself."""
 
     def __init__(self) -> None:
         #: (model that waits, model it waits for) -> on how many workers.
@@ -290,7 +296,7 @@ class LoadWaits:
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """Returns models from ``start`` to ``end``, where the load of each waits for that of the next; []: there are none."""
+        """Returns a chain of models from ``start`` to ``end`` in which each load waits for the next; []: there is no chain."""
         ways = [[start]]
         seen = {start}
         while ways:

@@ -1,12 +1,12 @@
 """Keeps the files and the configurations that clients sent with a load of a model.
 
-Each model that came with files lies in a private folder for as long as it is served from there:
+The files of a model lie in a private folder as long as the model is served from them:
 
     <temporary folder, mode 0700>/<serial>/<model>/<version>/model.py
 
-The temporary folder lies where the service manager keeps the daemon's data, if it does, because a worker that is replaced reads
-the files again. It is locked, which systemd-tmpfiles and the next daemon respect. ``keep`` and ``drop`` must run off the event
-loop. Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
+The temporary folder lies in the folder in which the service manager keeps the daemon's data, if there is one, because a new
+worker reads the files again. It is locked, so that neither systemd-tmpfiles nor a new daemon removes it. ``keep`` and ``drop``
+must run off the event loop. Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class GivenModels:
         shutil.rmtree(folder.parent, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes the folders of all models whose files clients gave."""
+        """Removes all model files that clients have sent."""
         if self._root is not None:
             self._root.cleanup()
             self._root = None
@@ -170,7 +170,7 @@ class Overrides:
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration ``given``, which came with a successful load. "" removes any earlier one."""
+        """Stores the configuration ``given``, which came with a successful load. If it is "", removes any earlier one."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

@@ -6,12 +6,12 @@ Every event returns instructions, in order:
     new ones replace ─▶ unloaded(worker, ...) ─▶ Settled
 
 A version keeps serving until its replacement is ready on all workers, so no request meets a model that is not loaded. Loads and
-unloads of one model happen one after the other; different models do not wait for each other. A worker that joins gets every
-wanted version. A version whose last worker died stays READY without workers, and its requests wait for the next worker. A load is
-given up when an unload, or a load of other files, is queued behind it: workers get CancelLoad, and callers that wait for the
-first load get the outcome of the later operation. A version whose loading killed workers is given up until its next try, which is
-made on one worker, with nothing else loading there, after waits that double each time. Something else may have killed those
-workers (the kernel, for want of memory), so tries go on.
+unloads of one model happen one after the other; different models do not wait for each other. A new worker loads every version
+that is wanted on its device. A version whose last worker died stays READY without workers, and its requests wait for the next
+worker. A load is cancelled (CancelLoad) when an unload, or a load of other files, is queued behind it. Callers that wait for a
+cancelled load get the outcome of the later load, or an error if an unload cancelled it. If workers die while they load a
+version, no worker loads it for a time, and then one worker that loads nothing else tries again. The delay doubles with each
+death. The tries never end, because something else may have killed the workers, such as a lack of memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Outdate:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Instruction to call ``Lifecycle.retry`` in ``seconds``, for a version whose loads were given up."""
+    """Instruction to call ``Lifecycle.retry`` after ``seconds``, for a version whose loading has killed workers."""
 
     name: str
     version: int
@@ -115,9 +115,9 @@ class Lifecycle:
     def unload(self, name: str, token: int, given_up: str = "") -> list[Instruction]:
         """Queues an unload of a model. Returns the instructions that the caller must carry out now.
 
-        The unload begins at once if no other load or unload of the model runs. Once the unload has ended, a later method call
-        returns ``Settled(token)`` among its instructions. If no model has this name, this call returns only ``Settled(token)``.
-        ``given_up``: why an ensemble cannot be served until the caller loads it again, or "" if nobody will.
+        The unload begins at once if no other load or unload of the model runs. Once it has ended, this call or a later method
+        call returns ``Settled(token)`` among its instructions. If no model has this name, this call returns only that.
+        ``given_up``: why an ensemble cannot be served until it is loaded again, or "" if the caller will not load it again.
         """
         if name not in self.models:
             return [Settled(token)]
@@ -165,9 +165,9 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """Drops versions that serve nothing and are not ``present`` in the repository. Returns what the caller must do.
+        """Removes the versions of a model that are not in use and not in the repository. Returns instructions for the caller.
 
-        Does nothing while a load or unload of the model runs.
+        ``present``: the versions in the repository. Does nothing while a load or unload of the model runs.
         """
         model = self.models.get(name)
         if model is None or model.running is not None:
@@ -236,7 +236,10 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number, given_up)]
 
     def _retire(self, name: str, number: int, given_up: str = "") -> list[Instruction]:
-        """Begins to unload a version if it serves, and stops loads of it. The repository index keeps the version."""
+        """Begins to unload a version if it serves, and begins no more loads of it. Returns instructions for the caller.
+
+        The repository index keeps the version. ``given_up``: why the version is to be loaded again later, or "" if it is not.
+        """
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.given_up, version.reason = bool(given_up), given_up, given_up or version.reason
@@ -257,7 +260,7 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """If every worker has answered, ends the model's running load or unload. Returns what is now to be done."""
+        """Ends the model's running load or unload if every worker has answered. Returns instructions for the caller."""
         operation = model.running
         if operation is None:
             return []
@@ -438,7 +441,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Records that worker process ``worker`` unloaded a version. Returns what the workers must do next."""
+        """Records that worker process ``worker`` has unloaded a version. Returns the instructions to carry out now."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -488,7 +491,10 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Sends a worker the loads that were postponed until its other loads ended."""
+        """Returns instructions to send a worker its postponed loads, as far as they can run now.
+
+        A load is postponed while it must not run beside the worker's other loads, or while models of an ensemble are missing.
+        """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -593,7 +599,7 @@ class Lifecycle:
         }
 
     def reason(self, name: str, number: int) -> str:
-        """Returns the reason why loads of a version were given up for the time being, or ""."""
+        """Returns why the daemon has given up a version for now, or "" if it has not."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
 
@@ -626,7 +632,7 @@ class Lifecycle:
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Returns the numbers of all versions, in any state, by model name. A derivative "M.pull_back" counts as a model, too."""
+        """Returns the numbers of all versions, in any state, by model name. A derivative ("M.pull_back") has an entry, too."""
         found: dict[str, list[int]] = {name: list(model.versions) for name, model in self.models.items()}
         for state in self.states():
             for each in state.derivatives:

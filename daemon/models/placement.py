@@ -1,15 +1,15 @@
 """Decides which workers load a model: those of its configured devices, or only one if a setting requires that. No I/O.
 
-    instance_group.kind                      GPU workers, where there are any; CPU workers for KIND_CPU, where there are any
-    instance_group.gpus                      the workers of these GPUs
-    preserve_ordering                        one worker: the order of answers of two workers is not known
-    max_queue_size                           one worker, where a share of each would be so small that it refuses too early
-    resources of the rate limiter            one worker for all models that share some over the whole host, or one of each GPU
-    tensord_together (a parameter)           one worker for all models with the same value, so that they may call each other
-    isolated (a parameter)                   a worker of its own on each GPU that it would be on, or beside one CPU worker
+    instance_group.kind              the GPU workers, if there are any; for KIND_CPU the CPU workers, if there are any
+    instance_group.gpus              the workers of these GPUs
+    preserve_ordering                one worker, because nobody knows the order of the answers of two workers
+    max_queue_size                   one worker, if the limit is too small to be divided among several
+    resources of the rate limiter    one worker for all models that share a resource of the host, or one on each GPU
+    tensord_together (a parameter)   one worker for all models with the same value, so that they may call each other
+    isolated (a parameter)           a worker for this model alone on each chosen GPU, and one on the CPU if a CPU is chosen
 
-A single worker is chosen by rendezvous hashing of the devices with the model's name, or with the value of tensord_together: the
-same worker after every restart, another worker for another model.
+A single worker is chosen by rendezvous hashing of the devices with the model's name, or with the value of tensord_together. So
+a model has the same worker after every restart, and models are spread over the workers.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Changes:
     """Compares polls of the repositories and decides which models have changed since they were loaded. Sans-I/O."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """``found``: the models in the repositories at the start. They count as loaded."""
+        """Stores the models that were in the repositories at the start. They count as loaded."""
         self._acted = {name: _state(model) for name, model in found.items()}
         self._seen = dict(self._acted)
 

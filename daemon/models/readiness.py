@@ -2,8 +2,8 @@
 
     standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
 
-A model keeps the daemon from being ready only if it was wanted at the start, or is required, and has never served
-(``ReadinessCheck`` knows): neither a new name nor a new version that fails makes the daemon not ready. While the daemon is
+A model keeps the daemon from being ready only if it has never been served, and the options require it or, if they require no
+model, it was wanted at the start. So the daemon stays ready if a new model or a new version fails to load. While the daemon is
 drained it is not ready. docs/operations.md has all states in a table.
 """
 
@@ -167,7 +167,7 @@ class ReadinessCheck:
 
 
 class ServedBefore:
-    """Keeps the names of the models that this daemon has served in a file, for a start after a crash."""
+    """Keeps the names of the models that this daemon has served in a file, which is read at a start after a crash."""
 
     def __init__(self, folder: Path | None) -> None:
         """Reads the names of served models from served.json in ``folder``. If ``folder`` is None, nothing is read or written."""
@@ -183,7 +183,7 @@ class ServedBefore:
                 self.names = frozenset(map(str, json.loads(self._path.read_bytes())))
 
     def note(self, names: Set[str]) -> None:
-        """Writes ``names``, those of all models that have served, to served.json if they have changed."""
+        """Writes ``names``, the names of all models that have been served, to served.json if they have changed."""
         if self._path is not None and names != self._wanted:
             self._wanted = frozenset(names)
             asyncio.get_running_loop().run_in_executor(None, self._write, self._path)
@@ -196,7 +196,7 @@ class ServedBefore:
                 os.replace(new, path)
 
     def forget(self) -> None:
-        """Removes served.json. Call it when the daemon stops as it should: the file is for a start after a crash."""
+        """Removes served.json. Call it when the daemon stops normally, because only a start after a crash needs the file."""
         with self._lock, contextlib.suppress(OSError):
             self._forgotten = True
             if self._path is not None:

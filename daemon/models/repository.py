@@ -1,7 +1,7 @@
 """Reads the model repositories: names, versions, configurations. Imports no model's code and loads no model.
 
     <repository>/<model>/config.pbtxt          optional
-    <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (``model_folder``)
+    <repository>/<model>/<version>/model.py    version: a whole number from 1. The folder may hold exported programs instead
 
 A folder that cannot be served is listed with the reason. Call these functions off the event loop; they return plain values.
 """
@@ -144,7 +144,7 @@ def isolated_fraction(config: bytes, options: Workers) -> float:
 
 
 def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices that serve only this model, each with the fraction (0 to 1) of a GPU's memory that it may use."""
+    """Returns the devices whose workers serve only this model, each with the fraction (0 to 1) of a GPU's memory for it."""
     devices = [device for device in found.devices if model_of(device) == found.name]
     return dict.fromkeys(devices, isolated_fraction(found.config, options)) if devices else {}
 
@@ -179,8 +179,8 @@ def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Worke
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
     """Reads the folder of every model in the repositories, and returns the models by name, sorted.
 
-    ``known``: the names of earlier models. If the folder of such a model has no versions any more, the model is returned with
-    an error. Raises InvalidArgument if a repository is not a readable folder.
+    ``known``: the names of earlier models. A folder of this name is also read if it holds neither a version nor config.pbtxt.
+    Raises InvalidArgument if a repository is not a readable folder.
     """
     found: dict[str, FoundModel] = {}
     for path in folders(repositories, known):
@@ -217,7 +217,7 @@ def others(repositories: Sequence[Path]) -> dict[Path, str]:
 
 
 def no_model(path: Path) -> str:
-    """Returns why a folder in a repository does not hold a model, or "". A model with an error is a model."""
+    """Returns why a folder in a repository is not a model, or "" if it is one. A model with mistakes is still a model."""
     try:
         versions, others = _versions(path)
         if versions or os.path.lexists(path / "config.pbtxt"):
@@ -253,7 +253,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
 
 
 def poll(path: Path) -> FoundModel:
-    """Reads the model's configuration in the folder ``path``. If the model is wrong, the result's ``error`` says why."""
+    """Reads the model in the folder ``path``, without loading it. If the model is wrong, the result's ``error`` says why."""
     name = path.name
     try:
         if not NAME.fullmatch(name):
@@ -403,7 +403,7 @@ def _read(path: Path, limit: int) -> bytes | None:
 
 
 class Repositories:
-    """The models of the repositories as they were read last."""
+    """Holds the models of the repositories as they were read last."""
 
     def __init__(self) -> None:
         #: The models that the last scan found.

@@ -1,4 +1,4 @@
-"""The state that ``tensord.daemon.models.lifecycle`` keeps: each model's versions and its queued loads and unloads."""
+"""The state that ``tensord.daemon.models.lifecycle`` keeps of each model: its versions, and the queued loads and unloads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class VersionEntry:
 
     @property
     def awaited(self) -> bool:
-        """Returns whether the version serves nothing now, and is loaded again without being asked for."""
+        """Returns whether the version serves nothing now, but will be loaded again without a client's request."""
         return bool(self.given_up) and self.state in (IndexState.UNLOADING, IndexState.UNAVAILABLE)
 
     @property
