@@ -1,7 +1,7 @@
-"""Logs who changed what: models, parameters, regions, settings. One line for each such operation that was carried out or refused.
+"""Logs who changed models, parameters, regions or settings: a line for each such operation that was carried out or refused.
 
-User and process are what the kernel says about clients on Unix sockets; of other clients the address is logged. Belongs to the
-supervisor's loop.
+A line names a client on a Unix socket by the user and process id that the kernel reports, and any other client by its address.
+Only the supervisor's event loop uses this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_TEXT = 200
 
 
 class Audit:
-    """Logs each control operation that can change something, and who asked, at a limited rate. ``clock``: returns ns."""
+    """Logs each control operation that can change something, and who asked, at a limited rate. ``clock``: gives ns of time."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._regions, self._others = LineRate(_MAX_LINES, clock), LineRate(_MAX_LINES, clock)
@@ -49,7 +49,7 @@ class Audit:
     ) -> None:
         """Logs an operation that was carried out, or refused with ``error``, unless the operation only reads.
 
-        ``peer``: the client that asked, or None if a model asked. ``result``: the result of the operation, JSON or empty.
+        ``peer``: the client that asked, or None if a model's code asked. ``result``: the operation's result, JSON or empty.
         """
         what = _described(operation)
         if not what:

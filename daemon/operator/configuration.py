@@ -1,4 +1,4 @@
-"""Holds the configuration in force, and applies those keys of a new one that can be changed while the daemon runs."""
+"""Holds the configuration in force, and applies those keys of a new configuration that can change while the daemon runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Configuration:
     def take(self, new: Configured) -> int:
         """Applies the keys ``paths``, ``load`` and ``required`` of the section ``repository`` of ``new``.
 
-        Logs any other changed keys, which need a restart. Returns the number of all changed keys.
+        Logs the changed keys that need a restart. Returns the number of all changed keys.
         """
         changed = layers.changed_keys(self.options, new.options)
         fixed = [key for key in changed if not _is_reloadable(key)]
@@ -73,7 +73,7 @@ class Configuration:
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Replaces the log options in ``options``. The caller must send them to the processes."""
+        """Replaces the log options that apply now. The caller must send the new ones to the processes."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The operator's Unix socket: tensorctl asks, the supervisor answers; each is one line with a JSON object.
+"""The operator's Unix socket: tensorctl sends commands and the supervisor sends answers, each as a line with a JSON object.
 
     {"command": "load", "name": "digits"}   ─▶   {"result": ...}  or  {"error": "..."}
 
-A client that can connect may do everything, so only the daemon's user may open the socket (mode 0600); it is not on the network.
+A client that can connect may do everything, so only the daemon's user may open the socket (mode 0600); it is not on the
+network.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MAX_LINE = 1 << 20
 
 
 class ControlSocket:
-    """Answers tensorctl on the control socket."""
+    """Serves the Unix socket on which tensorctl sends commands to the daemon."""
 
     def __init__(self, options: SupervisorOptions, environment: Mapping[str, str], commands: OperatorCommands) -> None:
         self.path = unix_socket.path(options.control_socket, CONTROL_SOCKET, environment)

@@ -1,6 +1,6 @@
-"""Drains the daemon: it is not ready but still serves, then refuses new requests; it is drained once none is in flight.
+"""Drains the daemon: it reports that it is not ready, later refuses new requests, and is drained once none is in flight.
 
-    begin ─▶ not ready, requests are taken ─ its time is over ─▶ new requests get 503 ─▶ nothing is in flight: drained
+    begin ─▶ not ready, requests still accepted ─ after the drain time ─▶ new requests get 503 ─▶ none in flight: drained
     end   ─▶ everything as before
 
 The processes stay, and a process that dies is replaced. Models can be loaded and settings changed as always: only inference
@@ -40,7 +40,7 @@ class DrainPhase(enum.Enum):
 
 
 class Drain:
-    """Takes the daemon out of service without stopping it, and puts it back."""
+    """Takes the daemon out of service without stopping it, and puts it back into service."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -57,7 +57,7 @@ class Drain:
     def begin(self, seconds: float | None = None) -> None:
         """Begins a drain, unless one has begun. From now on the daemon reports that it is not ready.
 
-        After ``seconds`` it refuses new requests. None means the option ``supervisor.drain_time``.
+        After ``seconds`` it refuses new requests. If ``seconds`` is None, the option ``supervisor.drain_time`` applies.
         """
         if self.phase is not DrainPhase.NONE:
             return
@@ -70,7 +70,7 @@ class Drain:
 
     @property
     def time_left(self) -> float:
-        """Returns for how many seconds the daemon would still accept requests if it were stopped now."""
+        """Returns for how many seconds the daemon would go on accepting requests if it were asked to stop now."""
         if self.phase is DrainPhase.NONE:
             return self._supervisor.options.supervisor.drain_time
         return 0.0 if self.refuses else max(0.0, self._refuses_at - asyncio.get_running_loop().time())
@@ -81,7 +81,7 @@ class Drain:
         self._supervisor.models.drain(True)
 
     async def finished(self) -> None:
-        """Waits until the drain has ended and every request is answered.
+        """Waits until the daemon refuses new requests and every earlier request is answered.
 
         Raises Unavailable if no drain has begun, if an operator has ended the drain, or if requests are still unanswered after
         the time ``supervisor.exit_timeout``.

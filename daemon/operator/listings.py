@@ -1,4 +1,4 @@
-"""Describes the models that should be served, and the processes: in the log, for the service manager, and for tensorctl."""
+"""Describes the models that should be served and the processes, for the log, for the service manager and for tensorctl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_NAMED = 8
 
 
 class ServedModels:
-    """Describes for the log which models are served."""
+    """Produces log lines about which models are served."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -32,7 +32,7 @@ class ServedModels:
         self._logged: dict[str, bool] = {}
 
     def change(self) -> str:
-        """Returns a line about what has changed since the last call, or "".
+        """Returns a log line about which models are served or missing since the last call, or "" if nothing has changed.
 
         A model that is being loaded for the first time is mentioned only once it is served or has failed.
         """
@@ -108,8 +108,8 @@ def of_model(
     Args:
       index: the repository index, which has an entry for each version of each model.
       workers: the name of each worker, by the number of the worker process.
-      slow: by worker name and by version, the reasons why requests were answered in Python code and not in the faster C code,
-      each with the number of requests.
+      slow: the reasons why requests were answered by slower Python code instead of C code, each with the number of requests,
+      by worker name and by version.
     Raises InvalidArgument if there is no such model.
     """
     entries = [entry for entry in index if entry["name"] == name]
@@ -184,7 +184,7 @@ def _state(worker: WorkerProcess) -> str:
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Returns the fields ``isolated`` (a model) and ``memory_fraction`` of a worker; {}: it is for no single model."""
+    """Returns the fields ``isolated`` (the only model) and ``memory_fraction`` of a worker; {}: models share the worker."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 

@@ -1,4 +1,4 @@
-"""Carries out control operations for a front's client, for tensorctl's operator or for a model."""
+"""Carries out control operations, such as to load a model, for a client, for an operator with tensorctl, or for a model."""
 
 from __future__ import annotations
 
@@ -197,7 +197,10 @@ class Operations:
     # Every worker that serves a Triton Python model is asked for its ``is_ready()``, and all must say that it is.
 
     async def _is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether a version serves and is ready. ``number`` 0 means the newest version."""
+        """Returns whether a version is served and its own code, if asked, says that it is ready.
+
+        ``number`` 0 means the newest version that is served.
+        """
         name = original(name)[0]
         versions = self._models.lifecycle.models[name].versions if self._models.lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY]

@@ -1,4 +1,4 @@
-"""Carries out tensorctl's commands: operations that clients have too, and commands about the daemon itself."""
+"""Carries out tensorctl's commands: operations that clients may ask for too, and commands about the daemon itself."""
 
 from __future__ import annotations
 
@@ -141,7 +141,10 @@ class OperatorCommands:
             ) from None
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
-        """Has a worker record a profile. Returns the folder of the profile as JSON."""
+        """Has the worker ``name`` record a profile for ``seconds``. Returns the folder of the profile as JSON.
+
+        ``folder``: where the profile is written, or "" for a new folder.
+        """
         worker = self._supervisor.workers.named(name)
         at = os.environ.get("STATE_DIRECTORY", "").split(":")[0] or tempfile.gettempdir()
         folder = folder or f"{at}/tensord-profiles-{os.geteuid()}/{name}-{time.strftime('%Y%m%dT%H%M%S')}"
@@ -163,7 +166,7 @@ class OperatorCommands:
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration. ``wait``: also waits for the loads of models."""
+        """Reloads the configuration. If ``wait``, also waits for the loads of models, and raises Unavailable if one fails."""
         outcomes = await self._supervisor.reload()
         if wait:
             failures = [error for error in await asyncio.gather(*outcomes) if error]
@@ -209,7 +212,7 @@ def _operation(question: OperatorQuestion) -> Operation:
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Sends ``operation``, which asks for a list, to a child process. Returns [] if no answer comes in time."""
+    """Sends ``operation``, which asks for a list, to a child process. Returns the list, or [] if no answer comes in time."""
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:

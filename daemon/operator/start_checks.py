@@ -1,7 +1,7 @@
-"""Checks what a configuration names on this host, before anything is started: certificates, files, sockets, names, packages.
+"""Checks certificates, files, sockets, host names and packages that a configuration names, before the daemon starts anything.
 
-tensord serve, a reload  ─▶ check      the files that the daemon opens itself; the start tells of sockets as it binds them
-tensord check            ─▶ foreseen   all that would end a start, told without binding, creating or emptying anything
+tensord serve, a reload  ─▶ check      only the files that the daemon itself opens; sockets fail when they are bound
+tensord check            ─▶ foreseen   all that would make a start fail, without binding, creating or emptying anything
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _unusable_certificates(options: Options) -> Iterator[str]:
 
 
 def _unresolved_names(options: Options) -> Iterator[str]:
-    """Yields a sentence for each host name of an address that cannot be resolved."""
+    """Yields a sentence for each configured address whose host name cannot be resolved."""
     for section, served in (("http", options.http), ("grpc", options.grpc), ("metrics", options.metrics)):
         addresses = (served.address,) if isinstance(served.address, str) else served.address
         for address in addresses if served.enabled else ():
@@ -115,5 +115,5 @@ def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _denial(path: Path) -> str:
-    """Returns why an existing path cannot be written."""
+    """Returns the error text for a path that cannot be written, of a read-only file system or a missing permission."""
     return os.strerror(errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES)
