@@ -1,9 +1,9 @@
-"""A child process as its supervisor sees it: started, spoken to over a control channel, watched, and cleaned up after its death.
+"""Runs one child process of the supervisor: starts it, exchanges records with it, watches it, and cleans up after its death.
 
     spawn ─▶ Start ─▶ ChildReady (a worker: with its status page) ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
 
-That the control channel has ended says nothing about the process: only its pidfd proves that it is gone and writes to no shared
-memory any more.
+The end of the control channel does not prove that the process has ended. Only its pidfd proves that it is gone and writes to no
+shared memory any more.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Child:
         on_record: Callable[[Any, Any, list[int]], None],
         on_exit: Callable[[Any], None],
     ) -> None:
-        """Stores the arguments. ``adopt`` takes over the process itself.
+        """Stores the arguments. No process runs before ``adopt`` is called.
 
         Args:
           name: the name of the process, such as "http-0". A process that replaces a dead one has the same name.
@@ -143,7 +143,7 @@ class Child:
     def kill(self, reason: str = "") -> None:
         """Kills the process with SIGKILL. ``on_exit`` is called when the process is gone.
 
-        ``reason``: for the log. If it is "", nothing is logged. Otherwise a process that is ready has 0.2 s to write its stacks.
+        ``reason``: for the log, or "" to log nothing. With a reason, a ready process first gets 0.2 s to report its stack.
         """
         if not self.alive or (reason and self._killing):
             return
@@ -214,7 +214,7 @@ class Child:
         return result
 
     def release(self) -> None:
-        """Ends every call that waits for a reply, because the process is dead. The error is Unavailable."""
+        """Makes every call that waits for a reply raise Unavailable, because the process is dead."""
         self.calls.fail(Unavailable(f"{self.name} stopped before it answered"))
 
     @property
@@ -453,7 +453,7 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts child processes lack. A C extension is such a part."""
+    """Logs which optional parts of tensord child processes lack, such as a C extension."""
 
     def __init__(self, what: str = IN_C) -> None:
         """Makes an object that logs warnings about parts of the program that could not be imported.
@@ -464,7 +464,7 @@ class MissingParts:
         self._said: tuple[str, ...] = ()
 
     def say(self, missing: tuple[str, ...]) -> None:
-        """Logs which optional parts, such as a C extension, a child process lacks, unless the last warning was the same."""
+        """Logs the optional parts that a child process lacks, unless the last warning was the same. ``missing``: the parts."""
         if missing and missing != self._said:
             self._said = missing
             _log.warning("%s: %s", self._what, "; ".join(missing))

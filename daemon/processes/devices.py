@@ -1,4 +1,4 @@
-"""Decides which devices get a worker process, and which GPUs each worker sees, without loading JAX or a CUDA context."""
+"""Decides which devices get a worker process, and which GPUs each worker sees, without loading JAX or the CUDA driver."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Handles signals before and after the event loop: a SIGTERM or SIGINT that comes earlier is remembered for the loop.
+"""Handles signals while no event loop runs: a SIGTERM or SIGINT before the loop is remembered until the loop runs.
 
 Without a handler the first process of a container would lose these signals; elsewhere it would end without a message. A signal
-that comes while the daemon exits would make it end with the wrong status.
+while the daemon exits would change its exit status.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """Handles signals while the event loop does not. ``came``: the signal that asked for a stop, or None."""
+    """Handles signals while no event loop runs. ``came``: the SIGTERM or SIGINT that has come, or None if none has."""
 
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.
@@ -28,7 +28,7 @@ class FirstSignals:
             signal.signal(number, _pass_over)
 
     def block(self) -> None:
-        """Blocks these signals, because the daemon exits. Call it before the event loop closes and removes its handlers."""
+        """Blocks SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 when the daemon exits. Call it before the event loop closes."""
         signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDING, *_PASSED_OVER))
 
     def _ending(self, number: int, frame: FrameType | None) -> None:

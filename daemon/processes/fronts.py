@@ -1,9 +1,9 @@
 """Starts the front processes, several for each protocol on its listening sockets, and publishes state to all of them.
 
-    a change ─▶ publish to every front ─▶ StatePublished(edition) ─▶ StateAcknowledged of all that serve ─▶ the client is answered
+    a change ─▶ a record to every front ─▶ StatePublished (its number) ─▶ StateAcknowledged by all ─▶ the client is answered
 
-A client may ask one front for a change and send its next request to another, so the answer first waits in ``settled`` until every
-front uses the new state. A front that starts serves only once it has acknowledged all of the published state.
+A client may ask one front for a change and send its next request to another, so the answer first waits in ``settled`` until
+every front uses the new state. A new front serves clients only once it has acknowledged all of the published state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Fronts:
           devices: the devices of the first workers, which decide how many fronts "auto" means.
           options: returns the options that apply now.
           next_incarnation: returns a number for a new process.
-          started: called with each new front, to send it what it needs.
+          started: called with each new front, so that the caller can send it the daemon's state.
           said: called with a front, a record that is not about the front itself, and descriptors, which the function closes.
           died: called with each front that has ended.
         """
@@ -82,8 +82,8 @@ class Fronts:
         Args:
           environment: holds the variables with which the service manager passes sockets, such as LISTEN_FDS.
           beside: the path of a further Unix socket for HTTP, or None. If it cannot be bound, a warning is logged.
-        Raises ListenError if another socket cannot be bound or taken over. Raises OSError if there is no memory for shared
-        counters.
+        Raises ListenError if another socket cannot be bound or taken over. Raises OSError if the shared counters get no memory
+        or no file descriptor.
         """
         options = self._options()
         try:
@@ -275,9 +275,9 @@ def automatic(cores: int, devices: Sequence[str]) -> int:
 
 
 def of_one(options: Options, count: int) -> Options:
-    """Returns the options for one of ``count`` fronts of a protocol. Limits for all of them together are divided.
+    """Returns the options for one of ``count`` fronts of a protocol. Limits that hold for all fronts together are divided.
 
-    Each front's limit is at least the size of the largest allowed request.
+    Each front's limit on bytes is at least the size of the largest allowed request.
     """
     http, grpc = options.http, options.grpc
     if count == 1:

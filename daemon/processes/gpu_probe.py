@@ -56,7 +56,7 @@ def probe(environment: Mapping[str, str]) -> Probed:
 
 
 def _ask() -> list[str] | str:
-    """Returns the PCI addresses of the visible GPUs, or why there are none."""
+    """Returns the PCI addresses of the visible GPUs, or a sentence that says why the CUDA driver cannot be used."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:

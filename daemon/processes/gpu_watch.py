@@ -1,7 +1,7 @@
 """Reads the state of this host's GPUs from the driver's management library, in a separate process that may hang with the driver.
 
-Run as a program, it writes a ``Look`` as a line of JSON each time it has read all GPUs, and an ``Event`` for each error of one,
-until nobody reads its output any more. Source: NVML API reference; nvidia-ml-py.
+Run as a program, it writes lines of JSON: a ``Look`` each time it has read all GPUs, and an ``Event`` for each error of a GPU.
+It ends when nobody reads its output any more. Source: NVML API reference; nvidia-ml-py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Runs the process that watches the GPUs, keeps the state that it reported last, and logs errors of GPUs.
 
-    run ─▶ spawn ─▶ a line every moment ─▶ ``gpus``         it ends ─▶ logged once ─▶ started again after a while
-                    └─ an event ─▶ log, ``errors``
+    run ─▶ the process starts ─▶ reports states every 2 s ─▶ ``gpus``      it ends ─▶ logged once ─▶ started again after 60 s
+                              └─ reports an error of a GPU ─▶ log, ``errors``
 
-Nothing waits for that process: if its driver hangs, the last report is dropped after a while.
+Nothing waits for that process. If it hangs with the driver, its last report is dropped after 10 s.
 """
 
 from __future__ import annotations

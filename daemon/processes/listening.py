@@ -1,9 +1,10 @@
-"""Opens the listening sockets, which the supervisor binds or the service manager passes (sd_listen_fds(3)), for all fronts.
+"""Opens the listening sockets for all fronts. The supervisor binds them, or the service manager passes them (sd_listen_fds(3)).
 
-The sockets outlive every front: connections that clients open while a front is replaced wait in the backlog. The service manager
-passes this, with FileDescriptorName= of each socket's unit; a socket without a name is for HTTP:
+The sockets outlive every front: connections that clients open while a front is replaced wait in the backlog. The service
+manager sets these variables. The names are those that FileDescriptorName= gives in the sockets' units. A socket without a name
+is for HTTP:
 
-    LISTEN_PID=<us>  LISTEN_FDS=3  LISTEN_FDNAMES=http:http:grpc      descriptors 3, 4 and 5
+    LISTEN_PID=<this process>  LISTEN_FDS=3  LISTEN_FDNAMES=http:http:grpc      descriptors 3, 4 and 5
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ListenError(Exception):
 def named(section: str, port: str = "port") -> Iterator[None]:
     """Adds the name of the wrong option, such as ``http.port``, to the text of a ListenError that the ``with`` block raises.
 
-    The name is ``section``, a dot and the error's ``key``. ``port``: how this section calls its option for the port.
+    The name is ``section``, a dot and the error's ``key``. ``port``: the name of the option for the port in this section.
     """
     try:
         yield
@@ -61,7 +62,7 @@ def bind_each(*binds: Callable[[], None]) -> None:
 
 
 class Listener:
-    """A listening socket."""
+    """A listening TCP or Unix socket, with the URL that clients see."""
 
     def __init__(self, sock: socket.socket, protocol: str, path: str = "") -> None:
         self.socket = sock
@@ -102,7 +103,7 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a listening socket for each address, as ``listen`` does. After an error none is bound.
+    """Binds a listening socket for each address, as ``listen`` does. If one cannot be bound, closes the others.
 
     ``protocol``: "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits.
     Raises ListenError if a socket cannot be bound.

@@ -1,4 +1,4 @@
-"""Notifies the service manager (sd_notify(3)) of readiness, status and liveness. Does nothing where there is no such socket.
+"""Notifies the service manager (sd_notify(3)) of readiness, status and liveness. Does nothing if there is no service manager.
 
 Each message is one datagram, which is dropped if the service manager does not read.
 """

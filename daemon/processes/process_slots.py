@@ -1,4 +1,4 @@
-"""Slots for child processes that must always run ("http-0", "worker-1"): one that dies is replaced, after a growing delay."""
+"""Replaces child processes that have died, such as "http-0" or "worker-1". The delay grows if they die again and again."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _MAX_START_DEATHS = 5
 
 
 def retried(what: str, call: Callable[..., object], *words: object, told: bool = False) -> None:
-    """Calls a function, and calls it again every second while it raises OSError, because the host lacks something.
+    """Calls a function. If it raises OSError, because the host lacks something, calls it again every second until it succeeds.
 
-    ``what``: a sentence about what fails, for the log, in which it stands once. ``told``: whether it stands there already.
+    ``what``: a sentence for the log about what fails. ``told``: True if the sentence was logged already.
     """
     try:
         call(*words)
@@ -44,7 +44,7 @@ def retried(what: str, call: Callable[..., object], *words: object, told: bool =
 class MemoryKills:
     """Detects that the kernel killed a process of a control group for want of memory.
 
-    If ``group`` is None, nothing is detected.
+    If ``group`` is None, it detects nothing.
     """
 
     def __init__(self, group: MemoryGroup | None) -> None:
@@ -55,7 +55,7 @@ class MemoryKills:
     def own(cls) -> MemoryKills:
         """Returns a detector of kills for want of memory in the control group of this process and its child processes.
 
-        Control groups are nested: the detector uses the innermost one that counts kills, if there is one.
+        It reads the innermost control group around this process that counts kills. If there is none, it detects nothing.
         """
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
@@ -96,7 +96,7 @@ class ProcessSlots:
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
-        """Returns how many processes of this name have died in a row. A process that lived for 60 s ends the row."""
+        """Returns how many processes of this name died one after the other. A process that lived for 60 s resets the count."""
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
 
@@ -105,11 +105,11 @@ class ProcessSlots:
         return self._restarts[name]
 
     def was_filled(self, name: str) -> bool:
-        """Returns whether any process called ``name``, such as "worker-1", had become ready before the process died."""
+        """Returns whether a process called ``name``, such as "worker-1", has been ready and has died since."""
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns, by name and cause, how many processes with these names have died. The daemon's own stops are not counted."""
+        """Returns (name, cause) -> how many processes with these names died. Processes that the daemon stopped do not count."""
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
@@ -129,9 +129,9 @@ class ProcessSlots:
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Calls ``start`` after a delay, to start a new process in place of ``dead``.
 
-        If ``start`` raises OSError, it is called again every second. It is not called if the process is no longer needed then.
-        If no process of this name was ever ready, the daemon is asked to stop in two cases: ``dead`` reported that it cannot use
-        its device, or five processes of this name have died. If the daemon stops, ``start`` is not called.
+        If ``start`` raises OSError, it is called again every second. It is not called if nobody needs the process by then.
+        If no process of this name was ever ready, the daemon is asked to stop in two cases: ``dead`` reported that it cannot
+        use its device, or five processes of this name have died. If the daemon stops, ``start`` is not called.
         ``doing``: what ``dead`` did, for the log, such as " while loading model 'm' version 1", or "" if unknown.
         """
         if not self._needs(dead):

@@ -1,4 +1,4 @@
-"""Shuts the daemon down: a first signal has children finish until a deadline, and a second one has them killed at once."""
+"""Shuts the daemon down: after a first signal, child processes may finish until a deadline; at a second one they are killed."""
 
 from __future__ import annotations
 

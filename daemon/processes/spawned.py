@@ -1,9 +1,9 @@
 """Starts child processes before an event loop runs, and before the supervisor imports most of its own modules.
 
-    spawn ─▶ its interpreter starts, it imports ─▶ ``tensord.daemon.processes.child.Child`` adopts it ─▶ Start
+    spawn ─▶ the child imports its modules ─▶ ``tensord.daemon.processes.child.Child.adopt`` takes the child over ─▶ Start
 
-Imports take most of a process's start. A process that is not adopted ends with this process, or when its channel is closed. Call
-these functions from the main thread only, because the kernel's parent-death signal is tied to the calling thread.
+Imports take most of a process's start. A child that is not taken over ends with this process, or when its channel is closed.
+Call these functions from the main thread only, because the kernel's parent-death signal is tied to the calling thread.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a child process: the variables of this process without systemd's, and those in ``extra``.
+    """Returns the environment of a child process: the variables of this process except systemd's, and those in ``extra``.
 
     A variable with the version of tensord is added.
     """

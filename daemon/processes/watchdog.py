@@ -1,6 +1,7 @@
-"""Checks every child process regularly: kills those that exceeded a time limit, and feeds the service manager's watchdog.
+"""Checks every child process regularly: kills those that exceed a time limit, and reports to the service manager's watchdog.
 
-Time in which the supervisor itself did not run is not counted: when a container or a machine was paused, its children were too.
+Time in which the supervisor itself did not run does not count: if a container or a machine is paused, its child processes are
+paused too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Starts and replaces the worker processes, in a slot for each device and each isolated model, and handles their records.
+"""Starts and replaces the worker processes, one for each device and for each isolated model, and receives their records.
 
-start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its slot is filled again
+start ─▶ ChildReady with the status page ─▶ fronts open lanes ─▶ Loaded, Unloaded, replies ─▶ death ─▶ a new worker starts
 
-``isolate`` makes the slot of a model "m" that has a worker of its own ("worker-0#m", on "cpu:0#m"), and removes it.
+``isolate`` starts and stops the workers that serve only one model: "worker-0#m" on "cpu:0#m" serves only the model "m".
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ class WorkerPool:
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
     def is_vacant(self, name: str) -> bool:
-        """Returns whether a worker of this name should run but none does, or only one that is stopping."""
+        """Returns True if a worker of this name should run, but none runs, or only one that is stopping."""
         there = any(worker.name == name and not worker.stopping for worker in self)
         return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts the workers in ``wanted`` that do not run yet, and stops all other workers that serve only one model.
+        """Starts the workers for ``wanted`` that do not run yet, and stops all other workers that serve only one model.
 
-        ``wanted``: names of workers, made by ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's
-        memory that the worker may take.
+        ``wanted``: names of devices, made by ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's
+        memory that the device's worker may take.
         """
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:
@@ -126,7 +126,10 @@ class WorkerPool:
             retried(f"{name} cannot be started", self._fill, name)
 
     def _fill(self, name: str) -> None:
-        """Starts the process ``name`` if it is to run and does not. Raises OSError if that is impossible now."""
+        """Starts the worker ``name`` if it should run and does not.
+
+        Raises OSError if no memory, process id or file descriptor is free.
+        """
         if self.is_vacant(name):
             self.start(name, (self._shared_slots | self._isolated)[name])
 
@@ -191,7 +194,7 @@ class WorkerPool:
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:
-        """Returns the options for one worker, which has an equal share of the response cache."""
+        """Returns the options for one worker. Workers that models share divide the response cache's bytes equally."""
         options = self._options()
         cache = msgspec.structs.replace(
             options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_slots))
