@@ -1,1 +1,1 @@
-"""Serves what a model's code asks of its worker: requests to other models, loading them, metrics, spans and processes."""
+"""Package for what a model's code asks of its worker: calls and loads of other models, metrics, spans and processes."""

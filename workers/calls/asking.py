@@ -25,7 +25,7 @@ _MAX_FILES, _MAX_BYTE_SIZE = 256, 128 << 20
 
 
 class Asked(Arguments, total=False):
-    """The keyword arguments with which a model calls another model. Adds the called model's version to ``Arguments``."""
+    """The keyword arguments with which a model calls another model: ``Arguments``, and the version of the called model."""
 
     #: 0: the newest.
     version: int
@@ -101,10 +101,11 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], argumen
 
 
 def records(number: int, model: str, arguments: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
-    """Makes the two records of a request to ``model``, without tensors.
+    """Makes the two records of a request to ``model``, without tensors: the part that repeats, and the part that does not.
 
     ``number``: the request's number on its lane. ``arguments``: the fields of the request by name.
-    Raises InvalidArgument: a value has the wrong type or is out of range. Raises TypeError: requests have no field of that name.
+    Raises InvalidArgument: a value has the wrong type or is out of range. Raises TypeError: requests have no field of that
+    name.
     """
     scheduling, said = read_arguments(arguments, others=_VERSION)
     prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
@@ -147,7 +148,7 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
     """Asks the daemon to load the model ``name``, and waits until it is loaded.
 
     Implements ``tensord.models.load_model``. ``config``: the configuration as JSON; "": the one in the repository. ``files``:
-    contents of files by name, which replace the model's files of these names.
+    contents of files by path; the model then consists of these files only. None: the files in the repository.
     Raises NotAllowed if the caller is not the code of a model that is being loaded or served.
     """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
@@ -162,7 +163,7 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 def unload(name: str, dependents: bool = False) -> None:
     """Begins to unload a model.
 
-    Implements ``tensord.models.unload_model``. ``dependents``: whether to unload also the models that an ensemble's steps call.
+    Implements ``tensord.models.unload_model``. ``dependents``: whether to unload also the models that only this ensemble uses.
     Raises NotAllowed: the running code may not unload models.
     """
     _ask(UnloadModel(name, dependents))

@@ -1,7 +1,8 @@
 """A model's request to another model, as the calling thread sees it.
 
-    ModelCall ─▶ server (loop): an inner request ─▶ answered, answered, ... ─▶ next, next, ... in whichever thread takes them
-                                                                  ◀─ took: there is room for a further response
+    ``begin`` ─▶ the worker's loop runs the request ─▶ it calls ``answered`` for each response ─▶ ``next`` returns the response
+                                      ▲                                                               │
+                                      └────── ``CallServer.took``: a further response may come ◀──────┘
 
 If the called model answers with many responses, at most ``expert.max_ahead`` bytes of them are queued for the caller.
 """
@@ -28,7 +29,7 @@ class ModelCall:
     """A call of another model by a model's code.
 
     Call ``begin`` once, then ``next`` until it returns the last response. Only the worker's loop may call ``answered``, and set
-    ``abandoned``, after which responses are discarded.
+    ``abandoned``, which means that further responses are discarded.
     """
 
     caller: Caller

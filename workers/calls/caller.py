@@ -1,11 +1,11 @@
 """Finds out which model's code is running: by its context variable, or else by the builtins of the code on the stack.
 
-    execute, and coroutines of it       the requests that it works on are known: its calls end with them
+    execute, and coroutines of it       its requests are known; the calls that it makes end when these requests end
     threads that a model starts         only the model is known, not the request that they work for
-    initialize                          no calls, because the model is not served yet; it may load other models
-    auto_complete_config, finalize      no calls and no loads
+    initialize                          may not call other models, because it serves no request yet, but may load them
+    auto_complete_config, finalize      may neither call nor load other models
 
-Python gives a coroutine the context of the code that began it, and a new thread none.
+In Python a coroutine has the context of the code that began it, and a new thread has an empty context.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class CallServer(Protocol):
         """Cancels a call that a model has begun. ``call.answered`` is then called with the error Cancelled."""
 
     def stop(self, call: Any) -> None:
-        """Asks the called model to end its stream of responses early. Responses that the model still sends arrive.
+        """Asks the called model to end its stream of responses early. Responses that the model still sends reach the caller.
 
-        Only a streaming model that runs in a thread can be asked. A call of another model is cancelled.
+        Only a streaming model that runs in a thread can be asked. A call of any other model is cancelled.
         """
 
     def took(self, call: Any) -> None:
@@ -53,7 +53,7 @@ class CallServer(Protocol):
         """
 
     def abandon(self, call: Any) -> None:
-        """Lets a call continue, but discards its responses."""
+        """Discards all further responses of a call, while the called model goes on."""
 
 
 #: Name of the ``ModelPort`` among the builtins of a model's code.
@@ -61,7 +61,7 @@ PORT = "__tensord_port__"
 
 
 class Held(Protocol):
-    """What a model's code has made, such as a metric or a process. It is closed when the model version ends."""
+    """A resource that a model's code has made, such as a metric or a process. It is closed when the version is unloaded."""
 
     def close(self) -> None:
         """Closes the resource. Idempotent."""
@@ -76,7 +76,7 @@ class EndsLater(Held, Protocol):
 
 
 class ModelPort:
-    """Connects the code of one loaded model version with its worker: for calls to other models, metrics and resources."""
+    """The connection of a loaded model version's code to its worker, for calls of other models, metrics and other resources."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Notes that the run of a model's code has ended. Calls by threads that the code has left behind have no request."""
+        """Notes that this run of a model's code has ended. If a thread of the run makes calls later, these have no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

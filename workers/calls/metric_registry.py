@@ -1,7 +1,7 @@
 """Registers the metrics that models' code on one worker makes: counters, gauges and histograms, by family and labels.
 
-A family, and each metric in it, exists as long as one of its holders (models' objects that made it) does. Holders that make a
-family of the same name share it. Any thread may use the registry.
+Each object by which a model's code has made a family or a metric is a holder of it. Holders that make a family of the same name
+share it. A family or metric without holders is removed. Any thread may use the registry.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MetricKind(enum.Enum):
 class Value:
     """The value of one metric.
 
-    ``sum``: the value of a counter or gauge, or the total of a histogram. ``counts``: the number of values in each bucket.
+    ``sum``: the value of a counter or gauge, or the sum of a histogram's values. ``counts``: how many values each bucket has.
     """
 
     __slots__ = ("buckets", "counts", "holders", "sum")
@@ -167,7 +167,7 @@ class MetricRegistry:
             value.sum = to
 
     def observe(self, kind: MetricKind, value: Value, observed: float) -> None:
-        """Adds the number ``observed`` to a histogram. ``value``: holds the histogram's counts. ``kind``: the kind of the metric.
+        """Adds the number ``observed`` to a histogram. ``value``: the histogram's sum and counts. ``kind``: the metric's kind.
 
         Raises InvalidArgument if ``observed`` is NaN. Raises Unsupported if the metric is not a histogram.
         """

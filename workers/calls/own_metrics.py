@@ -1,6 +1,6 @@
-"""Metrics that a model's code makes: they are shown as long as the code holds their objects and the version is served.
+"""Metrics that a model's code makes. They exist as long as the code holds the metric objects and the model version is served.
 
-counter, gauge, histogram ─▶ a family that is held ─▶ MetricRegistry ─▶ figures ─▶ /metrics
+counter, gauge, histogram ─▶ HeldFamily ─▶ MetricRegistry ─▶ figures ─▶ /metrics
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegi
 
 
 class HeldFamily:
-    """Keeps a metric family and its metrics in existence until ``close``, for a model's code."""
+    """A metric family that a model's code has made. The family and its metrics exist at least until ``close`` is called."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         """Creates the metric family ``name``, or uses the existing one. The family exists at least until ``close`` is called.
@@ -54,7 +54,7 @@ class HeldFamily:
         return self.registry.metric(self.name, labels, buckets, self._labels)
 
     def close(self) -> None:
-        """Releases the family and its metrics. They disappear unless another ``HeldFamily`` holds them. Idempotent."""
+        """Stops holding the family and its metrics. They disappear unless another ``HeldFamily`` holds them. Idempotent."""
         port, self._port = self._port, None
         if port is not None:
             port.held.discard(self)

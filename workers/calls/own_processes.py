@@ -1,12 +1,13 @@
 """Finds the processes that a model's code has started, and ends them when the model ends.
 
-Python's functions that start processes are patched to find out whose code calls them: a model's, a thread's that such code has
-started, or a library's on behalf of either. An executed program gets an environment variable that marks the model, which its
-children inherit; a forked process is recorded, and programs that it executes have the mark. When the model has ended:
+Python's functions that start processes are patched to find out which model's code calls them, even through a library or in a
+thread that this code has started. A started program gets an environment variable that identifies the model. Its children
+inherit the variable. A forked process is recorded, and the programs that it executes get the variable. When the model has
+ended:
 
-    wait for those that end by themselves ─▶ SIGTERM ─▶ wait ─▶ SIGKILL, until no process is left
+    wait for processes to end by themselves ─▶ SIGTERM ─▶ wait ─▶ SIGKILL, until no process is left
 
-Processes that models share, the resource tracker and the fork server of multiprocessing, belong to no model. They end with the
+The resource tracker and the fork server of multiprocessing belong to no model, because models share them. They end with the
 worker.
 """
 
@@ -85,7 +86,7 @@ class OwnProcesses:
                 self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
-        """Starts a thread that ends the model's processes, in the end by SIGKILL. Idempotent."""
+        """Starts a thread that ends the model's processes, by SIGKILL if nothing else helps. Idempotent."""
         with self._lock:
             self._closed = True
             if self._ending is None:
@@ -171,7 +172,7 @@ def _owner() -> OwnProcesses | None:
 
 
 def prepare() -> None:
-    """Patches Python's functions that start processes and threads, to know which model's code starts them. Idempotent."""
+    """Patches Python's functions that start processes and threads, to find out which model's code calls them. Idempotent."""
     if hasattr(os.fork, "__wrapped__"):
         return
     executes = _fork_exec_for(_posixsubprocess.fork_exec)

@@ -2,7 +2,7 @@
 
     with span("tokenize"):  ─▶ the timeline of each traced request that the code works on ─▶ Timeline.spans ─▶ OTLP, trace file
 
-If no request that the code works on is traced, a span costs only a look at these requests.
+If no request that the code works on is traced, ``span`` records nothing.
 """
 
 from __future__ import annotations
