@@ -1,9 +1,9 @@
 """Limits the memory that the pushed parameter sets of all models take on a worker's device.
 
-A set that a batch needs stays on the device, or is brought back. If there is no room, the set that was not used for the longest
-time leaves the device. A set that is being pushed never leaves, nor does a model's ``main`` unless the model's configuration
-says that it is brought to the device on demand. A set that has left a GPU lies in page-locked host memory, as far as
-``workers.pinned_byte_size`` allows, and comes back at the speed of the bus.
+A set that a batch needs stays on the device, or is brought back. If there is no room, the least recently used set leaves the
+device. A set that is being pushed never leaves. A model's ``main`` leaves only if the model's configuration says that
+parameters are loaded on demand. A set that has left a GPU lies in page-locked host memory, as far as
+``workers.pinned_byte_size`` allows, so that it comes back faster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Resident(NamedTuple):
 
 
 class DeviceRoom:
-    """Counts the device memory of parameter sets, and evicts sets when it is used up. Any thread may use it.
+    """Counts the device memory of parameter sets, and evicts sets when the limit is reached. Any thread may use it.
 
     ``lock`` protects the counts.
     """
@@ -145,14 +145,14 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a replaced set in host memory. If all kept sets exceed the limit, forgets the oldest ones."""
+        """Keeps a replaced set in host memory. If all kept sets together exceed the limit, forgets the oldest ones."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Stops counting the memory of a set that ``keep`` was called with. Does nothing for another set."""
+        """Stops counting a set that ``keep`` has kept. Does nothing for another set."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:

@@ -3,9 +3,8 @@
     | length of the header u64 | header: JSON, padded with spaces | tensors, one behind the other, without holes |
     header   {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
 
-The header is checked as if an attacker had written it. In memory that is laid out here the tensors begin at a multiple of
-``ALIGNMENT``, and so does each tensor except the few behind the first whose size is not a multiple: XLA uses aligned tensors
-without a copy.
+The header is checked as if an attacker had written it. This module writes the tensors whose size is a multiple of ``ALIGNMENT``
+first, so that each of them begins at a multiple of ``ALIGNMENT``. XLA uses aligned tensors without a copy.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Place(NamedTuple):
 def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[str, Array]:
     """Reads parameters in safetensors' layout. Returns leaf name -> array. The arrays are views of ``content``.
 
-    Elements of booleans are not checked to be 0 or 1.
+    It is not checked whether elements of boolean arrays are 0 or 1.
     Args:
       content: the memory, which must not change any more.
       what: names the parameters in errors.
@@ -118,7 +117,7 @@ def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None 
 
 
 def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves | None = None) -> dict[str, Place]:
-    """Reads a safetensors header. Returns by leaf name where the bytes of each leaf are, sorted by offset.
+    """Reads a safetensors header. Returns leaf name -> where the leaf's bytes are, sorted by offset.
 
     Args:
       header: the header's bytes, without the length in front of them.

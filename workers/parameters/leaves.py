@@ -60,9 +60,9 @@ class Leaves:
           model: the model's name.
           names: the names of the leaves, in the order of their tree.
           made: the leaves in this order, as the model's ``create`` function returned them.
-          shared: returns for a leaf's name whether this leaf is the same in all parameter sets.
-          fixed: the names of the tree's other leaves. They are no arrays, and part of the model's programs. If a push has values
-            under these names, they are ignored.
+          shared: called with a leaf's name, returns whether this leaf is the same in all parameter sets.
+          fixed: the names of the tree's other leaves, which are no arrays but constants of the model's programs. If a push
+            has a scalar with such a name, the scalar is ignored.
         """
         self.model = model
         self.fixed = frozenset(fixed)
@@ -83,12 +83,12 @@ class Leaves:
     def byte_size_of(self, named: bool) -> int:
         """Returns how many bytes a parameter set takes on the device.
 
-        ``named``: whether the set is not ``main``. If so, leaves that all sets share do not count.
+        ``named``: False for ``main``. True for another set: leaves that all sets share do not count.
         """
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
-        """Raises Unsupported if parameters cannot be pushed: two leaves have the same name, or no leaf is an array."""
+        """Raises Unsupported if parameters cannot be pushed: two leaves have the same name, or no datatype is supported."""
         if self._twice is not None:
             raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
         if not any(leaf.plain for leaf in self._leaves):
@@ -102,7 +102,7 @@ class Leaves:
         Args:
           found: the pushed arrays by the leaf's name.
           what: a name for the push in error messages.
-        Raises InvalidArgument if an array is missing, must not be pushed, or has another datatype or shape than the leaf.
+        Raises InvalidArgument if an array is missing, unknown or must not be pushed, or if its datatype or shape is wrong.
         Raises Unsupported if no leaf of the model can be pushed.
         """
         self.check_named()

@@ -6,10 +6,10 @@
                           ▼  │
                      in host memory, page-locked if it comes from a GPU
 
-Each run looks a set up once, and its answers are of that version, whatever is committed meanwhile. A version that is not used any
-more is freed when the last run with it has ended. Only the worker's loop changes which versions are in use; any thread may look
-one up. Parameters named ``number`` are versions of a set. Parameters named ``placement`` say where arrays are: 0 on the worker's
-device, 1 on the device for small programs, which is a single thread of the processor.
+A batch looks its set up once, and its answers are of that version, even if another version is committed meanwhile. A version
+that is not used any more is freed when the last batch with it has ended. Only the worker's loop changes which versions are in
+use; any thread may look one up. An argument ``number`` is the version of a set. An argument ``placement`` says where arrays
+are: 0 on the worker's device, 1 on the device for small programs, which is a CPU device that computes with one thread.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Takes the arrays on the device out of the set, and returns them, so that the caller can free them.
+        """Takes the set's arrays off the device, and returns them, so that the caller can free them.
 
         Returns [] and changes nothing if the set has no copy in host memory, as its values would be lost.
         """
@@ -279,7 +279,7 @@ class ParameterSet:
 
 
 class Unused(NamedTuple):
-    """Holds the objects whose memory can be freed after a parameter set was replaced."""
+    """The objects whose memory can be freed after a parameter set was replaced."""
 
     #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
     unused: list[object]
@@ -334,8 +334,8 @@ class ParameterSets:
     def share_by(self, share: Callable[[Any], Any]) -> None:
         """Lets programs on a CPU device with one thread use all parameter sets, without copying the sets' memory.
 
-        ``share`` gets a tree of arrays, and returns arrays of that device in the same memory. It is called at once for ``main``.
-        If this call raises an error, ``share_by`` raises the error unchanged, and has no effect.
+        ``share`` gets a tree of arrays, and returns arrays of the CPU device in the same memory. It is called at once for
+        ``main``. If this call raises an error, ``share_by`` raises the error unchanged, and has no effect.
         """
         self.share = share
         try:
@@ -345,7 +345,7 @@ class ParameterSets:
             raise
 
     def newest(self, name: str) -> ParameterSet | None:
-        """Returns the set in use under a name; None: there is none."""
+        """Returns the set that requests with this name use now; None: there is none."""
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
@@ -369,7 +369,7 @@ class ParameterSets:
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
         """Replaces the parameter set of the same name by ``parameters``. Returns memory of older sets for the caller to free.
 
-        If ``stays`` is True, the replaced set's memory is not returned, because requests still run with this set.
+        If ``stays`` is True, the replaced set's memory is not returned, because requests still run with the replaced set.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()
@@ -411,7 +411,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Stops keeping the set ``before`` for the rollback of a push. Does nothing if ``before`` is None or is not so kept."""
+        """Stops keeping the set ``before`` for the rollback of a push. Does nothing if it is None or is not kept for one."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
@@ -423,7 +423,7 @@ class ParameterSets:
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Frees page-locked memory, sets that were replaced, and arrays on the device. The model version was unloaded."""
+        """Frees page-locked memory, replaced sets and the stack. Call it when the model version was unloaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self.named.values()):

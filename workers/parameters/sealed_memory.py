@@ -2,16 +2,16 @@
 
     MemoryPool.filled ─▶ NewMemory, checked by its owner ─▶ sealed ─▶ descriptor ─▶ supervisor, workers
         ▲                                                                              │
-        └────── the last of their descriptors and mappings is gone, says the kernel ◀──┘
+        └────────── the last descriptor and the last mapping of them are gone ◀────────┘
 
-A model that is trained is pushed again and again, and to allocate new pages takes twice as long as to copy into pages that are
-there. Such memory has F_SEAL_FUTURE_WRITE: only the mapping that its maker had before can write. What others get is opened anew,
-for reading, and has a shared lock of its own (``flock``). A lock belongs to the open file, which lives as long as a duplicate or
-a mapping of its descriptor, in whichever process: so the maker gets the exclusive lock when the memory is free. Nobody else may
-open the memory anew, or call flock on it.
+A model in training is pushed again and again, and to allocate new pages takes twice as long as to copy into existing pages.
+Memory that is used again has F_SEAL_FUTURE_WRITE: only the mapping that its maker had before can write. Other processes get a
+descriptor that was opened anew for reading and has a shared lock (``flock``). The kernel keeps this lock until no process has a
+duplicate or a mapping of the descriptor. So the memory is free when the maker can get the exclusive lock. Nobody else may open
+the memory anew, or call flock on it.
 
-Memory that never comes back has F_SEAL_WRITE, after which nobody can write: small memory, and all of it where the kernel does not
-tell, or there is no /proc.
+Memory that is not used again has F_SEAL_WRITE, after which nobody can write. Small memory is not used again. No memory is used
+again if the kernel does not keep such a lock, or if there is no /proc.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Copies ``parts`` one behind the other into this memory, which nobody uses."""
+        """Copies ``parts`` one after the other into this memory, which nobody uses."""
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -213,7 +213,7 @@ class _Memory:
 
 
 class NewMemory:
-    """Writable memory for the values that a client pushes to parameters. The method ``sealed`` makes the memory read-only.
+    """Writable memory for the parameter values that a client pushes. The method ``sealed`` makes the memory read-only.
 
     The caller writes to ``content`` and calls ``sealed``. The caller always calls ``close`` at the end, also after an error.
     """
@@ -224,7 +224,7 @@ class NewMemory:
 
     @property
     def content(self) -> Array:
-        """The memory's content. Drop all arrays of it before ``sealed``."""
+        """The memory's bytes, as an array. The caller must drop this array and all its views before it calls ``sealed``."""
         assert self._memory is not None
         return self._memory.content
 
@@ -235,7 +235,7 @@ class NewMemory:
         return self._pool.sealed(memory)
 
     def close(self) -> None:
-        """Frees the memory if ``sealed`` was not called. May be called more than once."""
+        """Gives the memory back to the pool if ``sealed`` was not called. May be called more than once."""
         memory, self._memory = self._memory, None
         if memory is not None:
             self._pool.give_back(memory)
@@ -245,7 +245,7 @@ class NewMemory:
 
 
 class MemoryPool:
-    """Makes memory for parameters. Memory that it made and that nobody uses any more is used again.
+    """Makes memory for parameters, and fills its earlier memory again when no process uses it any more.
 
     Only one thread may use the pool.
     """
@@ -336,9 +336,9 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Tests if this kernel keeps a process's lock on a memfd until the process has closed and unmapped it.
+    """Returns whether this kernel keeps a process's lock on a memfd until the process has closed and unmapped it.
 
-    If it does, whoever made the memory can learn by a lock of its own that all other processes have unmapped it.
+    If the kernel does, the maker of the memory can find out by its own lock that all other processes have unmapped it.
     """
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:

@@ -3,9 +3,9 @@
     leaf      | slot 0: main | slot 1: customer-7 | slot 2: customer-9 | ...    an array for each leaf that differs between sets
     index     | 1 | 1 | 2 | 0 |                                                  the slot of each row of a batch
 
-A set gets a slot when a batch first needs it; if none is free, it takes the slot of the set that was not used for the longest
-time. So one program serves all combinations of sets, and nothing is copied for a batch whose sets have slots. The arrays of all
-sets also lie in host memory. Only the execution thread of the model uses the stack.
+A set gets a slot when a batch first needs it. If no slot is free, it gets the slot of the least recently used set. So one
+program serves all combinations of sets, and nothing is copied for a batch whose sets have slots. The arrays of all sets also
+lie in host memory. Only the execution thread of the model uses the stack.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BatchSets:
     __slots__ = ("_sets",)
 
     def __init__(self, sets: Mapping[Any, ParameterSet]) -> None:
-        """``sets``: request -> its parameter set, in the order of the requests' rows in the batch."""
+        """Stores ``sets``: request -> its parameter set, in the order of the requests' rows in the batch."""
         self._sets = sets
 
     def of(self, request: Any) -> ParameterSet:
@@ -122,7 +122,7 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Makes the stack usable on one more device.
+        """Sets the device on which the stack lies.
 
         Args:
           at: the device's number. 0 is the worker's usual device. 1 is a CPU device that computes with one thread.
@@ -163,9 +163,10 @@ class SetStack:
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
         """Returns the two arguments by which a program applies a different parameter set to each row of a batch.
 
-        The first is the tree of the model's parameters, whose arrays have an additional axis 0 that counts the sets in the stack.
-        Arrays that all sets share lack this axis. The second is INT32[rows], the index of each row's set. The next call may
-        overwrite the arrays, so call the program first. If the device fails, empties the stack, and raises its error unchanged.
+        The first is the tree of the model's parameters. Its arrays have an additional axis 0 that counts the sets in the stack,
+        except arrays that all sets share. The second is INT32[rows], the index of each row's set. The next call may overwrite
+        the arrays of the first, so run the program before. If the device fails, empties the stack, and raises the device's
+        error unchanged.
         Args:
           sets: all parameter sets of the model version.
           chosen: one set for all rows, the sets of the batch's requests, or a tuple with a set for each row. None means ``main``.

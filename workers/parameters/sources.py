@@ -2,8 +2,9 @@
 
     file, region, memory, leaves ─▶ copied, so that no client can change them ─▶ checked ─▶ sealed, in safetensors' layout
 
-A client may change or remove its region at any time: so only the copy is checked. ``plan`` finds the source, in the worker's
-loop; ``Making.make`` copies, in another thread. ``copy(at, target)`` fills an array with a source's bytes from offset ``at`` on.
+A client may change or remove its region at any time. So the copy is checked, and not the region. ``plan`` finds the source, in
+the worker's loop; ``Making.make`` copies, in another thread. ``copy(at, target)`` fills an array with a source's bytes from
+offset ``at`` on.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Making:
         }
 
     def copied(self, byte_size: int, copy: Copy) -> int:
-        """Copies a source in safetensors' layout. Returns the descriptor of the sealed copy.
+        """Copies a source in safetensors' layout. Returns the descriptor of the sealed copy, which the caller closes.
 
         ``byte_size``: the size of the source. ``copy``: copies bytes of the source from an offset on into an array.
         Raises InvalidArgument: the source or its header is not valid, the source is too large or has become too short, or its
@@ -148,11 +149,11 @@ class Making:
         return found.tobytes()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
-        """Copies pushed parameters into sealed memory. Returns the memory's file descriptor.
+        """Copies pushed parameters into sealed memory. Returns the memory's file descriptor, which the caller closes.
 
         ``places``: each leaf, and the function that copies the leaf's bytes.
-        Raises InvalidArgument if the parameters are too large or unknown to the model, if the pushed checksum is wrong, or if the
-        client has removed the region with the parameters.
+        Raises InvalidArgument if the parameters are too large or unknown to the model, if the pushed checksum is wrong, or if
+        the client has removed the region with the parameters.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:
