@@ -1,1 +1,1 @@
-"""Shared memory of clients as a worker uses it: what may be used and how, how it is mapped, and which requests use it."""
+"""Package for the clients' shared memory as a worker uses it: what may be registered, how it is mapped, what uses it."""

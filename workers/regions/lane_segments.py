@@ -1,10 +1,10 @@
-"""Holds the segments that a client announces on its lane; only this lane can name them.
+"""Holds the segments that a client announces on its lane. Only requests on this lane can use them.
 
     SegmentOpened 3 + memfd ──▶ region "@3" of this lane ──SegmentClosed 3, or the lane ends──▶ leaving ──last lease──▶ unmapped
-    RegionSlice("@3", ...)  ──▶ that region              RegionSlice("frames", ...) ──▶ a registered region, as for anybody
+    RegionSlice("@3", ...)  ──▶ that region              RegionSlice("frames", ...) ──▶ a region that a client has registered
 
-Names are not translated: they are looked up here as the record has them, so answers name segments as their requests did. Another
-lane's "@3" is another region, and no lane finds a region that a client has registered under such a name.
+A segment has the same name in requests, here and in answers. The "@3" of another lane is another region. If a client has
+registered a region under such a name, no lane finds it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LaneSegments(ArenaMap):
         self._reasons[name] = reason
 
     def close_segment(self, segment: int) -> None:
-        """Closes a segment, so that no new request uses it. It stays mapped for earlier ones. Ignores an unknown number."""
+        """Closes a segment, so that no new request uses it. Earlier requests keep it mapped. Ignores an unknown number."""
         name = f"{_MARK}{segment}"
         self._reasons.pop(name, None)
         region = self._regions.pop(name, None)

@@ -1,8 +1,8 @@
-"""Says where each output of a request is written to: chosen before anything is written, by ``workers/dispatch/answers.py``.
+"""Says where each output of a request is written. ``workers/dispatch/answers.py`` chooses this before anything is written.
 
-requested region   the client's memory, after all of them are known to fit
-small              inside the record
-the rest           one lease in the lane's response arena, each tensor at a multiple of 64
+outputs in regions that the client requested   into the client's memory, once all of these outputs are known to fit
+small outputs                                  into the record of the answer
+all other outputs                              into one block of the lane's response arena, each at a multiple of 64 bytes
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Returns by output name the memory that a GPU can write itself: host memory, or a CUDA region and an offset in bytes."""
+        """Returns output name -> memory to which a GPU can write it: host memory, or a CUDA region and an offset in bytes."""
         found: dict[str, memoryview | tuple[CudaRegion, int]] = {}
         for name, size in self.sizes.items():
             place, region = self.in_regions.get(name, (None, None))

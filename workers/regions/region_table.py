@@ -1,6 +1,6 @@
-"""Holds the regions that a worker has open, by name. The supervisor owns the names.
+"""Holds the regions that a worker has open, by name. The supervisor decides which region has a name.
 
-registered ──unregistered or renewed──▶ leaving: no new request finds it ──last lease ends──▶ closed, waiters are called
+registered ──unregistered or renewed──▶ leaving: no new request finds it ──last lease ends──▶ closed ─▶ ``when_closed``
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class RegionTable:
     def unregister(self, kind: str, name: str) -> int:
         """Removes a region from the table, and closes it once no request uses it.
 
-        Returns how many tensors of requests in flight lie in the region. ``kind``: "system" or "cuda". An unknown name is
-        ignored, and 0 returned.
+        Returns how many tensors of requests in flight lie in the region. ``kind``: "system" or "cuda". If no region of this
+        kind has this name, does nothing and returns 0.
         """
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         region = self._regions.get(name)
@@ -206,13 +206,13 @@ class RegionTable:
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
-        """Calls ``done`` once all regions that were removed or replaced under this name are closed."""
+        """Calls ``done`` once all regions of this name that were removed or replaced are closed."""
         leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
         self._waiting.append((leaving, done))
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Returns region name -> how many tensors of requests in flight lie in the region, and in removed regions of this name.
+        """Returns region name -> (tensors of requests in flight in the region, such tensors in removed regions of this name).
 
         ``name``: the only region to count; "": all regions.
         """
@@ -243,7 +243,7 @@ class RegionTable:
         self._call_waiters()
 
     def _call_waiters(self) -> None:
-        """Calls each waiting function whose awaited regions are all closed."""
+        """Calls the functions given to ``when_closed`` whose regions are all closed."""
         for entry in list(self._waiting):
             regions, done = entry
             if not any(region in self.leaving for region in regions):
