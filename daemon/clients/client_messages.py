@@ -104,7 +104,7 @@ class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HelloAnswer(msgspec.Struct):
-    """Answers Hello: which server this is, and how clients can reach it."""
+    """The answer to a ``Hello`` message: which server this is, and how clients can reach it."""
 
     server: str
     version: str
@@ -127,7 +127,7 @@ class LaneEntry(msgspec.Struct):
 
 
 class OpenAnswer(msgspec.Struct):
-    """Answers OpenLanes: describes a model version, and lists the client's lanes to the workers that serve it."""
+    """The answer to an ``OpenLanes`` message: a model version's description, and the client's lanes to its workers."""
 
     model: str
     version: int
