@@ -2,8 +2,8 @@
 
 {"file": "params-17.safetensors", "number": 17}
 {"region": "params", "offset": 0, "byte_size": 4096}
-{"leaves": {"dense.kernel": {"region": "r", "offset": 0, "byte_size": 64, "datatype": "FP32", "shape": [4, 4]}}, "partial":
-true} {"number": 17}      the parameters themselves follow the JSON, or a file descriptor of memory with them is sent along
+{"leaves": {"dense.kernel": {"region": "r", "offset": 0, "byte_size": 64, "datatype": "FP32", "shape": [4, 4]}}, "partial": true}
+{"number": 17}      the parameters themselves follow the JSON, or a file descriptor of memory with them is sent along
 """
 
 from __future__ import annotations

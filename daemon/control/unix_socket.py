@@ -42,7 +42,7 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
 
 
 def remove_stale(path: Path, kind: int) -> None:
-    """Removes the path of a Unix socket on which no process listens. Never waits.
+    """Removes a Unix socket's path if no process listens on it. Never waits.
 
     ``kind``: the type of the socket, such as SOCK_STREAM.
     """
