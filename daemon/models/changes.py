@@ -180,7 +180,7 @@ class Models:
 
         The repositories are read for this.
         ``ready``: whether only versions that serve are listed. ``detailed``: whether an entry also has the number of programs,
-        and the bytes of parameters, programs and the largest batch.
+        and the sizes in bytes of the parameters, of the programs and of the largest batch.
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
@@ -450,11 +450,11 @@ class Models:
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads a version on the workers that do not have it. Call it after a push of the version's parameters."""
+        """Loads a version on the workers that should have it and do not. Call it after a push of the version's parameters."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores how far a worker is with a load, for the daemon's readiness.
+        """Stores how far a worker is with a load. The reports of the daemon's readiness show this.
 
         ``incarnation``: the number of the worker process.
         """
@@ -477,7 +477,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker unloaded a version, and does what waited for this. ``incarnation``: the number of the process."""
+        """Logs that a worker unloaded a version, and begins what waited for this. ``incarnation``: the worker's number."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -546,7 +546,7 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates a number and a future for a load or unload that begins.
+        """Creates a future for a load or unload that begins. Returns a token for ``settle``, and the future.
 
         The future's result will be the error text, or "" if the operation succeeds.
         ``load``: the name of the model that is loaded, or "" if a model is unloaded.
@@ -563,7 +563,7 @@ class Outcomes:
         return None if outcome is None or outcome.done() else outcome
 
     def settle(self, token: int, error: str) -> None:
-        """Sets the result of the future for the operation number ``token``. ``error``: why the operation failed, or ""."""
+        """Sets the result of the future that ``expect`` returned with ``token``. ``error``: why the operation failed, or ""."""
         outcome = self._waiting.pop(token, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(error)

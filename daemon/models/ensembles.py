@@ -32,7 +32,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """What is known of an ensemble and its members since the ensemble's last load."""
+    """An ensemble as it was last loaded, with the fingerprints that its members had then."""
 
     found: FoundModel
     #: The fingerprint that each member had then.
@@ -326,7 +326,7 @@ class Coming:
         """Publishes the ensemble ``found`` as LOADING while the ``with`` block loads its members.
 
         Nothing is published if a version of the ensemble is in use. If the block raises, the earlier state is published.
-        ``known``: the entry of the ensemble in the lifecycle before this load, or None if it has none.
+        ``known``: the state of the ensemble before this load, or None if it was not known.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]

@@ -96,7 +96,7 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether the model ``name`` uses files that a client sent. ``needed``: the paths of the folders in use."""
+        """Returns whether the model ``name`` uses files that a client sent. ``needed``: paths of the model folders in use."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:

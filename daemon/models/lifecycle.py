@@ -557,7 +557,8 @@ class Lifecycle:
           refused: why models were refused before a worker was asked to load them, by name.
           waits: the seconds until a version that was given up is loaded again, by name and version.
           ready: whether only versions that serve are listed.
-          detailed: whether an entry also has the number of programs, and the bytes of parameters, programs and the largest batch.
+          detailed: whether an entry also has the number of programs, and the sizes in bytes of the parameters, the programs and
+            the largest batch.
         """
         found: list[dict[str, str | int]] = []
         models = self.models
@@ -587,7 +588,7 @@ class Lifecycle:
         return sorted(found, key=lambda entry: str(entry["name"]))
 
     def resources(self) -> dict[str, Mapping[str, bool]]:
-        """Returns the rate limiter's resources that each model needs, by model name, for models that are wanted or in use.
+        """Returns the rate limiter's resources that each model needs, by model name, for models that are in use or should be.
 
         A resource's value is True if all devices share the resource, and False if each device has its own.
         """
@@ -620,7 +621,7 @@ class Lifecycle:
         return any(v.state is IndexState.READY for n, v in versions.items() if number in (0, n))
 
     def folders(self, name: str) -> set[str]:
-        """Returns the folders of the versions of a model that serve, are wanted, or are being loaded or unloaded."""
+        """Returns the folders of those versions of a model that serve, should serve, or are being loaded or unloaded."""
         versions = self.models[name].versions.values() if name in self.models else ()
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
 

@@ -53,7 +53,7 @@ class Standing:
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Returns the readiness of each model, sorted by name.
+    """Returns the readiness of each model in ``wanted`` or ``required``, sorted by name.
 
     ``wanted``: the models that somebody has asked to load. ``required``: the models without which the daemon is not ready.
     ``refused``: maps a model to the reason for which it was refused before a worker was asked to load it.

@@ -112,7 +112,7 @@ class FoundModel:
 
     @property
     def problem(self) -> str:
-        """Returns the reason why no version of the model can be loaded, or ""."""
+        """Returns the reason why no version of the model can be loaded, or "" if one can."""
         return self.error or ("" if self.chosen else _NONE_CHOSEN if self.versions else _no_folder(self.others))
 
     def load(self, number: int) -> Load:
@@ -139,7 +139,7 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
 
 def isolated_fraction(config: bytes, options: Workers) -> float:
-    """Returns the fraction (0 to 1) of GPU memory for the worker of an isolated model: from ``config``, else from ``options``."""
+    """Returns the fraction (0 to 1) of GPU memory for an isolated model's worker: from ``config``, or else from ``options``."""
     return model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
 
 
@@ -179,7 +179,7 @@ def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Worke
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
     """Reads the folder of every model in the repositories, and returns the models by name, sorted.
 
-    ``known``: the names of earlier models. A folder of this name is also read if it holds neither a version nor config.pbtxt.
+    ``known``: the names of earlier models. Their folders are read even if they hold neither a version nor config.pbtxt.
     Raises InvalidArgument if a repository is not a readable folder.
     """
     found: dict[str, FoundModel] = {}
