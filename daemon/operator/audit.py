@@ -39,7 +39,7 @@ _MAX_TEXT = 200
 
 
 class Audit:
-    """Logs each control operation that can change something, and who asked, at a limited rate. ``clock``: gives ns of time."""
+    """Logs who asked for each operation that can change something, at a limited rate. ``clock``: returns the time in ns."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._regions, self._others = LineRate(_MAX_LINES, clock), LineRate(_MAX_LINES, clock)

@@ -1,6 +1,6 @@
 """Checks certificates, files, sockets, host names and packages that a configuration names, before the daemon starts anything.
 
-tensord serve, a reload  ─▶ check      only the files that the daemon itself opens; sockets fail when they are bound
+tensord serve, a reload  ─▶ check      only the log file and TLS files; the start itself finds sockets that cannot be bound
 tensord check            ─▶ foreseen   all that would make a start fail, without binding, creating or emptying anything
 """
 
@@ -115,5 +115,5 @@ def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _denial(path: Path) -> str:
-    """Returns the error text for a path that cannot be written, of a read-only file system or a missing permission."""
+    """Returns why an existing path cannot be written: "Read-only file system" or "Permission denied"."""
     return os.strerror(errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES)
