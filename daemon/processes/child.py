@@ -1,6 +1,6 @@
 """Runs one child process of the supervisor: starts it, exchanges records with it, watches it, and cleans up after its death.
 
-    spawn ─▶ Start ─▶ ChildReady (a worker: with its status page) ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
+    spawn ─▶ Start ─▶ ChildReady (of a worker: with a state page) ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
 
 The end of the control channel does not prove that the process has ended. Only its pidfd proves that it is gone and writes to no
 shared memory any more.
@@ -143,7 +143,7 @@ class Child:
     def kill(self, reason: str = "") -> None:
         """Kills the process with SIGKILL. ``on_exit`` is called when the process is gone.
 
-        ``reason``: for the log, or "" to log nothing. With a reason, a ready process first gets 0.2 s to report its stack.
+        ``reason``: for the log, or "" to log nothing. With a reason, a ready process first gets 0.2 s to write its stack trace.
         """
         if not self.alive or (reason and self._killing):
             return

@@ -109,8 +109,8 @@ def _check_cores(lists: Sequence[str]) -> None:
 class VisibleGpus:
     """The GPUs that can be used, or why there are none.
 
-    ``entries`` are those of CUDA_VISIBLE_DEVICES, and ``addresses`` are PCI addresses. ``reason`` is "" if there are GPUs,
-    and also if none is expected, because no driver is installed or the environment hides all GPUs.
+    ``entries`` are the entries of CUDA_VISIBLE_DEVICES, and ``addresses`` are PCI addresses. ``reason`` is "" if there are
+    GPUs, and also if none is expected, because no driver is installed or the environment hides all GPUs.
     """
 
     entries: Sequence[str] = ()

@@ -1,7 +1,7 @@
 """Handles signals while no event loop runs: a SIGTERM or SIGINT before the loop is remembered until the loop runs.
 
-Without a handler the first process of a container would lose these signals; elsewhere it would end without a message. A signal
-while the daemon exits would change its exit status.
+Without a handler these signals would not stop the first process of a container, and would end any other process without a
+message. A signal while the daemon exits would change its exit status.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Starts the front processes, several for each protocol on its listening sockets, and publishes state to all of them.
 
-    a change ─▶ a record to every front ─▶ StatePublished (its number) ─▶ StateAcknowledged by all ─▶ the client is answered
+    a change ─▶ a record to every front ─▶ StatePublished (the record's number) ─▶ StateAcknowledged by all ─▶ answer to client
 
 A client may ask one front for a change and send its next request to another, so the answer first waits in ``settled`` until
 every front uses the new state. A new front serves clients only once it has acknowledged all of the published state.

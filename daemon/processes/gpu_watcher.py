@@ -46,7 +46,7 @@ class GpuWatcher:
 
     @property
     def gpus(self) -> Sequence[GpuState]:
-        """Returns the state of this host's GPUs as it was last reported. It is empty if no report came in the last 10 s."""
+        """Returns the state of each GPU of this host as it was last reported, or () if no report came in the last 10 s."""
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:

@@ -96,7 +96,7 @@ class ProcessSlots:
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
-        """Returns how many processes of this name died one after the other. A process that lived for 60 s resets the count."""
+        """Returns how many processes of this name have died in a row. A process that lived for 60 s resets the count."""
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
 
@@ -113,13 +113,13 @@ class ProcessSlots:
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a process died for want of memory. Counts its death in the metrics if it was still needed."""
+        """Finds out whether a process died for want of memory. Counts the death in the metrics if the process was needed."""
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1
 
     def forget(self, name: str) -> None:
-        """Removes what is counted about the deaths and restarts of processes called ``name``, which is not used any more."""
+        """Removes the counts of deaths and restarts of processes called ``name``, because no process gets this name again."""
         for key in [key for key in self._deaths if key[0] == name]:
             del self._deaths[key]
         self._histories.pop(name, None)

@@ -52,7 +52,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Tells ``self.finish`` and ``self.bury``, which wait until all child processes have ended, that another has ended."""
+        """Tells ``finish`` and ``bury``, which wait until all child processes are dead, that a child process has died."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:
@@ -84,7 +84,10 @@ class Shutdown:
         hurry.cancel()
 
     async def bury(self, children: Callable[[], Iterable[Child]]) -> None:
-        """Kills processes until none is alive. Calls ``children`` again after each death, because new ones may have started."""
+        """Kills the processes that ``children`` returns until none is alive.
+
+        Calls ``children`` again after each death, because new processes may have started.
+        """
         while alive := [child for child in children() if child.alive]:
             self._death.clear()
             for child in alive:

@@ -1,6 +1,6 @@
 """Starts and replaces the worker processes, one for each device and for each isolated model, and receives their records.
 
-start ─▶ ChildReady with the status page ─▶ fronts open lanes ─▶ Loaded, Unloaded, replies ─▶ death ─▶ a new worker starts
+start ─▶ ChildReady ─▶ fronts open lanes ─▶ Loaded, Unloaded, replies ─▶ the worker dies ─▶ a new worker starts
 
 ``isolate`` starts and stops the workers that serve only one model: "worker-0#m" on "cpu:0#m" serves only the model "m".
 """
