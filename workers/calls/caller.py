@@ -1,8 +1,8 @@
 """Finds out which model's code is running: by its context variable, or else by the builtins of the code on the stack.
 
-    execute, and coroutines of it       its requests are known; the calls that it makes end when these requests end
+    execute, and coroutines of it       the requests are known; calls of other models end when these requests end
     threads that a model starts         only the model is known, not the request that they work for
-    initialize                          may not call other models, because it serves no request yet, but may load them
+    initialize                          may not call other models, because the model is not served yet, but may load them
     auto_complete_config, finalize      may neither call nor load other models
 
 In Python a coroutine has the context of the code that began it, and a new thread has an empty context.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """Lets a model's code, in any thread, call other models and ask the daemon. Every parameter ``call`` is a ``ModelCall``."""
+    """Lets a model's code, in any thread, call other models and have the daemon load them. A ``call`` is a ``ModelCall``."""
 
     def begin(self, call: Any) -> None:
         """Queues the request of a ``ModelCall`` to another model. ``call.answered`` gets each response or error."""
@@ -113,7 +113,7 @@ class ModelPort:
         self.detached = Caller(self)
 
     def close(self) -> None:
-        """Closes what the model's code has made outside of itself, such as processes and metrics."""
+        """Closes all resources that the model's code has made, such as processes and metrics."""
         for held in list(self.held):
             held.close()
 
@@ -168,7 +168,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Notes that this run of a model's code has ended. If a thread of the run makes calls later, these have no request."""
+        """Notes that this run of a model's code has ended. Later calls by threads of the run belong to no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

@@ -71,7 +71,7 @@ class OwnMetric:
     ) -> None:
         """Makes a metric. Objects with the same name and labels stand for the same metric.
 
-        ``labels`` None: no labels. ``buckets``: upper bounds, for a histogram only.
+        If ``labels`` is None, the metric has no labels. ``buckets``: upper bounds, for a histogram only.
         Raises InvalidArgument: an argument is malformed, or differs from the existing metric. Raises Unavailable: there are too
         many metrics.
         """
