@@ -43,7 +43,7 @@ class DeviceRoom:
     """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
-        """Creates the account of a device's memory for parameter sets. No set is on the device yet.
+        """Makes an object that limits a device's memory for parameter sets. No set is on the device yet.
 
         Args:
           byte_size: the most bytes that all sets together may take on the device.
@@ -152,7 +152,7 @@ class DeviceRoom:
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Stops counting a set that ``keep`` has kept. Does nothing for another set."""
+        """Removes a set from the sets that ``keep`` keeps in host memory. Does nothing for another set."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:

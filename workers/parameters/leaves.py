@@ -83,7 +83,7 @@ class Leaves:
     def byte_size_of(self, named: bool) -> int:
         """Returns how many bytes a parameter set takes on the device.
 
-        ``named``: False for ``main``. True for another set: leaves that all sets share do not count.
+        ``named``: False for ``main``, True for any other set, for which the leaves shared with ``main`` do not count.
         """
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
@@ -170,7 +170,7 @@ def _placed(dtype: Any) -> Any:
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns the names of those leaves whose type is among ``kinds``.
+    """Returns the names of the leaves of the tree ``parameters`` whose type is among ``kinds``.
 
     A name is the keys on the leaf's path, joined by dots. A tree that is a single leaf has the name "array".
     """

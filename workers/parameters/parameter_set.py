@@ -248,7 +248,7 @@ class ParameterSet:
     def prepare(self) -> None:
         """Places the parameters on the device before their first use.
 
-        Raises Unavailable: there is no room. Errors of copying are raised unchanged.
+        Raises Unavailable: the device has no room for them. Errors of copying are raised unchanged.
         """
         room = self.sets.room
         if not self._is_placed:
@@ -442,7 +442,7 @@ class ParameterSets:
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns each parameter set's size and place, and the numbers of pushes, misses and evictions, for metrics."""
+        """Returns metrics: each set's size and whether it is on the device, and the numbers of pushes, misses and evictions."""
         sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

@@ -2,7 +2,7 @@
 
     MemoryPool.filled ─▶ NewMemory, checked by its owner ─▶ sealed ─▶ descriptor ─▶ supervisor, workers
         ▲                                                                              │
-        └────────── the last descriptor and the last mapping of them are gone ◀────────┘
+        └────── no process has the descriptor or a mapping of it any more ◀────────────┘
 
 A model in training is pushed again and again, and to allocate new pages takes twice as long as to copy into existing pages.
 Memory that is used again has F_SEAL_FUTURE_WRITE: only the mapping that its maker had before can write. Other processes get a
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns a ``Part`` of sealed memory, which is filled with a copy of ``content``. ``content`` must be contiguous."""
+    """Returns a ``Part`` whose function copies ``content``, which must be contiguous."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
 
