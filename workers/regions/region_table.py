@@ -89,7 +89,7 @@ class RegionTable:
         return region, access
 
     def open_private(self, name: str, fd: int, byte_size: int) -> Region:
-        """Maps sealed memory as a region without a name in this table. Always takes over the descriptor ``fd``.
+        """Maps sealed memory as a region that requests do not find in this table. Always takes over the descriptor ``fd``.
 
         Raises InvalidArgument: ``fd`` is no writable memfd of ordinary pages and fixed size, or has another size. Raises
         Unavailable: no more can be mapped now, or the process has too many open files.
@@ -122,7 +122,7 @@ class RegionTable:
             self._pinned.pin(region.view(0, region.byte_size), "a region", region.hold)
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
-        """Adds a client's GPU memory to the table. Memory on another GPU is opened when a request needs it.
+        """Adds a client's GPU memory to the table. Memory on a GPU other than the worker's is opened when a request needs it.
 
         Raises AlreadyExists: the name is taken. Raises InvalidArgument: the memory cannot be opened. Raises DeviceLost: the GPU
         failed.
@@ -190,8 +190,8 @@ class RegionTable:
     def unregister(self, kind: str, name: str) -> int:
         """Removes a region from the table, and closes it once no request uses it.
 
-        Returns how many tensors of requests in flight lie in the region. ``kind``: "system" or "cuda". If no region of this
-        kind has this name, does nothing and returns 0.
+        Returns how many tensors of requests in flight lie in the region. ``kind``: "system" or "cuda". If no open region of
+        this kind has this name, returns 0.
         """
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         region = self._regions.get(name)
@@ -292,7 +292,7 @@ def check_intact(regions: Iterable[AnyRegion]) -> None:
 
 
 class RegionPolicy:
-    """Decides whose shared memory may be registered as a region, and how it is used."""
+    """Decides whose shared memory may be registered as a region, and whether workers map or copy the memory."""
 
     # Whose: objects of the daemon's own user, objects shared with its groups, and objects of the configured users and groups.
     # For whom: a client on a unix socket must itself be allowed to read and write the object, because the daemon lends nobody
