@@ -477,7 +477,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker unloaded a version, and begins what waited for this. ``incarnation``: the worker's number."""
+        """Logs that a worker unloaded a version, and begins loads that waited for it. ``incarnation``: the worker's number."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 

@@ -154,6 +154,6 @@ def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
 
 
 def named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
-    """Returns the entry of a model's version ``number`` or, if ``number`` is -1, of all its versions, the newest last."""
+    """Returns the entry of a model's version ``number`` or, if ``number`` is -1, the entries of all versions, newest last."""
     versions = models[name].versions if name in models else {}
     return [version for n, version in sorted(versions.items()) if number in (-1, n)]

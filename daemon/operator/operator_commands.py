@@ -212,7 +212,7 @@ def _operation(question: OperatorQuestion) -> Operation:
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Sends ``operation``, which asks for a list, to a child process. Returns the list, or [] if no answer comes in time."""
+    """Sends ``operation``, which asks for a list, to a child process. Returns the list, or [] if none comes in time."""
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:

@@ -1,9 +1,9 @@
 """Runs one child process of the supervisor: starts it, exchanges records with it, watches it, and cleans up after its death.
 
-    spawn ─▶ Start ─▶ ChildReady (of a worker: with a state page) ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
+    spawn ─▶ Start ─▶ ChildReady ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
 
-The end of the control channel does not prove that the process has ended. Only its pidfd proves that it is gone and writes to no
-shared memory any more.
+With ChildReady, a worker passes shared memory in which it shows its state. The end of the control channel does not prove that
+the process has ended. Only its pidfd proves that it is gone and writes to no shared memory any more.
 """
 
 from __future__ import annotations

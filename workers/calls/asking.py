@@ -149,7 +149,8 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 
     Implements ``tensord.models.load_model``. ``config``: the configuration as JSON; "": the one in the repository. ``files``:
     contents of files by path; the model then consists of these files only. None: the files in the repository.
-    Raises NotAllowed if the caller is not the code of a model that is being loaded or served.
+    Raises NotAllowed if the caller is not the code of a model that is being loaded or served. Raises ServingError if the load
+    fails.
     """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))
