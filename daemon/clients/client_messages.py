@@ -37,7 +37,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for the description of a model, and for a lane to each worker that serves it."""
+    """A client's message that asks for the description of a model, and for a lane to each worker that serves the model."""
 
     model: str
     #: 0: the newest that serves.
@@ -49,7 +49,7 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks to register the memfd sent with this message as a region.
+    """A client's message that asks to register the memfd sent with it as a region.
 
     ``byte_size`` and ``offset`` are in bytes. ``offset`` is a multiple of the page size.
     """
@@ -60,13 +60,13 @@ class Register(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Unregister(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks to unregister a region of the client's user, or all of them if ``name`` is ""."""
+    """A client's message that asks to unregister a region of the client's user, or all of them if ``name`` is ""."""
 
     name: str
 
 
 class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
-    """Asks to push new values into a parameter set of a model version. ``version`` 0 means the newest version that serves."""
+    """A client's message that asks to push values into a parameter set. ``version`` 0 means the newest version that serves."""
 
     model: str
     version: Number = 0

@@ -1,12 +1,13 @@
 """Holds counters of the fronts of a protocol in shared memory: one page that all of these fronts and the supervisor map.
 
 Whichever front is quickest accepts a client's connection. So fronts read each other's counts, to have about as many connections
-each and to keep a limit for all together. The memory has no name and is sealed against resizing. It consists of u64 words:
+each and to keep a limit for all together. The memory has no name and is sealed against resizing. It has a row of 32 u64 words
+for each front:
 
-    row k at word 32 * k:   serves (0 or 1), connections, prepared requests: with a number now, ever numbered, ever evicted,
-                            refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
-                            answers by code (``CODES`` of its protocol)
-    the last two words:     how many records the supervisor has sent to the front, dropped traces
+    the first words        serves (0 or 1), connections, prepared requests: with a number now, ever numbered, ever evicted,
+                           refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
+                           answers by code (``CODES`` of its protocol)
+    the last two words     how many records the supervisor has sent to the front, dropped traces
 
 A row is four cache lines. Its front writes it, except the number of sent records, which the supervisor writes. When a front has
 died, the supervisor sets the counts of its present state to 0 before a new front gets the row. The other counts go on.

@@ -462,7 +462,7 @@ class Models:
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Logs a worker's answer to a load. If the version is served now, tells the fronts.
+        """Logs a worker's answer to a load. If the version is served now, tells the fronts so.
 
         ``incarnation``: the number of the worker process.
         """

@@ -32,7 +32,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """An ensemble as it was last loaded, with the fingerprints that its members had then."""
+    """An ensemble as it was last loaded, with a digest of the files of each member at that time."""
 
     found: FoundModel
     #: The fingerprint that each member had then.

@@ -89,7 +89,7 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out a model's call to load, unload or check a model, and refuses other calls."""
+        """Carries out a model's call to load or unload a model, or to ask whether one is ready. Refuses other calls."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")

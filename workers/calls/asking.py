@@ -165,7 +165,7 @@ def unload(name: str, dependents: bool = False) -> None:
     """Begins to unload a model.
 
     Implements ``tensord.models.unload_model``. ``dependents``: whether to unload also the models that only this ensemble uses.
-    Raises NotAllowed: the running code may not unload models.
+    Raises NotAllowed: the caller is not the code of a model that is being loaded or served.
     """
     _ask(UnloadModel(name, dependents))
 
@@ -174,7 +174,7 @@ def is_ready(name: str, version: int = 0) -> bool:
     """Returns whether version ``version`` of a model answers requests. Version 0 stands for any version.
 
     Implements ``tensord.models.is_ready``.
-    Raises NotAllowed: the running code may not ask.
+    Raises NotAllowed: the caller is not the code of a model that is being loaded or served.
     """
     return bool(json.loads(_ask(ModelReady(name, version))))
 

@@ -19,7 +19,7 @@ from tensord.workers.regions.region_table import AnyRegion
 
 @dataclass(slots=True, eq=False, repr=False)
 class Places:
-    """Where each output of a request is written: into the answer's record, the response arena, or a region."""
+    """Says where each output of a request is written: into the answer's record, the response arena, or a region."""
 
     #: Output -> bytes, what the places were found for.
     sizes: Mapping[str, int]
