@@ -1,1 +1,1 @@
-"""Takes a request through the worker: validates, queues, runs and answers it. All of it in the thread of the worker's loop."""
+"""Validates, queues, runs and answers the requests to a worker, all of it in the thread of the worker's event loop."""

@@ -1,11 +1,11 @@
-"""Turns a model's result into an answer: writes every output to where the client wants it, then returns the answer's record.
+"""Writes a model's outputs to where the client wants them, and makes the record of the answer.
 
-    places found ─▶ written, unless the program or the GPU has done so itself ─▶ announced
-    small outputs, as the last such request had them ─▶ cut out of the batch's by the plan that was made then ─▶ announced
+    place of each output chosen ─▶ output copied there, unless the program or the GPU has written it ─▶ record
+    small outputs of a prepared request ─▶ cut out of the batch's outputs by a plan, which is kept ─▶ record
 
-This is the only copy on the way out (docs/data-plane.md). After it the answer no longer uses the memory that the model returned.
-Copies into a GPU's memory are finished when the record is returned. Class labels: Triton
-docs/protocol/extension_classification.md; ties and number formats as observed.
+Nothing else copies outputs (docs/data-plane.md). The record does not use the memory that the model returned.
+Copies into a GPU's memory are finished when the record is returned. Class labels are as in Triton's
+docs/protocol/extension_classification.md; ties and number formats are as observed in Triton.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
     """Plans where the outputs of ``layout`` go in answers to a prepared request: into the answer's record, or a region.
 
-    None: all outputs together have more than ``inline_byte_size`` bytes, the client wants class labels, or an output does not
-    fit into its region.
+    Returns None if all outputs together have more than ``inline_byte_size`` bytes, if the client wants class labels, or if an
+    output does not fit into its region.
     """
     rows, wishes = request.rows, request.outputs
     if rows * layout.row_byte_size > inline_byte_size:
@@ -79,10 +79,10 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 
 
 def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, row: int) -> AnswerRecord | None:
-    """Writes a request's outputs that go to regions, and returns the record of its answer with all other outputs.
+    """Writes those outputs of a request that go to regions. Returns the record of its answer, which has the other outputs.
 
     Returns None, and writes nothing, if any region of the request is GPU memory. ``plan``: where each output goes.
-    ``outputs``: the outputs of the batch, in which the request begins at ``row``.
+    ``outputs``: the outputs of the batch. The request's outputs begin at ``row`` of the batch.
     Raises InvalidArgument: the memory of a region does not exist any more.
     """
     rows, contents = request.rows, outputs.contents
@@ -239,7 +239,7 @@ def _put(
 def _choose(
     request: Request, result: dict[str, Array], signature: Signature
 ) -> dict[str, tuple[str, tuple[int, ...], Content]]:
-    """Returns datatype, shape and content of each wanted output, by name."""
+    """Returns the datatype, shape and content of each output that the request asks for, by output name."""
     chosen: dict[str, tuple[str, tuple[int, ...], Content]] = {}
     for name, array in result.items():
         wanted = request.outputs.get(name)
@@ -269,7 +269,7 @@ class _Queued:
         self._sources: list[Array | GpuArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins a copy of ``content`` to ``offset`` of a region."""
+        """Starts a copy of ``content`` to ``offset`` of a region in a GPU's memory. ``settle`` waits for the copy."""
         if not _byte_size(content):
             return
         self._regions.append(region)
@@ -307,10 +307,10 @@ _MOST = 1 << 15
 
 
 def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:
-    """Returns the ``count`` largest elements as strings "value:index", or "value:index:label" if the output has labels.
+    """Returns each row's ``count`` largest elements as strings "value:index", or "value:index:label" if the output has labels.
 
-    The strings are BYTES [k], or [batch, k] if the model batches, ordered from the largest. Among equal elements the lower index
-    comes first.
+    The strings are BYTES[batch, k] if the model batches, else BYTES[k], ordered from the largest element. Among equal elements
+    the lower index comes first.
     Raises InvalidArgument: the datatype cannot be classified, or the client asks for too many elements.
     """
     datatype = datatype_of(values.dtype)

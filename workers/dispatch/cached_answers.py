@@ -2,12 +2,12 @@
 
 Only the thread of the worker's loop calls these functions.
 
-    request ─▶ its inputs, where a client could still write to them, are copied ─▶ known: answered at once
-                                                                             └▶ not known: queued, run, kept, answered
+    request ─▶ copies of inputs that a client could still change ─▶ found in the cache: answered at once
+                                                                └▶ not found: queued, run, stored, answered
 
-An answer is stored before it is sent, so a client that repeats an answered request always gets it. Errors are not stored, nor is
-what was made with calls of other models. An answer of an ensemble depends on the models of its steps: their loads, and the
-parameter sets that the request chooses in them, are parts of its question.
+An answer is stored before it is sent, so a client that repeats an answered request gets the stored answer. Errors are not
+stored, nor are answers for which a model has called others. An ensemble's stored answer serves only while no model was loaded
+or unloaded since, and only requests that choose the same parameter sets in the models of its steps.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores the answers of an execution, unless parameters or models have changed since its requests came."""
+        """Stores the answers of a run, except errors, unless parameters or models have changed since the requests came."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue
@@ -112,7 +112,7 @@ class CachedAnswers:
         return () if version.sets is None else (chosen_by(version.sets, [request]).stamp,)
 
     def _chosen(self, graph: EnsembleGraph, request: Request) -> list[tuple[ModelVersion, ParameterSet]]:
-        """Returns each model of an ensemble that has parameters, and the set that it uses."""
+        """Returns the models of an ensemble that have parameters, each with the parameter set that ``request`` uses in it."""
         name = request.own.parameter_set
         found: list[tuple[ModelVersion, ParameterSet]] = []
         for member in members_of(self._models, graph, request.outputs):

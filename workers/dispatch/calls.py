@@ -1,16 +1,16 @@
 """Serves calls from one model to another: each becomes a request in the queue of the called model, among clients' requests.
 
-    thread of a model ── ModelCall ──▶ inner request ─▶ queue, batch, answer ─▶ its responses ──▶ that thread
+    thread of the calling model ── ModelCall ──▶ request ─▶ queue, batch, answer ─▶ its responses ──▶ that thread
 
-A calling model may occupy an instance while it waits, so calls can wait for each other in a circle: its last call ends with an
-error. A call ends when the requests that it was made for are cancelled, and waits while its model is being loaded here.
+A call is cancelled when all requests for which it was made are cancelled. A call to a model that this worker is still loading
+waits for the load. A model that calls may occupy an instance while it waits, so calls can deadlock: then one of them fails.
 
-    a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls that these wait for ─▶ ...
+    a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls for which these wait ─▶ ...
                                                                     └▶ the model that does not take their responses
 
 An instance with an ordinary ``execute`` waits for the one call that blocks its thread. An instance that executes a coroutine
-waits for every call that the coroutine has begun. A call from a thread that the model has started itself may be waited for or
-not, so a circle through such a call counts only when it has lasted for 5 s.
+waits for every call that the coroutine has begun. If a model has started a thread itself, nobody knows whether it waits for the
+thread's call. So a deadlock that needs such a call counts only when it has lasted for 5 s.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _Node = InnerRequest | Instance
 
 
 def path(call: ModelCall) -> list[str]:
-    """Returns the names of the models in a chain of calls. A client asked the first one; the last one made ``call``."""
+    """Returns the names of the models in a chain of calls, from the one that the client asked to the one that made ``call``."""
     names = [call.caller.port.name]
     request: Request | None = next(iter(call.requests), None)
     while isinstance(request, InnerRequest) and request.origin is not None:
@@ -108,7 +108,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether ``origin`` is a request to this version, or was made on behalf of one. False for None."""
+        """Returns whether ``origin`` is a request to ``version``, or was made on behalf of one. Returns False if it is None."""
         while origin is not None:
             if origin.version is version:
                 return True
@@ -267,7 +267,7 @@ class Calls:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def cancelled(self, request: Request) -> None:
-        """Ends the calls made for a cancelled request. A call that also serves another request continues."""
+        """Ends the calls that models made for a cancelled request. A call that also serves another request continues."""
         waiting = [call for call in self._waiting if request in call.requests]
         for call in [*self._of.get(request, ()), *waiting]:
             if all(each.cancelled for each in call.requests):

@@ -1,15 +1,15 @@
 """Takes a request through the worker: validates, queues, runs and answers it. Runs in the thread of the worker's loop.
 
-    submit ─▶ queue of its version ─▶ batch ─▶ right here (one instance)  ─▶ answer in place ─▶ completion on the lane
-                                            └▶ an instance's thread       ─▶
-                                            └▶ parked while its shape is compiled, then queued again
+    submit ─▶ queue of the model version ─▶ batch ─▶ run in the loop (one instance)    ─▶ outputs written ─▶ record on the lane
+                                                  └▶ run in an instance's thread       ─▶
+                                                  └▶ parked while a program for its shape is compiled, then queued again
 
-Planners decide what to run (``tensord.workers.scheduling.planner``), and the dispatcher does it. An iteration of the loop asks
-only what is on the agenda: functions whose time has come, and the planners of versions with waiting requests at the time that
-they name, or when something changed: a request arrived or left, a run ended, a program was compiled, a resource or slot is free.
+Planners decide what to run (``tensord.workers.scheduling.planner``), and the dispatcher runs it. In each iteration the loop
+asks only what its agenda names: functions whose time has come, planners whose next batch is due, and planners after a change,
+when a request came or left, a run ended, a program was compiled, or a resource or slot became free.
 
-Batches of jitted models with one instance run in the loop itself, those of one model in an iteration: of the models with a due
-batch, the one whose request has waited longest. Every request in ``SubmitterLink.in_flight`` gets exactly one final answer.
+Batches of jitted models with one instance run in the loop itself. An iteration runs such batches of one model only; models with
+due batches take turns. Every request in ``SubmitterLink.in_flight`` gets exactly one final answer.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Dispatcher:
             self.agenda.wake(version)
 
     def ask_all(self) -> None:
-        """Makes the worker's loop look for a batch to run in every model version that has waiting requests."""
+        """Makes the worker's loop ask every model version that has waiting requests for a batch to run."""
         self._asked_of, self.limiter.moved = self._models.changes, False
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
@@ -361,7 +361,7 @@ class Dispatcher:
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
-        """Sends answers that waited for room in a response arena and now have it. Fails those whose time to wait is over."""
+        """Sends answers that waited for memory of a response arena, if there is some now. Fails those that waited too long."""
         for version, requests in by_version(self._outbox.retry(now_ns)).items():
             version.executing -= len(requests)
             self._restore(version, requests)
@@ -466,7 +466,7 @@ class Dispatcher:
         self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Ends a request with Cancelled if it was cancelled or its lane has ended. Otherwise returns False."""
+        """Returns whether a request was cancelled or its lane has ended. If so, ends the request with Cancelled."""
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)
@@ -498,7 +498,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Adds newly answered executions to the statistics of their model versions, and returns these executions."""
+        """Adds the runs that were answered since the last call to the statistics of their model versions. Returns the runs."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)

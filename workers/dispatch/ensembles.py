@@ -1,10 +1,10 @@
 """Runs requests to ensembles (pipelines of models): each step becomes a request in the queue of another model of the worker.
 
-    begin ─▶ run: steps that may start ─▶ inner requests ─▶ their responses ─▶ further steps ─▶ ... ─▶ answer
+    begin ─▶ run: the first steps ─▶ a request for each ─▶ its responses ─▶ further steps ─▶ ... ─▶ answer
 
-No thread waits meanwhile, so an ensemble may be a step of another ensemble. A request uses the same model versions from its first
-step to its last. It is answered, with outputs or with an error, only when none of its steps runs any more: until then its steps
-read the memory that its client sent.
+No thread waits for a step, so an ensemble may be a step of another ensemble. A request uses the same model versions from its
+first step to its last. A request is answered, with outputs or an error, only when none of its steps runs any more, because the
+steps read the memory that the client sent.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class EnsembleRuns:
         finish: Callable[[ModelVersion, Execution], None],
         withdraw: Callable[[Request], None],
     ) -> None:
-        """Stores the parts of the worker that ensembles need.
+        """Stores the objects and functions of the worker that ensembles need.
 
         Args:
           clock: returns the time of CLOCK_MONOTONIC in ns.
@@ -106,7 +106,10 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Starts a batch of an ensemble's requests. Returns True if one call computed them, False if each runs step by step."""
+        """Runs those requests of a batch that one program can compute together, and starts the first steps of all others.
+
+        Returns whether such a program has run.
+        """
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [
@@ -127,7 +130,7 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs a batch by ``program``, all steps in one, and answers it. If that fails, returns False without an answer."""
+        """Runs and answers a batch by ``program``, which computes all steps. If that fails, returns False without an answer."""
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
@@ -143,7 +146,7 @@ class EnsembleRuns:
         return True
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
-        """Begins the first steps for a request, or answers it with an error if a model or parameter set is missing."""
+        """Starts the first steps of a request, or answers the request with an error if a model or parameter set is missing."""
         run = self._runs[request] = _Run(version, graph, request, self._clock())
         try:
             for number in graph.needed(request.outputs).numbers:
@@ -177,7 +180,7 @@ class EnsembleRuns:
         self._work()
 
     def steps(self, request: Request) -> list[InnerRequest] | None:
-        """Returns the step requests for which a request waits; None: no ensemble works on the request."""
+        """Returns the unfinished step requests of an ensemble's ``request``; None: no ensemble works on ``request``."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
 
@@ -386,7 +389,7 @@ class EnsembleRuns:
 
 
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
-    """Yields the model versions that run the steps of ``graph`` now. An ensemble's members follow the ensemble.
+    """Yields the model version that runs each step of ``graph`` now. If it is an ensemble, the versions of its steps come next.
 
     ``outputs``: names of the wanted outputs; empty: all.
     Raises NotFound: a model does not exist. Raises InvalidArgument: a model takes no requests.
@@ -405,8 +408,8 @@ def told_by(
     """Adds a step's response parameters (``added``) to the ensemble's response parameters (``before``). Returns the result.
 
     These parameters tell the client the name and version number of each parameter set that computed the answer. ``name``: the
-    step's model. ``ensemble``: whether this model is an ensemble. If it is not, each key in ``added`` becomes "KEY.NAME". If both
-    have a version number under one key, the result has the smaller number.
+    step's model. ``ensemble``: whether this model is an ensemble. If it is not, each key in ``added`` becomes "KEY.NAME". If
+    ``before`` and ``added`` have integers under one key, the result has the smaller one.
     """
     said = dict(before)
     for key, value in added.items():
@@ -438,7 +441,7 @@ def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Co
     """Returns the sequence controls (id, START, END) that a step's answer sets for later steps of its ensemble.
 
     Returns None if the answer sets none. A flag that the answer does not set is False. ``controls``: the controls of the
-    step, whose id is used if the answer has no sequence id. Raises InvalidArgument, with Triton's message: a parameter has
+    step, whose id is used if the answer has no sequence id. Raises InvalidArgument, with Triton's message, if a parameter has
     the wrong type. Source: triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
     """
     if not _CONTROLS & parameters.keys():

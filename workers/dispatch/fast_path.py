@@ -1,15 +1,15 @@
-"""Teaches the C part (``workers/native/_fast_path.c``) to answer, without Python, repeats of requests that differ in data only.
+"""Lets C code (``workers/native/_fast_path.c``) answer requests that differ from earlier requests only in their tensor data.
 
-    answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from; or for
-                                  │     large tensors, the program that runs in their memory (``workers/processor/single_run.py``)
-                                  ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
+    answered in Python, twice ─▶ learn: C stores where the tensors go, which programs run, and how to make the answer;
+                                  │     for large tensors: the program that runs in them (``workers/processor/single_run.py``)
+                                  ╰─ from then on ``wait`` receives, runs and answers such requests, and returns all others
 
-For a model with sequences the planner says before each run which requests take part (``workers/dispatch/sequence_runs.py``).
-What still waits for others to share its run when ``wait`` returns is passed to Python.
+For a model with sequences, the planner chooses before each run which requests take part
+(``workers/dispatch/sequence_runs.py``). Requests that still wait for a fuller batch when ``wait`` returns are passed to Python.
 
-What C has learned is valid until a table changes: models, regions, grouped programs, numbers of prepared answers. They change
-between two calls of ``wait`` and never during one, because each change comes as an event, with which ``wait`` returns. A request
-that differs in anything from a learned one is passed to Python untouched.
+What C has stored is valid until models, regions, grouped programs or numbers of prepared answers change. They never change
+during a call of ``wait``, which returns with the event that brings a change. A request that differs in anything else is passed
+to Python.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """A kind of requests that the C extension may run in one batch: each request has one row, and all have the same shapes."""
+    """Requests to one model version that C code may run in one batch: each has one row, and all have the same input shapes."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
@@ -109,7 +109,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Adds runs of the C extension to the statistics of the model version."""
+        """Adds runs that C code has made to the statistics of the model version."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)

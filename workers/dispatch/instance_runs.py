@@ -1,10 +1,11 @@
 """Gives due batches to free instances (the threads of a model), if the resources that these instances need are free.
 
-planner ─▶ instance free, resources there ─▶ its thread runs the batch ─▶ done on the loop, in order where the model wants that
+a batch is due, an instance and its resources are free ─▶ the instance's thread runs it ─▶ the loop answers it, in order if
+asked
 
-A thread that gets one batch at a time waits for the loop after each batch, and the loop, woken each time, waits for Python's
-lock. So an instance gets batches ahead if this changes nothing else (``ModelVersion.runs_ahead``). If a request is cancelled that
-the thread has not begun to run, it is taken back.
+A thread that gets one batch at a time waits for the loop after each batch, and the loop waits for Python's lock. So an instance
+gets batches ahead if this changes nothing else (``ModelVersion.runs_ahead``). A batch that the thread has not begun is taken
+back if its request is cancelled.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class InstanceRuns:
 
     @staticmethod
     def take_back(version: ModelVersion, request: Request) -> bool:
-        """Takes a request back from an instance that has not begun to run it. Returns whether it did so."""
+        """Takes a request back from the instance that is to run it. Returns False if it runs already or no instance has it."""
         for instance in version.loaded.instances:
             for execution in instance.given:
                 if request in execution.requests:
@@ -141,7 +142,7 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer`` now, or once all earlier requests are answered if the version answers in the order of arrival.
+    """Calls ``answer`` at once or, if the version answers in the order of arrival, once all earlier requests are answered.
 
     ``taken``: the request, or the execution with several requests, that ``answer`` answers.
     """

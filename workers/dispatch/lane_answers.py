@@ -1,7 +1,7 @@
-"""Counts final answers on clients' lanes by code, logs and traces some, keeps the last errors.
+"""Counts the final answers on clients' lanes by code, logs and traces some of them, and keeps the last errors.
 
-Fronts do so for HTTP and gRPC (``tensord.daemon.front.answered``, ``tensord.shm.tracer``). What the C part answers is counted by
-it: it is told how many may pass until Python has to look at a request, because that may be one to trace or to log.
+Fronts do the same for HTTP and gRPC (``tensord.daemon.front.answered``, ``tensord.shm.tracer``). C code counts its own answers:
+Python tells it how many requests it may answer before the next one that Python has to log or trace.
 """
 
 from __future__ import annotations

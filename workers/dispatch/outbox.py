@@ -1,12 +1,12 @@
-"""Sends answers: writes each at once if the response arena has room, and else keeps it for a limited time.
+"""Sends answers: at once if the response arena has room, otherwise as soon as it has, within a time limit.
 
-    answer ─▶ placed ─▶ its record queued on the lane
-          └─▶ blocked, oldest first ──room──▶ placed
-                                    └─time──▶ 503 with both numbers
+    answer ─▶ outputs written ─▶ record queued on the lane
+          └▶ waits, oldest first ── room ──▶ outputs written
+                                └── time ──▶ error 503, which says how many bytes are needed and in use
 
-A small answer never waits until there is room for a large one, unless its model's answers leave in order. While the blocked
-answers of a submitter hold more bytes than the first segment of an arena, its requests of the same model and shapes are held:
-they are not run until the client has taken some answers. Every way out of this module ends a request exactly once.
+A small answer never waits until there is room for a large one, unless the model's answers are ordered. While the waiting
+answers of a submitter hold more bytes than the first segment of an arena, its requests of the same model and shapes are not run
+until the client has taken some answers. Each request ends exactly once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether an answer, if sent now, would overtake an earlier one, although its model's answers are ordered."""
+        """Returns whether an answer, sent now, would overtake a waiting answer of the same model, whose answers are ordered."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -111,7 +111,7 @@ class Outbox:
         self.lane_answers.rejected(submitter, record, error)
 
     def end(self, request: Request, error: ServingError | None = None) -> None:
-        """Releases an answered request's regions and frees its id. ``error``: the error that was the answer, if any."""
+        """Releases an answered request's regions and frees its id. ``error``: the error that the client got, or None."""
         if request.regions:
             request.release()
         submitter = request.submitter
@@ -209,7 +209,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Makes and stores the plan for answers to requests that differ only in data; None: no plan is possible."""
+        """Makes and stores the plan for answers to requests that differ only in tensor data; None: no plan is possible."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -290,7 +290,7 @@ class Outbox:
         return True
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Returns how many bytes of answers to a submitter may be unsent before its requests must wait (``hold``)."""
+        """Returns how many bytes of answers to a submitter may wait. If more wait, ``hold`` lets its requests wait, too."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
@@ -365,11 +365,11 @@ class Outbox:
 
     @property
     def next_give_up_ns(self) -> int:
-        """Returns the time (CLOCK_MONOTONIC, ns) when an answer has waited too long for arena memory. Call ``retry`` by then."""
+        """The time (CLOCK_MONOTONIC, ns) at which ``retry`` has to fail the first waiting answer; ``NEVER``: none waits."""
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends the waiting requests of a submitter that is gone, without answers."""
+        """Ends all requests of a lost submitter that ``hold`` made wait, or whose answers wait for room. Sends no answers."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

@@ -17,7 +17,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """What ``Poller.wait`` returns: events of epoll, datagrams that came in, and datagrams that could not be sent."""
+    """The result of ``Poller.wait``: events of epoll, datagrams that came in, and datagrams that could not be sent yet."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
@@ -76,7 +76,7 @@ class Poller:
         """Waits until there is an event or the time is up. Returns what arrived.
 
         Args:
-          timeout_ns: how long to wait at most; 0 or less: only returns what is there.
+          timeout_ns: how long to wait at most; 0 or less: not at all.
           idle: whether the worker has nothing else to run. If so, this method may answer requests itself.
           sleeps: whether to sleep at once, without polling before.
         """

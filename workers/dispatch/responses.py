@@ -1,6 +1,6 @@
 """Passes the responses of streaming models from the threads that make them to the loop, which sends them to the clients.
 
-    any thread: put ─▶ one call on the loop for all that came meanwhile ─▶ placed, in order ─▶ lane ─▶ taken ─▶ sender.settle
+    any thread: put ─▶ the loop takes all queued responses at once, in order ─▶ lane ─▶ client has taken them ─▶ sender.settle
                                                                      ╰─ the response arena is full: kept, and tried again
 
 Any thread may call ``put``, ``sender`` and ``alike``.
@@ -82,13 +82,13 @@ class Responses(ResponseReceiver):
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the object that sends a request's responses. If there is none yet, makes one for exactly one response."""
+        """Returns the object that sends a request's responses. If there is none, makes one that sends exactly one response."""
         senders = request.version.senders
         found = senders.get(request)
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
-        """Makes the sender of responses to ``request``, which runs since ``now_ns``. ``single``: there is one response."""
+        """Makes the sender of a request's responses. ``now_ns``: when its run began. ``single``: it gets one response."""
         segments, max_ahead = request.submitter.segments, self.max_ahead
         # The limit of a client's lane is divided among its requests in flight.
         if segments is not None:
@@ -155,7 +155,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a request's next response. If ``result`` is None, it only ends the request. ``final``: whether no more follow."""
+        """Sends the next response to a request; if ``result`` is None, only ends the request. ``final``: it is the last one."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -188,7 +188,7 @@ class Responses(ResponseReceiver):
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts a response to ``request``, which comes from another model, as taken. The called model may then send more."""
+        """Counts the oldest outstanding response to another model's request as taken. The called model may then send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
@@ -280,13 +280,13 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Notes in the timeline of the sender's request that its run ends now. ``result``: the outputs, or None."""
+        """Records in the timeline of the sender's request that the run ends now. ``result``: the last outputs, or None."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to a lane. Returns its size, None without room, or an error."""
+        """Sends a response on its lane. Returns its size in bytes, None if the response arena is full, or why it failed."""
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:

@@ -1,11 +1,11 @@
-"""Chooses which requests of sequences the C part of the loop runs (``workers/dispatch/fast_path.py``), and runs them.
+"""Chooses which requests of sequences C code may run (``workers/dispatch/fast_path.py``), and runs the program for them.
 
-    requests that came together ─▶ choose: the planner says which run now ─▶ run: a program, with their rows of the carry
+    requests that came together ─▶ choose: the planner says which run now ─▶ run: a program, with their sequences' state
                                                                              │   ─▶ answered in C
                                                                              ╰─ it failed ─▶ fail: answered here
 
-A request that cannot run at once (it waits for a slot, it is the second one of a sequence, it is refused) goes the ordinary way
-through Python, and nothing has changed for it before.
+A request that cannot run at once takes the ordinary way through Python: it waits for a slot, is the second one of its sequence,
+or is refused. ``choose`` changes nothing for such a request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests of a version's sequences in batches that the C extension gathers."""
+    """Runs requests to one model version that belong to sequences, in batches whose inputs C code has gathered."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Compiles programs for input shapes that no bucket covers, in a thread, while requests of these shapes are parked (wait).
+"""Compiles programs for input shapes that no bucket covers, in a thread. Requests of these shapes are parked until then.
 
-batch without an executable ─▶ parked ─▶ compiler's thread ─▶ adopted ─▶ its requests wait again, ahead of later ones
-                                                                └─ few calls do more: a program for several requests, when nothing
-                                                                   is parked any more
+batch without an executable ─▶ parked ─▶ compiled in the thread ─▶ its requests are queued again, ahead of later ones
+                                                                └─ when nothing is parked any more: a program that runs several
+                                                                   requests in one call, if the compiled program is small
 
 Except for the compilation itself all of this runs in the worker's loop.
 """
@@ -162,7 +162,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """If nothing is being compiled, compiles the next program for several requests."""
+        """If nothing is being compiled, compiles the next program that runs several requests in one call."""
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

@@ -1,22 +1,22 @@
-"""Runs stepped models (whose requests run in steps): launches insertions and steps on the device, and answers the requests.
+"""Runs stepped models, which compute requests in steps: starts insertions and steps on the device, and answers the requests.
 
     requests ─▶ insert ─┐                        ┌─▶ outputs of each request ─▶ responses
                         ├▶ device, in order ─▶ read: the oldest
                step ────┘                        └─▶ slots that are free ─▶ the next requests
 
-``dispatch`` launches as many insertions and steps as the planner allows and returns at once; ``read`` waits for the oldest of
-them, while the device works on the next and other models run. Between the two calls the loop receives new requests: they are
-inserted behind the step that is running, and not behind a further one. Only the thread of the worker's loop calls this module.
+``dispatch`` starts as many insertions and steps as the planner allows and returns at once. ``read`` waits for the oldest of
+them, while the device works on the next and other models run. Requests that come between the two calls are inserted right after
+the running step, before a further one. Only the thread of the worker's loop calls this module.
 
-XLA runs small programs on a processor before it returns: their results are answered before anything else is run.
+On a CPU, XLA runs a small program before the call returns: its results are answered before anything else is run.
 
-Where each response has only a few small outputs, those of a step to many requests are sent at once (``StepRows``):
+If each response has only a few small outputs, a step's responses to many requests are sent together (``StepRows``):
 
-    first response ─▶ join ─▶ send, send, ... ─▶ leave: all of them are noted at its sender and in the statistics
+    first response ─▶ join ─▶ send, send, ... ─▶ leave: the request's sender and the statistics count all these responses
                                                  (it ends, is cancelled, misses a step, or its client may be behind)
 
-All joined requests get a response from every step. So only the time is noted at which the responses of a step left; what this
-means for each request's statistics is computed when the request leaves. For fewer than ``MANY`` requests arrays do not pay.
+All joined requests get a response from every step. So ``send`` only notes when a step's responses left, and ``leave`` computes
+a request's statistics from these times. For fewer than ``MANY`` requests this takes longer than sending each response alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MOST = 4096
 
 
 class _Joined(NamedTuple):
-    """A request whose responses are sent together with those of others."""
+    """A request whose responses are sent together with those of other requests."""
 
     sender: ResponseSender
     #: How many steps were noted by then, and how many will be when its client may be too far behind.
@@ -73,7 +73,7 @@ class _JoinedAnswers(NamedTuple):
 
 
 class StepRows:
-    """After each step of a model, sends the step's responses to all streaming requests that have joined, in one go."""
+    """Sends the responses that a step gives to all joined requests (``join``) together, instead of one by one."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -176,7 +176,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Given(NamedTuple):
-    """Work that was given to the device, with results that are not read yet."""
+    """A program that was started on the device, and whose results were not read yet."""
 
     what: list[Request] | Step[Request]
     run: DeviceRun
@@ -185,7 +185,7 @@ class _Given(NamedTuple):
 
 
 class SteppingRuns:
-    """Runs the steps of those models of a worker that run step by step."""
+    """Runs the stepped models of a worker, which compute their requests step by step."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
         """Begins without any model version.
