@@ -51,7 +51,7 @@ def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _line(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns where in the model's files the error arose, else ""."""
+    """Returns the file, line and function of the model in which the error arose, as " (FILE, line N, in NAME)", or ""."""
     if isinstance(error, SyntaxError):
         frames = [(error.filename or "", error.lineno, "")]
     else:

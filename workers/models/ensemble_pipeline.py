@@ -1,7 +1,7 @@
 """Runs the steps of an ensemble as one pipeline of programs, if no other requests wait for any of its models.
 
-The results are those of running each step as a request to its model. All steps need compiled programs of fixed shapes on the
-worker's device, and must run at once, each in a batch of its own.
+The results are as if each step ran as a request to its model. Each step needs a compiled program of fixed shapes on the
+worker's device, and a model that does not delay requests to fill a batch.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ class EnsemblePipeline:
         return len(request.outputs or self._signature.outputs) == len(self._outputs)
 
     def program(self, rows: int) -> PipelineProgram | None:
-        """Returns the pipeline's program for a number of rows; None: the steps have to run as requests to their models."""
+        """Returns the program for a batch of ``rows`` rows; None: the steps have to run as requests to their models."""
         if rows not in self._by_rows:
             self._by_rows[rows] = self._build(rows)
         found = self._by_rows[rows]
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Lists the ensemble's programs for batches of 1 to ``most`` rows. It has None for a batch size without a program."""
+        """Lists the programs for batches of 1 to ``most`` rows, with None for a size without a program. Ignores ``key``."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
-        """Runs ``program`` for the requests in ``execution``, and stores the outputs there. Raises the program's errors."""
+        """Runs ``program`` for the requests in ``execution``, which gets the outputs. Raises the errors of the program."""
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
@@ -112,7 +112,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Adds requests that C code has answered to the statistics of each step's model, with the time that the model took."""
+        """Adds requests that the pipeline has answered to the statistics of each step's model, with its part of the time."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):

@@ -1,8 +1,8 @@
 """Runs a model on a batch of requests, so that a bad request fails alone and not the batch.
 
-A ServingError of the model keeps its code; any other exception is a defect of the model and becomes one sentence for the client,
-with the traceback in the worker's log. A failed batch is run again request by request, unless the model keeps state between
-requests or may have answered some of them: then all of its requests fail.
+If the model raises a ServingError, the client gets it. Any other exception is a defect of the model: the client gets one
+sentence, and the worker's log the traceback. A failed batch is run again request by request, unless the model keeps state
+between requests or may have answered some of them: then all of its requests fail.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ class Execution:
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
-        """Chooses the batch's parameter set, or each request's if the model mixes sets. Raises NotFound: a set is gone."""
+        """Chooses the parameter set of the batch, or of each request if batches mix sets. Raises NotFound: a set is gone."""
         if self.parameters is None:
             mixes = sets.stack is not None
             self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Stores in ``request`` when the batch ran, and the request's share, by rows, of the bytes copied for the batch."""
+        """Stores in ``request`` when the batch ran, and the request's part, by its rows, of the bytes that were copied."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -138,7 +138,7 @@ class Execution:
         return Caller(port, self.requests, self.whole or self)
 
     def finish(self, results: list[Result | None]) -> None:
-        """Sets the results, in the requests' order; None: the request leaves this batch and is run again."""
+        """Stores a result for each request, in order. A request whose result is None leaves this batch and is run again."""
         pairs = list(zip(self.requests, results, strict=True))
         self.again = [request for request, result in pairs if result is None]
         if self.again:
@@ -148,7 +148,7 @@ class Execution:
 
 
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
-    """Returns the parameter set that all ``requests`` name, or ``main`` if they name none. Raises NotFound if it is missing."""
+    """Returns the parameter set that all ``requests`` name, or ``main`` if they name none. Raises NotFound: the set is gone."""
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
     if sets.told:
@@ -159,7 +159,7 @@ def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
 
 
 def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
-    """Returns each request's parameter set, for models whose batches mix sets. Raises NotFound: a set does not exist any more."""
+    """Returns each request's parameter set, for a model whose batches mix sets. Raises NotFound: a set no longer exists."""
     return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 
@@ -223,7 +223,7 @@ def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: C
 def own_failure(
     model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
 ) -> ServingError:
-    """Logs why a model failed on a batch, and returns the error for clients.
+    """Returns the error for clients after a model failed on a batch. Logs the failure, unless it is a ServingError.
 
     ``check``: raises an error if the device has failed.
     """

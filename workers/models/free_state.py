@@ -1,6 +1,6 @@
-"""Keeps sequence state whose dims vary: each sequence has arrays of its own, of the sizes that its last step returned.
+"""Keeps the state of sequences if its size varies: each sequence has arrays of its own, as its last request returned them.
 
-    a step may run ─▶ attach: the state that the last step left, or the initial one ─▶ batched with steps of equal shapes
+    a request may run ─▶ attach: adds the sequence's state to its inputs ─▶ batched with requests of equal shapes
                                               run: the state goes in as further inputs, and comes out as further outputs
                       keep ◀─ the new state ──╯
 

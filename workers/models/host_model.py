@@ -1,14 +1,14 @@
 """Runs a host-side model: a Python function of numpy arrays, for strings, tokenizers and other code that is not to be jitted.
 
-Each instance has a thread of its own, so a function that sleeps or parses delays no other model. BYTES tensors are object arrays
-of ``bytes``.
+Each instance has a thread of its own, so a function that sleeps or parses delays no other model. BYTES tensors are object
+arrays of ``bytes``.
 
-A function may be a generator, also of a JAX model: each value that it yields is a response.
+The function of a host-side or JAX model may also be a generator. Each value that it yields is sent as a response:
 
-    apply(params, inputs) ─▶ {"token": ...} ─▶ {"token": ...}, {"parameter": ...} ─▶ the end of the function: no further one
+    apply(params, inputs) ─▶ {"token": ...} ─▶ {"token": ...}, {"parameter": ...} ─▶ the function ends: no response follows
 
-Generators run in their instance's thread, one request at a time. While a client has not acknowledged earlier responses its
-generator is paused and the thread runs others; when the client is gone its generator is closed (``close()``).
+Generators run in their instance's thread, one request at a time. While a client has not acknowledged earlier responses, its
+generator is paused and the thread runs others. If the client is gone, its generator is closed (``close()``).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class GeneratorModel(HostFunction):
         execution.results = [STREAMED]
 
     def response(self, request: Request, value: Any) -> Result:
-        """Makes a response of ``value``, which the generator has yielded. Raises Internal: ``value`` is invalid."""
+        """Makes a response of ``value``, which the generator has yielded. Raises Internal: ``value`` is not as declared."""
         parameters: Any = {}
         if isinstance(value, tuple) and len(value) == 2:
             value, parameters = value
@@ -200,7 +200,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Continues the generator in its thread. The loop calls it once the client has room for more responses."""
+        """Lets the instance's thread continue the generator. The loop calls this once the client has room for responses."""
         assert self._resume is not None
         self._resume(self._rested)
 

@@ -1,6 +1,6 @@
 """Runs one instance of a model in a thread of its own: if the model is not jitted (it may sleep), or has several instances.
 
-loop ── Execution ──▶ thread: status page, run, status page ──▶ inbox: ``done(execution)`` on the loop
+loop ── Execution ──▶ thread: says on the status page that it runs the batch, runs it ──▶ loop: ``done(execution)``
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Instance:
 
     @property
     def busy(self) -> bool:
-        """True while the instance has as many executions as it may have."""
+        """True while the instance has as many batches, running or queued, as it may have."""
         return len(self.given) >= self.depth
 
     @property
@@ -190,7 +190,7 @@ class Instance:
         return model
 
     def _serve(self, model: Instantiated, job: _Job) -> bool:
-        """Carries out an entry of the instance's queue. Returns False after the last one."""
+        """Does one job of the instance's queue. Returns False if the job was to close the model, which is the last one."""
         if isinstance(job, _Closing):
             model.close()
             self._inbox.post(job.closed)

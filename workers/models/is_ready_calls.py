@@ -1,10 +1,10 @@
 """Asks Triton Python models that have ``TritonPythonModel.is_ready()`` whether they are ready.
 
-    the supervisor asks ─▶ ask (loop) ─▶ a thread beside the instances' ─▶ each model's is_ready ─▶ answered (loop)
-                                        ╰─ nothing after five seconds: it is not ready
+    the supervisor asks ─▶ ask (loop) ─▶ a separate thread ─▶ each instance's is_ready ─▶ answered (loop)
+                                        ╰─ no answer within five seconds: the model is not ready
 
-``is_ready`` runs while ``execute`` may run, so a busy model is still ready. At most one thread asks at a time: callers that come
-meanwhile get the same answer, and each waits for it for five seconds of its own, as in Triton.
+``is_ready`` may run while ``execute`` runs, so a busy model is still ready. At most one thread asks at a time. Callers that ask
+meanwhile get the same answer, and each waits at most five seconds for it, as in Triton.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Asks each instance in a thread whether it is ready. The worker's loop then calls ``answered``.
+        """Asks each instance, in a separate thread, whether it is ready. The worker's loop then calls ``answered``.
 
         ``answered`` gets True if all instances say yes, and False if one does not or if 5 seconds have passed.
         """

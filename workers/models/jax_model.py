@@ -93,8 +93,8 @@ class JaxModel:
     ) -> None:
         """Makes a model of compiled programs. Raises Unsupported if a tensor has a datatype that JAX cannot compile.
 
-        ``instances``: how many threads run the model. ``alone``: whether each request has a program call for itself, if the model
-        has no batch axis. ``free_state``: handles the state of sequences, if the size of this state varies.
+        ``instances``: how many threads run the model. ``alone``: whether each call of a program computes one request only, if
+        the model has no batch axis. ``free_state``: handles the state of sequences, if the size of this state varies.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -152,7 +152,7 @@ class JaxModel:
         return Wanted(self._buckets.rows(rows), shapes)
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """Returns how many of these requests, from the first on, fit into the largest program together."""
+        """Returns how many requests, from the start of ``requests``, fit into the largest program together."""
         return self._buckets.fitting(requests) if self.ragged else len(requests)
 
     def find(self, requests: Sequence[Request]) -> Executable | None:
@@ -176,7 +176,7 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
-        """Compiles or loads programs that run several requests in one call, if the model may have them.
+        """Compiles programs that run several requests in one call, or loads them from the cache, if the model may have them.
 
         Raises Cancelled: the load was cancelled. Errors of tracing are raised unchanged.
         """
@@ -205,7 +205,7 @@ class JaxModel:
         return self.executables.made.get(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns how many bytes to reserve for each output before the run, by name; None: nothing is to be reserved."""
+        """Returns how many bytes to reserve for each output before a run, by output name; None: nothing is to be reserved."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
@@ -229,7 +229,7 @@ class JaxModel:
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch and stores its outputs. ``carry``: the sequence state of an instance; None: that of this object.
+        """Runs a batch and stores its outputs. ``carry``: the state of an instance's sequences; None: the state in this object.
 
         Raises LookupError: no executable for the batch is compiled. Raises StateLost: the run failed, and the state of all
         sequences is lost.

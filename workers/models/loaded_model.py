@@ -54,7 +54,7 @@ class InstanceMaker:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The result of loading a model version: signature, model, instances, and rules of its queue."""
+    """What the load of a model version gives to the worker: its signature, model and instances, and the rules of its queue."""
 
     name: str
     version: int

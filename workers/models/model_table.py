@@ -42,7 +42,7 @@ class ModelTable:
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Makes a model version and the models of its derivatives available to requests.
+        """Makes a model version, and the models that compute its derivatives, available to requests.
 
         An earlier load of the version is replaced, and is freed after its last answer.
         """
@@ -64,7 +64,7 @@ class ModelTable:
             self._drain(old, lambda: None)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """Removes version ``number`` of the model ``name``, together with its gradient models. They get no new requests.
+        """Removes version ``number`` of the model ``name``, and the models of its derivatives. They get no new requests.
 
         ``done``: called when all requests and instances of the version have ended.
         """
@@ -141,7 +141,7 @@ class ModelTable:
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> bool:
-        """Closes draining versions that have finished their requests. Returns whether any was closed."""
+        """Closes draining versions that have no requests any more. Returns whether any version has closed completely."""
         drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
         return len(self.draining) < drained

@@ -288,9 +288,9 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Limits the rows of batches for whose input shapes a program was compiled only when a request came.
+        """For input shapes without a bucket, limits batches to the rows of the largest program that is compiled for them.
 
-        A batch then has at most as many rows as the largest program for its input shapes.
+        Call this for a version that uses the programs of an earlier load.
         """
         if self.jitted is not None:
             executables = self.jitted.executables
@@ -298,7 +298,7 @@ class ModelVersion:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Makes new sequences begin here, and no longer in an older object for the same version."""
+        """Publishes this object's free slots, so that new sequences begin here and not in an earlier load of the version."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
@@ -321,7 +321,7 @@ class ModelVersion:
         self._on_closed.append(call)
 
     def settle(self) -> bool:
-        """Begins to close this version if it is draining and has no requests. Returns whether the version has ended."""
+        """Begins to close this version if it is draining and has no requests. Returns True once it has closed completely."""
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
             del self.loaded.users[self]
@@ -376,7 +376,7 @@ def _why_slow(loaded: LoadedModel) -> SlowReason | None:
 
 
 def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
-    """Groups requests by the model version that they go to. Each group is in the order in which the requests were sent."""
+    """Groups requests by the model version that they go to. Each group is in the order of the version's queue."""
     found: dict[ModelVersion, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.sequence):
         version = request.version

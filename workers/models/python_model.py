@@ -380,8 +380,8 @@ class ResponseWriter:
     def send(self, response: InferenceResponse | None, final: bool) -> None:
         """Sends a response after all earlier ones. Waits while the client has too many unacknowledged responses.
 
-        ``response`` None: only says that no response follows. ``final``: whether no response follows. Does nothing if the
-        request has ended.
+        If ``response`` is None, only says that no response follows. ``final``: whether ``response`` is the last one. Does
+        nothing if the request has ended.
         """
         # One that was ended for the model sends to nobody.
         with contextlib.suppress(SenderClosed):
@@ -391,5 +391,5 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Notes that the model has dropped this writer. If it was the request's last writer, an unfinished request fails."""
+        """Notes that the model has dropped this writer. If it was an unfinished request's last writer, the request fails."""
         self._sender.let_go()

@@ -1,9 +1,9 @@
 """Implements Triton's rate limiter on a worker: an instance runs only while the resources that it needs are free.
 
-The operator's configuration says how much there is of a resource; of any other resource there is as much as the most demanding
-instance needs. Of several instances that wait, the one with the fewest runs goes first, where each run counts ``priority`` times.
-One whose resources are not free lets others go first, but not for ever: after ``MAX_PASSED`` of them, no instance behind it gets
-the resources that it needs. Used by the worker's loop only.
+The operator's configuration sets how many units of a resource there are. Of a resource that it does not name there are as many
+as the most demanding instance needs. Of the waiting instances, the one with the fewest runs goes first; each run counts
+``priority`` times. An instance whose resources are not free lets others go first. Once ``MAX_PASSED`` have gone before it,
+those behind it get none of the resources that it needs. Used by the worker's loop only.
 """
 
 from __future__ import annotations

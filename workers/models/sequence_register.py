@@ -1,6 +1,6 @@
 """Registers a worker's live sequences: limits how many there are, and publishes them to the fronts. For the worker's loop only.
 
-A sequence is on the shared sequence page before any request of it runs, and until all its answers were sent.
+A sequence is added to the shared sequence page before any request of it runs, and removed after all its answers were sent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SequenceRegister:
             each.publish_slots()
 
     def left(self) -> None:
-        """Removes ended sequences from the shared memory ``page``. The last answers of these sequences must have been sent."""
+        """If sequences have ended, removes them from the sequence page. Call this only once their last answers were sent."""
         if self.ended:
             self.settle()
 
@@ -106,7 +106,7 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that a sequence begins to run. ``generation``: tells it from others with this id."""
+        """Writes to the sequence page that a sequence begins to run. ``generation`` tells sequences with this id apart."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:

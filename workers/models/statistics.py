@@ -1,4 +1,4 @@
-"""Counts a model version's requests (refused ones nowhere), runs and responses, as in Triton's extension_statistics.md."""
+"""Counts a version's requests, runs and responses as Triton's extension_statistics.md does; refused ones for metrics only."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ResponseStatistics:
 
 
 class ResponsesByNumber:
-    """Keeps one statistic of all requests' first responses, one of their second responses, up to ``MAX_RESPONSES`` of them."""
+    """Keeps one statistic of all requests' first responses, one of the second ones, and so on, ``MAX_RESPONSES`` at most."""
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
@@ -93,7 +93,7 @@ class ResponsesByNumber:
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
 
     def add_at_once(self, first: int, count: int, waited_ns: int) -> None:
-        """Counts ``count`` responses of one request, sent together, of which the earliest is response number ``first`` (from 0).
+        """Counts ``count`` responses to one request that were sent together. ``first``: the number of the first one, from 0.
 
         ``waited_ns``: the time between the request's previous response and response ``first``.
         """
@@ -291,7 +291,7 @@ class VersionStatistics:
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response and its durations. ``now_ns``: when the model made it. ``placed_ns``: when the worker passed it on.
+        """Counts a response and its durations. ``now_ns``: when the model made it. ``placed_ns``: when the worker had sent it.
 
         ``result``: the response, or None if ``sender`` has ended the request's responses without sending another.
         """
@@ -324,7 +324,7 @@ class VersionStatistics:
         sender.last_ns = now_ns
 
     def streamed(self, sender: ResponseSender, now_ns: int, failure: Failure | None) -> None:
-        """Counts a request that a response sender has answered. ``failure``: why it failed; None: it did not."""
+        """Counts a request that a response sender has answered. ``failure``: why the request failed; None: it did not fail."""
         request = sender.request
         if failure is Failure.CANCELED and (counted := self.responses.of(sender.count)) is not None:
             counted.cancel.add(max(0, now_ns - sender.last_ns))
@@ -380,7 +380,7 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """Continues ``former``, the statistics of the version's earlier load: its counts are from now on part of these."""
+        """Makes the counts of ``former``, the statistics of the version's earlier load, part of these statistics."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:

@@ -48,7 +48,7 @@ class DeviceRun(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """True once the results are there."""
+        """True once the run has ended, so that ``read`` does not wait."""
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
@@ -59,7 +59,7 @@ class DeviceRun(NamedTuple):
 class SteppedModel:
     """A version of a model that computes many requests together, step by step. Each step advances all of these requests.
 
-    A request has a slot, which is its place in the arrays of a step, until the request ends.
+    A request has a slot, a numbered place in the arrays of each step, until the request ends.
     """
 
     def __init__(

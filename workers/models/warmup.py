@@ -124,9 +124,9 @@ def samples(
 ) -> list[Sample]:
     """Makes the warmup samples of a model.
 
-    ``folder``: the model's folder, which has files in ``warmup/``. ``more``: input name -> a row, for inputs that no client
-    sends.
-    Raises InvalidArgument: a sample is not as declared, or cannot be read.
+    ``folder``: the model's folder, which has files in ``warmup/``. ``more``: a row for each input that no client sends, by
+    name.
+    Raises InvalidArgument: a sample does not fit the model, cannot be read, or the samples are too large or too many.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
@@ -225,5 +225,5 @@ def _too_large(what: str, byte_size: int) -> InvalidArgument:
 
 
 def _memory(array: Array) -> int:
-    """Returns about how many bytes an array takes in memory."""
+    """Returns about how many bytes of memory an array takes, with the Python objects in it."""
     return array.size * _OBJECT_BYTE_SIZE if array.dtype == np.object_ else array.nbytes
