@@ -110,7 +110,7 @@ def carry_byte_size(signature: Signature) -> int:
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
     """Returns a program's argument INT32[2, rows], which tells the program about the sequence of each row.
 
-    The first value for a row is the place of its sequence's state in the array of states. The second is 1 if the sequence
+    The first value for a row is the slot of its sequence, an index into the array of states. The second is 1 if the sequence
     begins, else 0. ``used``: these two values for each row that has a request. All other rows are padding without a state.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
@@ -154,7 +154,7 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits what a model's ``apply`` returned into the outputs and the new state, each by name. ``rows``: the batch's rows.
 
-    Raises Internal: they are not as declared.
+    Raises Internal: the outputs or the state are not as the model declares them.
     """
     what = f"model '{signature.model}'"
     if not isinstance(returned, tuple) or len(returned) != 2:

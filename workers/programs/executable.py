@@ -201,7 +201,7 @@ class Executable(ABC):
             return self._inputs.send()
 
     def parameters(self, chosen: Chosen = None) -> Any:
-        """Returns the parameters for a run, as ``call`` takes them. Brings them to the device if they are not there.
+        """Returns the parameters for a run, in the form that ``call`` takes. Moves them to the device if they are elsewhere.
 
         ``chosen``: the set, or the set of each request; None: ``main``.
         Raises Unavailable: the device has no room for them. Errors of the device are raised unchanged.
@@ -228,7 +228,7 @@ class Executable(ABC):
     def read(self, arrays: Mapping[str, Any]) -> list[Content]:
         """Waits for a run and returns its outputs in host memory. Errors of the run are raised unchanged.
 
-        ``arrays``: the result of ``call``: output name -> array.
+        ``arrays``: the arrays that ``call`` has returned, by output name.
         """
         return self.device.contents_of([arrays[name] for name in self._signature.outputs])
 
@@ -268,7 +268,7 @@ class Executable(ABC):
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
         """Waits until the program has run, and returns its outputs. Large outputs stay on a GPU, others go to host memory.
 
-        ``arrays``: the result of ``call``. If any request's ``stays`` is True, no output leaves the GPU. Raises the run's errors.
+        ``arrays``: returned by ``call``. If any request's ``stays`` is True, no output leaves the GPU. Raises the run's errors.
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:

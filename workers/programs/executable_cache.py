@@ -1,14 +1,14 @@
-"""Caches compiled executables on disk, so that a second start neither traces nor compiles.
+"""Caches compiled executables on disk, so that a further start compiles nothing and traces little.
 
-    <key>.executable    complete executables as JAX serialises them: pickle of (where, payload, input tree, output tree)
-                        where: whether on the single-thread device; or the ids of several devices, in the program's order
+    <key>.executable    a complete executable as JAX serialises it: pickle of (where, payload, input tree, output tree)
+                        where: whether on the CPU device with one thread; or the ids of several devices, in the program's order
     <digest>.program    an entry of JAX's own persistent cache, which saves XLA's work but not the tracing
 
-A pickle is code, and so is a compiled program: both are only read from what no other user can have written (``cache_directory``).
+A pickle is code, and so is a compiled program: both are read only from files that no other user can have written.
 
-JAX's own cache serves programs that are not stored so: for shapes without a bucket, and those that a model runs while it is
-loaded. JAX reads its files without checking who wrote them; so it is given ``JaxCache``, which checks them. There is no public
-hook for that: where JAX has moved ``PERSISTENT_CACHE``, such programs are compiled at every start.
+JAX's own cache has the other programs: those for shapes without a bucket, and those that a model runs while it is loaded. JAX
+does not check who wrote its files, so it gets a ``JaxCache``, which does. JAX has no public function to set a cache: in a
+version that has moved ``PERSISTENT_CACHE``, these programs are compiled at every start.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ExecutableCache:
     """Stores executables in a cache directory, under a digest of everything that they depend on. Thread-safe."""
 
     def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
-        """Stores executables in ``directory``; None: nowhere. ``programs``: JAX's own cache; None: JAX does not use one."""
+        """Stores executables in ``directory``, unless it is None. ``programs``: JAX's own cache; None: JAX does not use one."""
         self._directory = directory
         self._programs = programs
         #: Counts compilations through this cache, and others that its users report.

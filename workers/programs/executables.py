@@ -1,11 +1,10 @@
 """Compiles and keeps the executables of a model version: at load for its buckets, on demand for a few other shapes.
 
-    executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile()
-                  on the worker's device. A program with few operations runs on a device that is one thread of the processor,
-                  and reads the parameters in the same memory
+    executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile() on the worker's device. A
+                  program with few operations runs on a CPU device with one thread, which shares the parameters' memory
 
-Parameters are arguments, never constants: a constant would be copied into every executable. Compiling may happen in any thread;
-``find``, ``add`` and ``limit`` belong to the worker's loop.
+Parameters are arguments, because a constant would be copied into every executable. Any thread may compile; only the worker's
+loop may call ``find``, ``add`` and ``limit``.
 """
 
 from __future__ import annotations
@@ -143,9 +142,9 @@ class Executables:
         self._lowering.traced.clear()
 
     def postpone(self, tried: Buckets) -> None:
-        """Leaves each of the model's programs uncompiled until a batch first needs the program. Such programs are never evicted.
+        """Leaves each of the model's programs uncompiled until a batch first needs it. Such programs are never evicted.
 
-        Lowers only the first program that ``tried.planned()`` yields, to find errors early. Errors of JAX are raised unchanged.
+        Lowers only the first program of the buckets ``tried``, to find errors early. Errors of JAX are raised unchanged.
         """
         self._postponed = {Wanted(rows, shapes) for rows, shapes in self._buckets.planned()}
         for first in itertools.islice(tried.planned(), 1):

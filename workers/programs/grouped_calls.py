@@ -1,23 +1,23 @@
 """Groups calls: several requests to a model without a batch dimension share one call of a program.
 
-    argument   | request 0: its inputs | request 1: its inputs | ... |      one for each dtype among the inputs (``Packing``)
+    argument   | request 0: its inputs | request 1: its inputs | ... |      one array for each dtype of inputs (``Packing``)
                | how many requests there are |
-    program    loop, so many times: unpack ▸ apply ▸ pack
-    result     | request 0: its outputs | request 1: its outputs | ... |    one for each dtype among the outputs
+    program    a loop over the requests: unpack ▸ apply ▸ pack
+    result     | request 0: its outputs | request 1: its outputs | ... |    one array for each dtype of outputs
 
-The model computes every request separately. What is saved is the cost of a call, so calls are grouped only for programs with
-little work (``weight.py``) and small inputs, and only for requests that wait anyway. Programs are compiled for each shape: at
-load if it is known then, otherwise while the model serves, after the program for one request.
+The model computes every request separately. Only the cost of calls is saved, so calls are grouped only for programs with little
+work (``weight.py``) and small inputs, and only for requests that wait anyway. These programs are compiled for each shape: at
+load if the shape is known then, otherwise while the model serves, after the program for one request.
 
-One program of a shape has room for ``MOST`` requests; each call says how many there are. On a GPU each number of requests has a
-program without the loop: there XLA asks the host after each round whether another one follows, which takes longer than a small
-model (``docs/measurements.md``).
+On a CPU, one program of a shape has room for ``MOST`` requests; each call says how many there are. On a GPU, there is a program
+without the loop for each number of requests: in a loop, XLA would ask the host after each round whether another one follows,
+which takes longer than a small model (``docs/measurements.md``).
 
-``apply`` remains a separate computation inside the loop. Otherwise XLA would fuse its operations with those around it and
-round differently than for a single request (a product that is added to something is rounded, or not). With floats of 16 bits
-or fewer that still happens on processors that compute with them, so such models have no grouped calls. From JAX 0.11 on, XLA
-compiles small loops on a CPU together with their content as one function, with the same effect: this is turned off for the
-loop here. Models that contain loops have no grouped calls then, because a single request runs with it.
+``apply`` is compiled as a separate computation inside the loop. Otherwise XLA would fuse its operations with others and round
+differently than for a single request. With floats of 16 bits or fewer that happens even so, on processors that compute with
+them, so models with such floats have no grouped calls. From JAX 0.11 on, XLA compiles small loops on a CPU together with their
+content as one function, with the same effect: an option turns this off for the loop here. A model that contains loops itself
+then has no grouped calls, because its program for a single request is compiled without the option.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Packing:
     __slots__ = ("parts", "rows")
 
     def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
-        """``tensors``: name, shape and dtype of each tensor, in the order in which they are packed."""
+        """Assigns each tensor a place in the rows. ``tensors``: the name, shape and dtype of each tensor, in order."""
         numbers: dict[np.dtype[Any], int] = {}
         sizes: list[int] = []
         #: Places of the tensors, in the order in which they were given.
@@ -113,7 +113,7 @@ class Packing:
         return tuple([jnp.concatenate(tensors_of_row) for tensors_of_row in rows])
 
     def unpack(self, rows: Any) -> dict[str, Any]:
-        """Returns the tensors in these rows, by name: views of numpy rows, or traced arrays if JAX traces the rows."""
+        """Returns the tensors that ``rows`` contain, by name: views of numpy rows, or traced arrays if JAX traces the rows."""
         return {part.name: rows[part.row][part.start : part.stop].reshape(part.shape) for part in self.parts}
 
 
@@ -249,7 +249,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Converts ``stacks``, the results of ``run``, to bytes. Returns None above ``UNCUT_BYTE_SIZE`` bytes."""
+        """Converts ``stacks``, the results of ``run``, to bytes; None: they have more than ``UNCUT_BYTE_SIZE`` bytes."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:

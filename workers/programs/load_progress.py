@@ -80,7 +80,7 @@ class LoadProgress:
         )
 
     def parameters(self, parameters: Any) -> None:
-        """Stores the number of bytes of the parameters, altogether and on each device."""
+        """Measures ``parameters``: stores how many bytes they have, altogether and on each device."""
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)

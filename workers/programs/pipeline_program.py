@@ -1,8 +1,8 @@
 """Runs the programs of several models one after the other on one batch: a pipeline.
 
-    requests ─▶ gathered once ─▶ program ─▶ program ─▶ program ─▶ cut once       in between: XLA's arrays for the complete batch
+    inputs of the requests gathered ─▶ program ─▶ program ─▶ program ─▶ outputs divided  in between: XLA's arrays for the batch
 
-Rows of the bucket that no request fills are zeros for the first program; the next one gets what the first computed from them.
+In rows that no request fills, the first program gets zeros, and later programs get what earlier ones computed from them.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class DevicePlacer(Placer):
     def pin(self, tree: Any) -> list[jax.Array | None] | None:
         """Copies the arrays of a tree of parameters to page-locked host memory, and waits for the copies.
 
-        Returns them, with None for each leaf that cannot be pushed. If no page-locked memory is left, returns None.
+        Returns the copies, with None for each leaf that cannot be pushed. If no page-locked memory is left, returns None.
         """
         pairs = zip(jax.tree.leaves(tree), self.leaves, strict=True)
         arrays = [array if leaf.plain else None for array, leaf in pairs]
@@ -178,7 +178,7 @@ def _lies(array: Array, dtype: Any) -> bool:
 
 
 def _aligned(array: Array, dtype: Any) -> Array:
-    """Returns an aligned array of this dtype, if possible the array itself."""
+    """Returns an aligned array of this dtype with the values of ``array``: if possible ``array`` itself, else a copy."""
     if _lies(array, dtype) and array.flags.c_contiguous:
         return array
     made = aligned(array.shape, np.dtype(dtype))

@@ -1,9 +1,9 @@
-"""Recognises programs that may safely write their outputs to a client's memory: they only compute, and write nothing else there.
+"""Recognises "plain" programs, which may safely write their outputs to memory that a client shares.
 
-The client can read and change the memory of an output at any moment, also during a run. In such a plain program this can change
-only the client's own numbers: no value decides what is read, written or run, so no index and no sort can be made to go wrong. And
-the client can read nothing but its outputs: XLA may also use an output's memory for intermediate results, which may reveal a
-model's parameters; programs where it does so are not plain.
+The client can read and change the memory of an output at any moment, even during a run. In a plain program no value decides
+what is read, written or run, for example as an index or in a sort. So a client that changes the memory spoils only its own
+numbers. XLA may use an output's memory also for intermediate results, which may reveal a model's parameters to the client.
+Programs where XLA does so are not plain.
 """
 
 from __future__ import annotations

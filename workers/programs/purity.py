@@ -1,7 +1,7 @@
-"""Examines a model's traced program: whether it comes out alike each time, and what its author can hardly have meant.
+"""Examines a model's traced program: whether each trace gives the same program, and whether it has likely mistakes.
 
-What Python makes while it traces a function, such as numpy's random numbers, the time or a counter, is a constant of that one
-program: each bucket, worker and start has another. Nothing is run here.
+What Python makes while JAX traces a function, such as numpy's random numbers, the time or a counter, becomes a constant of that
+one program: each bucket, worker and start gets other values. No program is run here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Asks compiled programs whether they treat each row of a batch by itself.
+"""Runs compiled programs on generated inputs to find out whether they compute each row of a batch by itself.
 
-A row stays while all others are drawn anew or are zeros, as in padding; all rows go to another place, and to the programs for
-other numbers of rows. A program is accused only if an output then differs, for each of several draws, by far more than if it is
-asked again, or if its inputs change by as little as their datatype allows. What is not finite says nothing.
+One row stays the same while all others are generated anew or are zeros, as in padding. Then all rows move to other positions,
+and to the programs for other numbers of rows. A program fails the test if an output changes, for each of several generated
+inputs, by far more than when the run is repeated or its inputs change by a rounding error. Infinite or NaN differences are
+ignored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Explains why a run failed: the device has failed, or it had no memory left for the run.
 
-Any error may come from the device, at the call or in a wait for outputs: so the device is checked after every failure.
+An error of the device may be raised by the call or when its outputs are awaited, so the device is checked after every failure.
 """
 
 from __future__ import annotations

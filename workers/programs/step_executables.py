@@ -1,8 +1,8 @@
-"""Compiles a stepped model's programs before it is ready, or loads them from the cache; none is compiled for a request.
+"""Compiles all programs of a stepped model while it is loaded, or loads them from the cache. None is compiled for a request.
 
-init      one
-insert    one for each combination of buckets
-step      one for each number of slots that a step may have; all programs run on the device that suits the largest step
+init      one program
+insert    one program for each combination of buckets
+step      one program for each number of slots that a step may have; all programs run on the device that suits the largest one
 """
 
 from __future__ import annotations

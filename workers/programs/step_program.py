@@ -1,10 +1,10 @@
-"""Wraps the three functions of a stepped model's author with the worker's bookkeeping, to be compiled as programs.
+"""Wraps the three functions that the author of a stepped model wrote, so that the worker can compile and run them.
 
-    init     (parameters)                         ->        carry     one row for each slot in every array of it
-    insert   (parameters, inputs, slots, carry)   -> rows,  carry     requests begin, each in its slot
-    step     (parameters, unmasked, carry)        -> rows,  carry     all requests go on, or those in the first slots
-    carry    (the author's carry, live)           live: whether a request is in the slot and has not finished
-    rows     UINT8[n, size]                       the outputs of each row side by side, then ``EMITS`` and ``FINISHED``
+    init     (parameters)                         ->        carry     each array of the carry has one row for each slot
+    insert   (parameters, inputs, slots, carry)   -> rows,  carry     new requests begin, each in its slot
+    step     (parameters, unmasked, carry)        -> rows,  carry     the requests in the first n slots go on
+    carry    (the author's carry, live)           live: for each slot, whether it has a request that has not finished
+    rows     UINT8[n, size]                       the outputs of each row side by side, then a byte with ``EMITS``, ``FINISHED``
 
 The carry is donated, so it stays in the same memory. The device itself notes that a request has finished, so a step that was
 launched before the worker knew of it does not touch the slot. A step costs one transfer to the host for all outputs.

@@ -1,4 +1,4 @@
-"""Sends each bucket of a loaded model a generated request, and compares the answer with the function's own (``check --deep``)."""
+"""Compares the programs of a loaded model with the model's own function, on generated requests (``check --deep``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Estimates a compiled program's work before it runs, in relation to the cost of a call.
 
-XLA knows a program's floating-point operations and the bytes that they read and write. For a loop it counts one iteration, and
-for calls outside of XLA nothing, so a program with loops or such calls may take any time. No time is measured.
+XLA knows a program's floating-point operations and the bytes that they read and write. XLA counts one iteration of a loop, and
+nothing for calls outside of XLA, so a program with loops or such calls may take any time. No time is measured.
 """
 
 from __future__ import annotations
