@@ -1,10 +1,11 @@
-"""Says whom a loop asks for work in an iteration: those of its objects ("parts") that have work now, or whose time has come.
+"""Tells a loop which of its parts have work in an iteration: those that were woken, and those whose due time has come.
 
     put(part, when)   ─▶ heap ─the time has come─▶ take ─▶ the loop asks the part, which says when it is due next
     wake(part)        ─▶ list ─────at once───────▶
 
-A part is any object that the loop can ask for work, such as a model version. A part that is in neither is not asked, so models
-without requests cost nothing. A part has one due time: a new one replaces it, and outdated entries of the heap are skipped. Pure.
+A part is any object that the loop can ask for work, such as a model version. One that is in neither is not asked, so models
+without requests cost nothing. A part has one due time: a new one replaces it, and outdated entries of the heap are skipped.
+Pure.
 """
 
 from __future__ import annotations

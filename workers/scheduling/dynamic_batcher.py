@@ -1,18 +1,18 @@
 """Decides which waiting requests of one model version run together, and when.
 
-Pure: ``decide`` and ``take`` read the queue and the time they are given. ``tensord.workers.dispatch.dispatcher`` calls them, and
-runs the batches.
+Pure: ``decide`` and ``take`` read only the queue and the time that they get. ``tensord.workers.dispatch.dispatcher`` calls
+them, and runs the batches.
 
-    no delay    whatever waits is due at once, as much of it as fits; with preferred sizes: as much as below would be due at once,
-                or all of it where nothing would
-    a delay     requests of one key (they can share a batch) wait for company, each key for itself:
-                  their rows are exactly a preferred size where a request ends     due at once, with the largest such size
-                  they reach the largest preferred size, or the next one would      due at once
-                  otherwise                                                         due when the oldest has waited ``delay_ns``
+Requests with equal batching keys can share a batch. If the rules have no delay, as many requests of a key as fit run at once.
+With preferred sizes, but no delay, a batch has the size of the first two cases below, or else all rows. With a delay, the
+requests of each key wait for others:
 
-Keys do not wait for each other: a batch that is full runs although an older request of another key still waits for company, and
-a batch that can grow goes on waiting although requests of other keys have come. (Triton sends it as soon as a request of another
-shape comes, because its queue is one line: there, it can grow no further.)
+    the first ones together have exactly a preferred size             due at once, with the largest such size
+    they have the largest preferred size, or the next one exceeds it  due at once
+    otherwise                                                         due when the oldest has waited ``delay_ns``
+
+Keys do not wait for each other: a full batch runs although an older request of another key still waits, and a batch that is not
+full goes on waiting although requests of other keys have come. (Triton runs it then, because all shapes share one queue there.)
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DynamicBatcher(QueuePlanner[W]):
     def company(self, key: Hashable) -> Company | None:
         """Returns the waiting time and the number of rows at which waiting requests run as one batch.
 
-        ``key``: requests with equal keys share a batch. Returns None if no request waits, or for several preferred batch sizes.
+        ``key``: the requests' batching key. Returns None if requests are not delayed, or if several batch sizes are preferred.
         """
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:

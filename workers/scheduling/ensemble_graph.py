@@ -2,8 +2,8 @@
 
     request ─▶ ensemble tensors ─▶ step: a request to another model ─▶ ensemble tensors ─▶ ... ─▶ answer
 
-The answers of a step that may answer more than once (``streams``) are numbered. Tensors that are computed from such an answer
-carry its number and have that step as their *origin*; other tensors have no origin and are the same for every number.
+A step that ``streams`` may answer any number of times, and its answers are numbered. Tensors that are computed from such an
+answer have its number, and have that step as their *origin*. Other tensors have no origin and are the same for every number.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EnsembleGraph:
         return next(found, None)
 
     def needed(self, outputs: Collection[str]) -> NeededSteps:
-        """Returns the steps that must run to compute ``outputs``. If it is empty, all outputs are computed."""
+        """Returns the steps that must run to compute ``outputs``, or all outputs of the ensemble if ``outputs`` is empty."""
         wanted = frozenset(outputs or self.outputs)
         found = self._needed.get(wanted)
         if found is None:

@@ -1,15 +1,15 @@
 """Decides for one request to an ensemble which steps run next, what its answers are, and when the request has ended.
 
     begun(tensors)                 ─┐
-    responded(start, tensors)       ├─▶ StepStart: a step may run;  EnsembleAnswer: to the client
-    ended(start)                   ─┘
+    responded(start, tensors)      ─┴─▶ StepStart: a step that runs now;  EnsembleAnswer: an answer for the client
+    ended(start)                   ───▶ counts a step that has given its last response
 
-Pure: tensors are any objects, and a missing one (an optional input, an output that a member did not make) is not passed on. A
-tensor is held no longer than a step or an answer needs it. When no step runs and none can start the run is over, successfully or
-not (``stuck``).
+Pure: tensors are any objects. A missing tensor, such as an optional input or an output that a model did not make, is not passed
+on. A tensor is kept only while a step or an answer still needs it. When no step runs and none can start, the request has ended;
+if outputs are missing then, ``stuck`` is True.
 
-Steps belong to the sequence of the client's request, unless a model names another sequence in its answer (``controls``): then the
-steps that take a tensor of that answer, and all steps that depend on these, belong to the sequence that it names.
+A step belongs to the sequence of the client's request, unless a model names another sequence in its answer (``controls``): then
+the steps that take a tensor of that answer, and all steps that depend on these, belong to the sequence that it names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defines planners, which decide which requests of one model version run together, and when.
 
-A planner is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.workers.dispatch.dispatcher`` carries out its
-decisions.
+A planner is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.workers.dispatch.dispatcher`` carries out
+its decisions.
 
     decide ─▶ Run         a batch is due: take it, once an instance is free to run it
            ─▶ Refuse      requests waited too long: answer them
@@ -13,8 +13,8 @@ decisions.
                  │        └──▶ dropped: it will never run
                  └─▶ cancelled, replaced, or its time is up: refused
 
-When one request of a sequence fails unrun, those behind it fail too. So methods by which a request can fail return all requests
-that do, each with the error that answers it.
+If a request of a sequence fails before it has run, the later requests of the sequence fail, too. So a method that can make a
+request fail returns all requests that fail, each with the error to answer it with.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Planner(ABC, Generic[P]):
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Decides whether a free instance runs a batch, waits, refuses late requests, or has nothing to do (None)."""
+        """Decides what a free instance does: run a batch, wait, refuse requests that are late, or nothing for now (None)."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -139,7 +139,7 @@ class Planner(ABC, Generic[P]):
 
 
 class QueuePlanner(Planner[P]):
-    """Base of planners whose requests wait in a ``RequestQueue``."""
+    """A planner whose requests wait in a ``RequestQueue``. It is the base class of two batchers."""
 
     def __init__(self, queue: RequestQueue[P]) -> None:
         self._queue = queue

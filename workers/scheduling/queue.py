@@ -1,20 +1,21 @@
-"""Queues the requests that wait for one model version: in order, bounded in number, and grouped by which may share a batch.
+"""Queues the requests that wait for one model version: in order, limited in number, and grouped by batching key.
 
-Pure: the queue knows shapes only as an opaque compatibility key, sizes as rows, and time as an argument. Owned by the model
-version; one thread uses it.
+Pure: the queue knows shapes only as an opaque batching key, sizes as rows, and time as an argument. The model version owns the
+queue; one thread uses it.
 
-    line 2 * (level - 1)        requests of that priority level, on time         each line: key -> owner -> requests, oldest first
-    line 2 * (level - 1) + 1    requests of that level whose timeout passed and that may be delayed
+    line 2 * (level - 1)        requests of that priority level, on time       each line: key -> owner -> requests, oldest first
+    line 2 * (level - 1) + 1    requests of that level whose timeout passed, if the rules let them run late
 
 A line exists only while a request waits in it: a model may have more levels than any memory could hold.
 
-Owners, which are users, take turns: a request's ``sequence`` is one more than that of the last request of its owner, or, where
-that is more, of the one that was served last. So the first request of who has just come stands beside the first of who has
-thousands (start-time fair queueing). One owner's requests are in the order of their arrival. In a full queue an owner that has
-less than its share of the places gets one nevertheless (``Shares``), so of several owners twice as many requests may wait.
+Owners, which are users, take turns (start-time fair queueing). Requests run in the order of their ``sequence``. This number is
+one more than that of the owner's last request or that of the request that was taken last, whichever is larger. So the first
+request of a new owner comes next to the first request of an owner with thousands. One owner's requests stay in the order of
+arrival. In a full queue an owner with less than its share may still add requests (``Shares``), so with several owners twice as
+many may wait.
 
-At most one request of each replace key waits: a newer one takes the older one's place in the line, and the time since when it has
-been due, so a client that replaces its requests often is served neither earlier nor later than others.
+At most one request of each replace key waits. A newer one takes the older one's position and the time since when it has waited,
+so a client that replaces its requests often is served neither earlier nor later than others.
 """
 
 from __future__ import annotations
@@ -531,7 +532,7 @@ def _first(waiting: OrderedDict[int, W]) -> W:
 
 
 def _in_order(owners: _Waiters[W]) -> Iterable[W]:
-    """Iterates over the waiting requests of several owners in the order in which they came."""
+    """Iterates over the waiting requests of several owners in the order in which they run, in which owners take turns."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return waiting.values()

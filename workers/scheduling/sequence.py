@@ -1,4 +1,4 @@
-"""Describes sequences: requests of one correlation id that one slot of one instance runs, one after the other.
+"""Describes sequences: requests with the same correlation id, which one slot of a model instance runs one after the other.
 
     WAITING ──a slot becomes free──▶ ACTIVE ──END came, or it idled too long──▶ ENDING ──its last request is done──▶ gone
        └──cancelled, or its time is up──▶ gone

@@ -1,9 +1,9 @@
 """Decides which requests of sequences run together, on which instance, and when.
 
-    request ─▶ table: its sequence, a slot ─▶ the batcher of that slot's instance, once it may run ─▶ taken ─▶ done
+    request ─▶ table: gives its sequence a slot ─▶ batcher of the slot's instance, once the request may run ─▶ taken ─▶ done
 
-Pure. ``tensord.workers.dispatch.dispatcher`` calls it, runs the batches, and answers requests that are refused. Each instance has
-a batcher for Triton's strategy "direct" or "oldest"; at most one request of each sequence is ready there at a time.
+Pure. ``tensord.workers.dispatch.dispatcher`` calls it, runs the batches, and answers requests that are refused. Each instance
+has a batcher for Triton's strategy "direct" or "oldest"; at most one request of each sequence is ready there at a time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Keeps the live sequences of one model version: which have a slot, which wait for a slot, and which were silent too long.
+"""Keeps the live sequences of one model version: which have a slot, which wait for a slot, and which were idle too long.
 
     admit ─▶ a free slot ────────────────▶ taken ─▶ done ─▶ taken ... ─▶ END done, or idle: the slot goes to the backlog's head
           └▶ backlog: whole sequences ──▶ (first come, first served)
 
 Pure. The table tells which sequences have become ready; ``tensord.workers.scheduling.sequence_batcher`` makes batches of them.
-Requests of a sequence run in their order and without a gap: if one is lost before it ran, all waiting ones of it are refused.
+Requests of a sequence run in order and without a gap: if one fails before it has run, all waiting ones behind it are refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Expiries(Generic[S]):
         """Makes ``next`` return ``request`` when the request's deadline passes.
 
         If the request's sequence has no slot in the model yet, ``next`` also returns ``request`` when its queue timeout passes.
-        ``waiting``: how many requests wait now. If this object stores far more times than that, it drops times of other requests.
+        ``waiting``: how many requests wait now. If far more times are stored, those of requests that wait no more are dropped.
         """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
@@ -289,7 +289,7 @@ class SequenceTable(Generic[S]):
                 idle[live] = now_ns
 
     def _begin_now(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns a new sequence that runs now; None: the request has to wait."""
+        """Returns a new sequence whose first request runs now; None: the request has to wait, or is invalid."""
         if not correlation_id or self.stopping or not self._slots.free:
             return None
         try:
@@ -348,7 +348,7 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """Ends a sequence that has a slot. Returns the sequence that gets the slot."""
+        """Ends a sequence that has a slot. Returns the waiting sequence that gets the slot; None: no sequence waits."""
         slot = live.slot
         assert slot is not None
         del self._holders[slot]

@@ -1,4 +1,4 @@
-"""Decides which requests of a stepped model (which runs them in steps) get a slot, and which take part in the next step.
+"""Decides which requests of a stepped model get a slot, and which take part in the next step of the model.
 
 Pure: the batcher knows neither the device nor the time. ``tensord.workers.dispatch.stepping`` runs what it decides and reports
 the results.
@@ -7,9 +7,9 @@ the results.
                  │                        └──▶ cancelled, or failed with all others ─▶ gone, the slot is free
                  └──▶ cancelled, or its time is up: refused
 
-A step is given to the device before the results of the previous step are read, so that the device never waits for the host:
-``AHEAD`` steps are on their way. A step's result for a slot belongs to the request that took part in the step, not to a request
-that has got the slot since.
+A stepped model computes all requests that have a slot together, step by step. A step is given to the device before the results
+of the previous step are read, so that the device never waits for the host: up to ``AHEAD`` steps are on their way. A step's
+result for a slot belongs to the request that took part in the step, not to a request that has got the slot since.
 """
 
 from __future__ import annotations
