@@ -1,9 +1,9 @@
 """Writes a model's outputs to where the client wants them, and makes the record of the answer.
 
     place of each output chosen ─▶ output copied there, unless the program or the GPU has written it ─▶ record
-    small outputs of a prepared request ─▶ cut out of the batch's outputs by a plan, which is kept ─▶ record
+    small outputs of a prepared request ─▶ cut out of the batch's outputs, by a plan kept for such requests ─▶ record
 
-Nothing else copies outputs (docs/data-plane.md). The record does not use the memory that the model returned.
+This is the only copy of outputs (docs/data-plane.md). Afterwards the answer no longer uses the memory that the model returned.
 Copies into a GPU's memory are finished when the record is returned. Class labels are as in Triton's
 docs/protocol/extension_classification.md; ties and number formats are as observed in Triton.
 """
@@ -107,11 +107,11 @@ def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, 
 
 
 def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-    """Chooses a place for each output, and reserves memory of the response arena if some outputs need it.
+    """Chooses a place for each output: the answer's record, its region, or memory that it reserves in the response arena.
 
-    Returns None if the arena has no room now. ``sizes``: output name -> bytes. An output of more than ``inline_byte_size`` bytes
-    never goes into the answer's record.
-    Raises Internal: an output does not fit into its region. Raises InvalidArgument: the outputs are larger than the whole arena.
+    Returns None if the arena has no room now. ``sizes``: output name -> bytes. An output of more than ``inline_byte_size``
+    bytes never goes into the answer's record.
+    Raises Internal: an output does not fit into its region. Raises InvalidArgument: the outputs are larger than the arena.
     """
     in_regions = _fit(request, sizes)
     inline_left = inline_byte_size * _INLINE_TENSORS

@@ -3,7 +3,8 @@
     thread of the calling model ── ModelCall ──▶ request ─▶ queue, batch, answer ─▶ its responses ──▶ that thread
 
 A call is cancelled when all requests for which it was made are cancelled. A call to a model that this worker is still loading
-waits for the load. A model that calls may occupy an instance while it waits, so calls can deadlock: then one of them fails.
+waits for the load. A model that calls may occupy an instance while it waits, so calls can deadlock: each waits for another one,
+as the following arrows show. Then one of the calls fails.
 
     a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls for which these wait ─▶ ...
                                                                     └▶ the model that does not take their responses
@@ -274,7 +275,7 @@ class Calls:
                 self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:
-        """If calls between models wait for each other in a circle, fails one of them with Internal. Schedules the next check."""
+        """If calls between models are deadlocked, fails one of them with Internal. Schedules the next check."""
         # Searches only after a call has begun, was answered or has ended, and at intervals while calls wait.
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)

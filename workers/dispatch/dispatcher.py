@@ -248,7 +248,7 @@ class Dispatcher:
             self.withdraw(request)
 
     def withdraw(self, request: Request) -> None:
-        """Cancels a request, its steps if it asks an ensemble, and the calls that models make for it."""
+        """Cancels a request, the steps of the request if it asks an ensemble, and the calls that models make for it."""
         version, request.cancelled = request.version, True
         request.submitter.returned = NEVER_LOOKED
         answers = version.planner.cancelled(request)

@@ -180,7 +180,7 @@ class EnsembleRuns:
         self._work()
 
     def steps(self, request: Request) -> list[InnerRequest] | None:
-        """Returns the unfinished step requests of an ensemble's ``request``; None: no ensemble works on ``request``."""
+        """Returns the requests of the unfinished steps of an ensemble's ``request``; None: no ensemble works on ``request``."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
 

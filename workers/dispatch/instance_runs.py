@@ -1,7 +1,7 @@
 """Gives due batches to free instances (the threads of a model), if the resources that these instances need are free.
 
-a batch is due, an instance and its resources are free ─▶ the instance's thread runs it ─▶ the loop answers it, in order if
-asked
+due batch, free instance, free resources ─▶ the instance's thread runs the batch ─▶ the loop answers it, in order if so
+configured
 
 A thread that gets one batch at a time waits for the loop after each batch, and the loop waits for Python's lock. So an instance
 gets batches ahead if this changes nothing else (``ModelVersion.runs_ahead``). A batch that the thread has not begun is taken

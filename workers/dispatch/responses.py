@@ -88,7 +88,7 @@ class Responses(ResponseReceiver):
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
-        """Makes the sender of a request's responses. ``now_ns``: when its run began. ``single``: it gets one response."""
+        """Makes a request's response sender. ``now_ns``: when the run began. ``single``: whether there is just one response."""
         segments, max_ahead = request.submitter.segments, self.max_ahead
         # The limit of a client's lane is divided among its requests in flight.
         if segments is not None:
@@ -155,7 +155,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends the next response to a request; if ``result`` is None, only ends the request. ``final``: it is the last one."""
+        """Sends a request's next response. If ``result`` is None, only ends the request. ``final``: whether it is the last."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -188,7 +188,7 @@ class Responses(ResponseReceiver):
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts the oldest outstanding response to another model's request as taken. The called model may then send more."""
+        """Counts the oldest outstanding response to another model's ``request`` as taken. The called model may send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
