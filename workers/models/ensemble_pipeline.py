@@ -112,7 +112,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Adds requests that the pipeline has answered to the statistics of each step's model, with its part of the time."""
+        """Adds requests that the pipeline answered to the statistics of each step's model, with that model's time in it."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):

@@ -96,7 +96,7 @@ class Execution:
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
-        """Chooses the parameter set of the batch, or of each request if batches mix sets. Raises NotFound: a set is gone."""
+        """Chooses the batch's parameter set or, if batches may have several, each request's. Raises NotFound: a set is gone."""
         if self.parameters is None:
             mixes = sets.stack is not None
             self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)
@@ -159,7 +159,7 @@ def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
 
 
 def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
-    """Returns each request's parameter set, for a model whose batches mix sets. Raises NotFound: a set no longer exists."""
+    """Returns each request's parameter set, for a model whose batches may have several. Raises NotFound: a set is gone."""
     return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 

@@ -122,8 +122,8 @@ class FreeState:
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Returns the initial state of a new sequence, as arrays by state name.
 
-        ``arrays``: the inputs of the sequence's first request. They give each axis of a state that has no declared size its size.
-        ``rows``: the number of rows in the first request. Raises InvalidArgument if two inputs have different sizes for one axis.
+        ``arrays``: the inputs of the sequence's first request, whose sizes are used for state axes without a declared size.
+        ``rows``: the number of rows in the first request. Raises InvalidArgument if inputs have different sizes for one axis.
         """
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()

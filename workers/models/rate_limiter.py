@@ -2,8 +2,8 @@
 
 The operator's configuration sets how many units of a resource there are. Of a resource that it does not name there are as many
 as the most demanding instance needs. Of the waiting instances, the one with the fewest runs goes first; each run counts
-``priority`` times. An instance whose resources are not free lets others go first. Once ``MAX_PASSED`` have gone before it,
-those behind it get none of the resources that it needs. Used by the worker's loop only.
+``priority`` times. An instance whose resources are not free lets others go first. After ``MAX_PASSED`` of them, the instances
+behind it get none of the resources that it needs. Used by the worker's loop only.
 """
 
 from __future__ import annotations

@@ -124,9 +124,8 @@ def samples(
 ) -> list[Sample]:
     """Makes the warmup samples of a model.
 
-    ``folder``: the model's folder, which has files in ``warmup/``. ``more``: a row for each input that no client sends, by
-    name.
-    Raises InvalidArgument: a sample does not fit the model, cannot be read, or the samples are too large or too many.
+    ``folder``: the model's folder, which has files in ``warmup/``. ``more``: a row for each input that no client sends.
+    Raises InvalidArgument: a sample does not fit the model or cannot be read, or the samples are too large or too many.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
