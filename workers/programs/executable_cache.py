@@ -225,7 +225,7 @@ class ExecutableCache:
         return program._replace(byte_size=len(content))
 
     def good_rows(self, key: str, *, found: bool = False) -> bool:
-        """Returns whether the cache has a note that a model's rows are independent. If ``found``, first writes this note."""
+        """Returns whether the cache notes under ``key`` that a model's rows are independent. If ``found``, first notes this."""
         if self._directory is not None and found:
             with contextlib.suppress(OSError):
                 self._directory.write(f"{key}.rows", b"good")
@@ -259,7 +259,7 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
 
 
 class JaxCache:
-    """A cache directory for JAX's own keys. Thread-safe. Implements ``jax._src.compilation_cache_interface``."""
+    """JAX's own compilation cache, in a cache directory. Thread-safe. Implements ``jax._src.compilation_cache_interface``."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory

@@ -218,7 +218,7 @@ class GroupedProgram:
         return [(place.name, address_of(place.array), stacks[part.row].strides[0]) for place, part in pairs]
 
     def gather(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies requests' inputs to the input memory of the program. Returns the number of bytes.
+        """Copies requests' inputs to the input memory of the program. Returns the number of bytes copied.
 
         Raises ValueError: there are more than ``rows`` requests.
         """

@@ -93,7 +93,7 @@ class LoadProgress:
 
 
 def _part(leaf: Any) -> int:
-    """Returns how many bytes of an array lie on each of its devices."""
+    """Returns how many bytes of an array each of its devices holds."""
     if not isinstance(leaf, jax.Array):
         return int(leaf.nbytes)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -1,7 +1,6 @@
 """Packs all small outputs of a program into one further output, so that they are copied from a GPU in one transfer.
 
-packed    | output 0: row 0 | row 1 | ... | zeros | output 1: row 0 | row 1 | ...    each output begins at a multiple of 64
-bytes
+packed    | output 0: row 0 | row 1 | ... | zeros | output 1: row 0 | row 1 | ...     each output is aligned to 64 bytes
 """
 
 from __future__ import annotations

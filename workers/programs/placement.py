@@ -1,4 +1,4 @@
-"""Describes on which device a model version's programs run: the worker's, or for small programs the single-thread device."""
+"""Describes on which device a model version's programs run: the worker's or, if small, on a CPU device with one thread."""
 
 from __future__ import annotations
 

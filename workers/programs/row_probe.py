@@ -2,8 +2,7 @@
 
 One row stays the same while all others are generated anew or are zeros, as in padding. Then all rows move to other positions,
 and to the programs for other numbers of rows. A program fails the test if an output changes, for each of several generated
-inputs, by far more than when the run is repeated or its inputs change by a rounding error. Infinite or NaN differences are
-ignored.
+inputs, by far more than when the run is repeated or its inputs change by a rounding error. NaN and infinity are ignored.
 """
 
 from __future__ import annotations

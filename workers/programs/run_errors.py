@@ -46,7 +46,7 @@ def memory_needed(program: Any, held: int | None = None) -> int | None:
 
 
 def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], program: int | None) -> Unavailable:
-    """Returns the error that tells requests that the device has too little memory. The message has their rows and input bytes.
+    """Returns the error for requests that need more memory than the device has. The message has their rows and input bytes.
 
     ``error``: the error of the run. ``program``: the bytes that the program needs besides its parameters, or None if unknown.
     """

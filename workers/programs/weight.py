@@ -48,9 +48,9 @@ def work_of(program: Program) -> tuple[float, float]:
 
 
 def is_within(program: Program, most: tuple[float, float], text: Program | None = None) -> bool:
-    """Returns whether XLA can estimate a program's work and the estimate is at most ``most`` (floating-point operations, bytes).
+    """Returns whether XLA can estimate a program's work and this is at most ``most`` (floating-point operations, bytes).
 
-    XLA cannot estimate while loops and custom calls. They are looked for in ``text``, or in ``program`` if ``text`` is None.
+    XLA cannot estimate while loops and custom calls. Both are looked for in ``text``, or in ``program`` if ``text`` is None.
     ``text``: the same program before its compilation, if ``program`` is a compiled program.
     """
     known = all(0 <= own <= bound for own, bound in zip(work_of(program), most, strict=True))
