@@ -3,9 +3,9 @@
     put(part, when)   ─▶ heap ─the time has come─▶ take ─▶ the loop asks the part, which says when it is due next
     wake(part)        ─▶ list ─────at once───────▶
 
-A part is any object that the loop can ask for work, such as a model version. One that is in neither is not asked, so models
-without requests cost nothing. A part has one due time: a new one replaces it, and outdated entries of the heap are skipped.
-Pure.
+Pure. A part is any object that the loop can ask for work, such as a model version. A part in neither heap nor list is not
+asked, so models without requests cost nothing. A part has one due time: a new one replaces it, and outdated heap entries are
+skipped.
 """
 
 from __future__ import annotations

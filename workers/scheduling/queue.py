@@ -11,8 +11,7 @@ A line exists only while a request waits in it: a model may have more levels tha
 Owners, which are users, take turns (start-time fair queueing). Requests run in the order of their ``sequence``. This number is
 one more than that of the owner's last request or that of the request that was taken last, whichever is larger. So the first
 request of a new owner comes next to the first request of an owner with thousands. One owner's requests stay in the order of
-arrival. In a full queue an owner with less than its share may still add requests (``Shares``), so with several owners twice as
-many may wait.
+arrival. If the queue is full, an owner with less than its share may still add requests (``Shares``), up to twice the limit.
 
 At most one request of each replace key waits. A newer one takes the older one's position and the time since when it has waited,
 so a client that replaces its requests often is served neither earlier nor later than others.
@@ -172,7 +171,7 @@ def in_turns(requests: list[W]) -> list[W]:
 
 
 class RequestQueue(Generic[W]):
-    """The waiting requests of one model version. Level 1 runs before level 2. Within a level, the owners (users) take turns."""
+    """The waiting requests of one model version. Level 1 is served before level 2. In a level, owners (users) take turns."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules

@@ -154,7 +154,7 @@ class SequenceBatcher(Planner[S]):
           strategy: makes an object that chooses the next batch of one model instance.
           instances: the number of model instances.
           events: is told when a sequence begins or ends.
-          attach: adds a sequence's state to a request's inputs before the request runs. If it is None, the model keeps no state.
+          attach: adds a sequence's state to a request's inputs before the request runs; None: inputs contain no state.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach

@@ -57,7 +57,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns an overdue request and its error; None: no request is overdue. The caller cancels its sequence."""
+        """Removes and returns an overdue request and its error; None: none is overdue. The caller cancels that sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -435,7 +435,7 @@ class SequenceTable(Generic[S]):
         return ready
 
     def forget_all(self) -> None:
-        """Ends all sequences once their waiting requests have run. No further request can continue them."""
+        """Closes all sequences to further requests. They end after their waiting requests. Then call ``close_idle()``."""
         for live in list(self._live.values()):
             self._forget(live)
 
