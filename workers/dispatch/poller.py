@@ -56,7 +56,7 @@ class Poller:
         """Forgets all prepared parts of a submitter. ``wait`` leaves the submitter's next requests to the worker's loop."""
 
     def forget_gone(self) -> None:
-        """Forgets what was learned for models that were unloaded, so that ``wait`` answers no more requests to them."""
+        """Forgets what ``learn`` has stored for unloaded models, so that ``wait`` answers no more requests to them."""
 
     @property
     def lane_requests(self) -> int:
