@@ -67,9 +67,9 @@ class Executables:
 
         ``buckets``: the sizes for which programs are compiled at load. ``apply``: the model's function. ``source``: the model's
         source code, which is part of the cache's keys. ``max_unexpected``: how many executables for shapes without a bucket are
-        kept. ``initial``: the state with which sequences begin, or None if the model has no state. ``several``: the devices of a
-        model that runs on several, instead of ``device``. ``rows_apart``: whether ``warm`` raises an error if the function mixes
-        rows of a batch.
+        kept. ``initial``: the state with which sequences begin, or None if the model has no state. ``several``: the devices of
+        a model that runs on several, instead of ``device``. ``rows_apart``: whether ``warm`` raises an error if the rows of a
+        batch affect each other.
         """
         self._initial = initial
         self.device = device

@@ -163,5 +163,5 @@ def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...
 
 
 def is_numeric(spec: TensorSpec) -> bool:
-    """Returns whether a jitted function can take or return the tensor: it is not BYTES."""
+    """Returns whether a jitted function can take and return the tensor, which is False only for BYTES."""
     return DTYPES[spec.datatype].kind != "O"

@@ -46,7 +46,7 @@ def placed_sets(
       names: names of the leaves; None: their paths in ``parameters``.
       several: the devices of a model that runs on several; None: it runs on the worker's device.
       room: the device memory that pushed parameters may use; None: there is none.
-      mixed: which leaves differ between sets, for a model whose batches mix sets; None: its batches do not mix sets.
+      mixed: which leaves differ between sets, if one batch of the model may use several sets; None: it may use one only.
       remote: whether the device has memory of its own, as a GPU has.
       on_demand: whether ``main`` may leave the device for other sets while no request needs it.
       fixed: names of the leaves that ``parameters`` lacks because they are no arrays.
@@ -86,7 +86,7 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Keeps the part of the model's ``parameters`` that clients cannot replace by a push. All parameter sets share it.
+        """Stores those of the model's ``parameters`` that clients cannot replace by a push. All parameter sets share them.
 
         ``described``: name, shape and datatype of each parameter. ``several``: the model's devices if it runs on more than one.
         ``remote``: whether the device has memory of its own.

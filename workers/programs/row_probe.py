@@ -224,7 +224,7 @@ def beyond(one: Array, other: Array, reference: Array, nearby: Sequence[Array], 
 
 
 def nudged(array: Array, epsilon: float) -> Array:
-    """Returns an array whose floats are multiplied by 1 - ``epsilon`` and 1 + ``epsilon`` in turn. Integers stay."""
+    """Returns ``array`` with its floats multiplied by 1 + ``epsilon`` and 1 - ``epsilon`` in turn, and integers unchanged."""
     signs = 1 + epsilon * (1 - np.arange(array.size).reshape(array.shape) % 2 * 2)
     return array if array.dtype.kind in "biu" else (array * signs).astype(array.dtype)
 
