@@ -531,7 +531,7 @@ def _first(waiting: OrderedDict[int, W]) -> W:
 
 
 def _in_order(owners: _Waiters[W]) -> Iterable[W]:
-    """Iterates over the waiting requests of several owners in the order in which they run, in which owners take turns."""
+    """Iterates over the waiting requests of several owners in the order in which they run: owners take turns."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return waiting.values()

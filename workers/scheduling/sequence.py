@@ -38,7 +38,7 @@ class Slot(NamedTuple):
 
 
 class Sequenced(Waiting):
-    """What the scheduler knows of a request to a model with sequences."""
+    """A request to a model with sequences, as the scheduler sees it: with its sequence and slot."""
 
     __slots__ = ("controls", "live", "slot")
 
