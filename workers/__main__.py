@@ -1,4 +1,4 @@
-"""Runs a worker: ``python -m tensord.workers --control-fd N --device cpu:0``, as only the supervisor does."""
+"""Runs a worker process: ``python -m tensord.workers --control-fd N --device cpu:0``. Only the supervisor starts it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _outlive_signals() -> None:
 
 
 def _receive_start(channel: Channel) -> Start:
-    """Waits for the supervisor's first record, ``Start``."""
+    """Waits for the supervisor's first record, ``Start``, and returns it."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     while True:

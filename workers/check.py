@@ -1,10 +1,10 @@
-"""Loads models like a worker, or exports them, serves nothing, and ends: ``python -m tensord.workers.check --device cpu:0``.
+"""Tries to load models as a worker does, or exports one, and ends: ``python -m tensord.workers.check --device cpu:0``.
 
-    stdin   CheckLoads: the configuration, and what to load, one version after the other; each stays, as in a worker
-    stdout  LoadSteps, and one LoadOutcome for each version that is done
+    stdin   CheckLoads: the configuration, and the model versions to load, in order; none is unloaded before the end
+    stdout  LoadSteps while a version is loaded, and one LoadOutcome after each version
 
-``tensord.daemon.check`` starts this process, for exports with ``--folder``, into which the version is exported
-instead. If it ends early, a missing line shows which version ended it. What the models print goes to stderr.
+``tensord.daemon.check`` starts this process. With ``--folder``, a version is exported into that folder instead. If the process
+dies, the first version without a LoadOutcome is the one during which it died. What the models print goes to stderr.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
     from tensord.workers.models.loaded_model import LoadedModel
 
 
-class Apart:
-    """Answers a model's calls while the model is loaded only to be checked. Refuses inference. Says that every model is ready."""
+class DaemonStandIn:
+    """Stands in for the daemon while a model is only loaded as a check. Says that every model is ready. Refuses inference."""
 
     def __init__(self, explicit: bool) -> None:
-        """Makes the surroundings of a model that is checked without a daemon.
+        """Makes the stand-in for the daemon.
 
-        ``explicit``: whether the daemon would load models only on request. Only then may models ask it to load others.
+        ``explicit``: whether the daemon is configured to load models only on request. Only then may models load others.
         """
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Replies as if the operation had succeeded, but does nothing, because the asking model is only loaded to be checked.
+        """Answers an operation that a model's code requests of the daemon as if it had succeeded. Does nothing else.
 
         Raises Unavailable for LoadModel and UnloadModel if the daemon is not configured to load models on request.
         """
@@ -65,7 +65,7 @@ class Apart:
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: ModelCall) -> None:
-        """Does nothing, because no call is in progress. While a model is checked, ``begin`` refuses each call at once."""
+        """Does nothing, because no call to another model is ever in progress: each is refused at once."""
 
     stop = took = abandon = cancel
 
@@ -119,7 +119,7 @@ def main() -> None:
             outcomes = (_exported(load, device, *told) for load in asked.loads)
         else:
             target = LoadTarget.configured(options, device, device_name.gpu, alone=bool(device_name.model))
-            loader = Loader(target, Inbox(), StatusPage.create(), Apart(explicit))
+            loader = Loader(target, Inbox(), StatusPage.create(), DaemonStandIn(explicit))
             kept: list[LoadedModel] = []
             outcomes = (_tried(loader, load, say, kept, asked.deep) for load in asked.loads)
     except NoDevice as error:

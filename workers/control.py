@@ -1,11 +1,11 @@
-"""Carries out the records (messages) that the supervisor sends to a worker; runs on the worker's loop.
+"""Carries out the records that the supervisor sends to a worker, and sends the answers. Runs on the worker's loop.
 
-LaneOpened + fd                 takes requests from one more submitter, which may be a client
+LaneOpened + fd                 opens the lane of one more submitter
 LaneClosed                      ends a client's lane; a worker also sends this record for each client's lane that has ended
-Load, Unload                    loads or unloads a version; answered with Loaded (after Loading), Unloaded
+Load, Unload                    loads or unloads a version; answered with Loading and Loaded, or with Unloaded
 CancelLoad                      cancels all loads of a version; each Load still gets its answer
-Call                            answered with Reply: statistics, figures for metrics, regions, parameters, a held version serves
-Reply                           answers a Call of this worker's models
+Call                            carries out an operation, such as a parameter change or statistics; answered with Reply
+Reply                           the supervisor's answer to a Call that this worker has sent for a model's code
 LogChanged                      changes level or format of the log
 TraceChanged, TraceCleared      changes which requests on clients' lanes are traced
 Stop                            ends the worker once all requests are answered
@@ -118,8 +118,8 @@ class Control:
     def handle(self, record: Any, fds: list[int]) -> None:
         """Does what a record from the supervisor asks.
 
-        The worker owns the descriptors ``fds``; those that it has no use for are closed. Raises InvalidArgument if the supervisor
-        does not send such a record to a worker.
+        The descriptors ``fds`` came with the record. Each is either put to use or closed. Raises InvalidArgument if a worker
+        does not take such a record, or if the record has a wrong number of descriptors.
         """
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:
@@ -200,7 +200,7 @@ class Control:
             begin()
 
     def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
-        """Puts a loaded version into service, or reports why loading failed."""
+        """Puts a loaded version into service, or reports to the supervisor that its loading failed or was cancelled."""
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
@@ -313,8 +313,8 @@ class Control:
     def refuse(self, lost: DescriptorsLost) -> None:
         """Handles control records whose file descriptors were lost, because this process has too many files open.
 
-        A call gets the error Unavailable as its reply. A new lane is closed; if it is a front's, the front gets another. By trace
-        settings that have lost their descriptors nothing is traced.
+        A Call is answered with the error Unavailable. A new lane is closed; a front then gets another one. If trace settings
+        have lost their descriptors, no request is traced.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened):
@@ -332,7 +332,7 @@ class Control:
             found.ask(answered)
 
     def _sequences(self) -> list[dict[str, Any]]:
-        """Describes the live sequences of all model versions."""
+        """Returns a description of each live sequence, for at most 1000 sequences of each model version."""
         now_ns = time.monotonic_ns()
         return [
             {"model": version.name, "version": version.version, **record}
@@ -373,7 +373,7 @@ class _Profiler:
         self._thread = WorkThread("profiler", inbox)
 
     def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
-        """Records a profile below ``folder``. Afterwards the loop calls ``done``.
+        """Begins to record a profile of ``seconds`` seconds below ``folder``. At its end the worker's loop calls ``done``.
 
         ``done`` gets None or an error. Raises InvalidArgument: the time is out of bounds, or another profile is being recorded.
         """

@@ -1,9 +1,9 @@
-"""Passes operations that models ask for on to the daemon: load or unload a model, and ask whether a model is ready.
+"""Has the daemon carry out what a model's code requests: load or unload a model, or tell whether a model is ready.
 
-    thread of a model ─▶ loop ─▶ Call to the supervisor ─▶ Load to this and other workers ─▶ Reply ─▶ that thread
+    a model's thread ─▶ loop ─▶ Call to the supervisor ─▶ Load to this and other workers ─▶ Reply ─▶ that thread
 
-A model may ask while it is being loaded itself. Its load then waits in the loader's thread, and another thread takes the loads
-that come after it, so that the load it waits for is among them. The supervisor refuses a load that would wait for itself.
+A model may request the load of another model while it is being loaded itself. The loader's thread then waits for the other
+model, so another thread carries out loads meanwhile. The supervisor refuses a load that would wait for itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Sends requests of models' code to the daemon: to load or unload a model, or to ask whether it is ready.
+    """Sends the daemon what a model's code requests: to load or unload a model, or to tell whether it is ready.
 
     Any thread may call ``ask``. Only the loop's thread may call the other methods.
     """

@@ -1,4 +1,4 @@
-"""The parts that serve requests, in a worker process or in any other process."""
+"""The part of a worker that serves requests. It also runs in processes that are no workers (``workers/local_worker.py``)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes a ``ModelVersion``, and adds its instances to the rate limiter. Closing the version removes them from it."""
+        """Makes a ``ModelVersion`` of a loaded model. Its instances are in the rate limiter until the version is closed."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

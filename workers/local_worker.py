@@ -1,9 +1,9 @@
 """Runs a worker inside the caller's process, without a supervisor and sockets: ``tensord.testing`` runs models with it.
 
-    any thread: load ─▶ Loader, in that thread ─▶ loop: adopted
-    any thread: ask  ─▶ loop: InnerRequest ─▶ Dispatcher ─▶ LocalRequest, taken in that thread
+    load: calling thread ─▶ Loader, in the calling thread ─▶ the worker's loop serves the version
+    ask:  calling thread ─▶ loop: InnerRequest ─▶ Dispatcher ─▶ LocalRequest, where the calling thread waits for the responses
 
-The loop has a thread of its own; requests of several threads share batches as those of several clients do.
+The loop has a thread of its own. Requests of several calling threads may share a batch, as those of several clients do.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LocalWorker:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Asks the worker's loop to call a function. Does not wait."""
+        """Has the worker's loop call a function. Does not wait for that."""
         self._inbox.post(call)
 
     def load(self, record: Load) -> ModelVersion:

@@ -1,8 +1,8 @@
 """Carries out the supervisor's operations on parameter sets (``tensord.shm.operations``), on the worker's loop.
 
-    MakeParameters    ─▶ thread: copied, sealed ─▶ Reply with the memory
-    StageParameters   ─▶ thread: checked, placed beside what is in use ─▶ staged ─▶ Reply
-    CommitParameters  ─▶ exchanged on the loop, between two batches ─▶ Reply
+    MakeParameters    ─▶ thread: copies parameters into sealed memory ─▶ Reply with this memory
+    StageParameters   ─▶ thread: checks them, and places them on the device beside those in use ─▶ Reply
+    CommitParameters  ─▶ loop: puts the staged parameters into use, between two batches ─▶ Reply
 
 The thread does nothing else, so that a push never waits for a model to be loaded. It also frees parameters that were replaced.
 """
@@ -58,7 +58,10 @@ class ParameterPushes:
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """``thread`` copies, stages and frees parameters. ``agenda`` calls functions in the worker's loop at given times."""
+        """Begins with nothing staged.
+
+        ``thread``: copies, stages and frees parameters. ``agenda``: calls functions in the worker's loop at given times.
+        """
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -93,7 +96,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a loaded version of a model, even one that does not serve yet."""
+        """Returns a loaded version of a model, even one that does not serve yet. Raises NotFound: the version is not loaded."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -252,7 +255,7 @@ class ParameterPushes:
         return version is (self._models.held.get(key) or self._models.serving(*key))
 
     def close(self) -> None:
-        """Frees the memory that is kept for later pushes."""
+        """Frees the memory that is kept for later pushes, unless the thread still has work to do."""
         if not self._thread.pending:
             self._pool.expire(NEVER)
 
@@ -261,7 +264,7 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Converts an error of a push to one for clients. ``what`` names the push in the text and in the log."""
+    """Returns the error for clients about a push that failed with ``error``. ``what`` names the push in text and log."""
     if isinstance(error, ServingError):
         # A traceback would keep memory.
         return error.with_traceback(None)

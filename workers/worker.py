@@ -1,15 +1,15 @@
 """The worker process: one loop that is also the device's execution thread.
 
-    epoll ─▶ control channel: records of the supervisor      ─▶ Control
-          ─▶ lanes: requests, cancellations, leases back     ─▶ Dispatcher
-          ─▶ inbox: what other threads have finished
-    then     what is on the agenda (``dispatch/dispatcher.py``), what waits for an end or a flush, statistics
+    epoll ─▶ control channel: records of the supervisor         ─▶ Control
+          ─▶ lanes: requests, cancellations, returned leases    ─▶ Dispatcher
+          ─▶ inbox: functions that other threads ask the loop to call
+    then     what is due on the agenda (``dispatch/dispatcher.py``), unloaded models and regions, records to send, statistics
 
-An iteration of the loop asks only those parts of the worker that have work: each keeps a list of it, which is empty most of the
-time, or a due time on the agenda.
+Each part of the worker keeps a list of its work, or a due time on the agenda. An iteration of the loop calls only the parts
+that have work.
 
-Other threads of the worker: a loader, a compiler, one per instance of a model that is not jitted or has several, and on a GPU
-one that page-locks memory. None of them touches the loop's state; they post to the inbox.
+Other threads of the worker: a loader, a compiler, one for each instance of a model that is not jitted or has several instances,
+and on a GPU one that page-locks memory. None of them touches the loop's state; they post to the inbox.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Stores the time at which a submitter's record began to arrive, if it is incomplete."""
+        """Stores when a submitter's record began to arrive, if its end has not arrived yet."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -431,9 +431,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests from a front or a client on the lane ``sock``. ``peer``: the number of the front or client.
+        """Begins to receive requests from a submitter on the lane ``sock``. ``peer``: the submitter's number.
 
-        If that fails, ``sock`` is closed, as ``lane_refused`` says.
+        If that fails, closes ``sock`` and calls ``lane_refused``.
         """
         client = opened.client
         try:
@@ -458,7 +458,7 @@ class Worker:
             self.lane_refused(opened, error)
 
     def lane_refused(self, opened: LaneOpened, error: Exception) -> None:
-        """Logs why a lane was not opened. Its submitter sees that it has ended. If that is a client, the supervisor is told."""
+        """Logs why a lane was not opened. If it is a client's, also tells the supervisor that the lane has ended."""
         who = "client" if opened.client else "front"
         if self._seldom.is_due(who):
             _log.error("a lane of a %s was not opened: %s", who, error)
@@ -467,7 +467,7 @@ class Worker:
             self._channel.put(LaneClosed(opened.peer))
 
     def load_waits(self, load: Load, error: Exception, begin: Callable[[], None]) -> None:
-        """Begins a load again in a while, for which no descriptor was left."""
+        """Logs that a load failed for lack of a file descriptor. Later calls ``begin`` to repeat the load."""
         if self._seldom.is_due(load.name):
             _log.error("loading model '%s' version %d has to wait: %s", load.name, load.version, error)
         due_ns = time.monotonic_ns() + int(descriptors.AGAIN_SECONDS * 1e9)
@@ -611,7 +611,7 @@ class Worker:
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
-        """Returns whether all requests are answered and all models have ended."""
+        """Returns whether all requests are answered and all models have ended. Ends the models after the last answer."""
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.channel.waiting and fd not in self._stalled):
                 return False
