@@ -1,1 +1,1 @@
-"""Declarations of models, in their folders and configurations: reads, checks and writes them."""
+"""Reads and checks what models declare in their folders and configurations, and adds it to the configurations."""

@@ -1,10 +1,11 @@
 """Builds the Python module of a version folder without a model.py, from programs and parameters that other tools wrote.
 
     *.jaxexport, *.stablehlo, *.mlir    one program, or one for each shape or platform
-    params.*                            arguments, put on the device once
+    params.*                            arrays for the first argument of a jax.export program, put on the device once
 
-Tensors are as the programs have them; sizes that vary become axes, with the buckets that config.pbtxt gives them.
-Names are as in ``tensord.workers.tensors.tensor_trees``, but do not begin with the number of a single positional argument.
+Tensors have the datatypes and shapes of the program. A size that varies is an axis; config.pbtxt may give its buckets.
+Tensors are named as in ``tensord.workers.tensors.tensor_trees``. If a program has a single positional argument, the argument's
+number is not part of the names.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ _DEFAULT_BATCH = 32
 
 
 def is_artifact(folder: Path, file: str) -> bool:
-    """Returns whether a version's folder has exported programs and no Python file. ``file``: that file's configured name."""
+    """Returns whether a version's folder has exported programs but not the Python file ``file``."""
     return not (folder / file).exists() and bool(model_folder.programs(folder))
 
 
@@ -271,7 +272,7 @@ def digest(folder: Path) -> bytes:
 
 
 def module(folder: Path, config: ModelConfig, platform: str) -> ModuleType:
-    """Returns a Python module, made from the compiled programs in a version's folder, that is used like the module model.py.
+    """Returns a Python module that stands in for model.py, made from the exported programs in a version's folder.
 
     ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the file's name, if a file cannot be used.
     """
@@ -362,7 +363,7 @@ class _Artifact:
                 )
 
     def _has_batch(self) -> bool:
-        """Returns whether each tensor's first dim is the batch."""
+        """Returns whether the first dim of every tensor is the batch dimension."""
         if self._message.max_batch_size > 0:
             return True
         leaves = [leaf for program in self._programs for leaf in (*program.inputs, *program.outputs)]
@@ -372,7 +373,10 @@ class _Artifact:
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Returns the programs' batch sizes, ascending; empty: any size."""
+        """Returns the batch sizes of the programs, ascending, or () if they take any size.
+
+        Raises InvalidArgument: a tensor has no batch dimension.
+        """
         sizes: set[int] = set()
         for program in self._programs:
             for leaf in (*program.inputs, *program.outputs):

@@ -74,9 +74,9 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py. Raises InvalidArgument: it takes other arguments.
+    """Calls ``create`` of model.py and returns its result. Errors of ``create`` are raised unchanged.
 
-    Errors of ``create`` are raised unchanged.
+    Raises InvalidArgument if ``create`` does not take the arguments path, config and device.
     """
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)

@@ -25,10 +25,10 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds the inputs and outputs that model.py declares to the model's configuration.
+    """Adds the inputs, outputs, batch size and response cache that model.py declares to the model's configuration.
 
-    Returns a dict: tensor name -> a name for each axis. An axis without a name has None. Raises InvalidArgument if a declaration
-    is malformed or contradicts the configuration.
+    Returns a dict: tensor name -> a name for each axis. An axis without a name has None. Raises InvalidArgument if a
+    declaration is malformed or contradicts the configuration.
     """
     tensors: dict[str, dict[str, Declared]] = {}
     for kind in ("inputs", "outputs"):

@@ -1,7 +1,7 @@
-"""Finds misspelt declarations of a model.py, such as ``max_batchsize``, ``input`` or ``bucket``, which would mean nothing.
+"""Finds misspelt declarations in a model.py, such as ``max_batchsize``, ``input`` or ``bucket``, which would have no effect.
 
-A model.py is a module, and most of its names are its author's own. One is a misspelt declaration only if it is nearly the name of
-a declaration that neither model.py nor config.pbtxt makes, if its value could be that declaration's, and if nothing reads it.
+Most variables of a model.py are its author's own. One counts as a misspelt declaration only if its name is nearly that of a
+declaration that model.py and config.pbtxt lack, if its value has that declaration's type, and if model.py does not read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXAMPLES: Mapping[str, Any] = {
 
 
 def flag(model: str, module: ModuleType, name: str) -> bool:
-    """Returns a declaration of model.py that is True or False; False if it is missing. Raises InvalidArgument: it is neither."""
+    """Returns the variable called ``name`` of model.py, or False if there is none. Raises InvalidArgument if it is no bool."""
     given = getattr(module, name, False)
     if type(given) is not bool:
         raise InvalidArgument(f"model '{model}': {name} of model.py is {given!r}, True or False is expected")

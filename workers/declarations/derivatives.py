@@ -1,10 +1,10 @@
-"""Makes the derivatives of a model of its function: for each a configuration, a module as model.py is one, and a function.
+"""Makes models that compute derivatives of a model's function: for each a configuration, a module like model.py, a function.
 
 derivatives = True                    in model.py, or parameters { key: "derivatives" value { string_value: "true" } }
-derivatives = 2                       the derivatives have derivatives, too: ``M.pull_back.push_forward`` is of second order
+derivatives = 2                       derivatives of derivatives, too: ``M.pull_back.push_forward`` is of second order
 
-Their programs are compiled when they are first needed, or by samples of ``model_warmup`` that have the name of a kind. What they
-take and give is in ``tensord.shm.common.derivatives``.
+The program of a derivative is compiled when it is first needed, or at load if a sample of ``model_warmup`` has the derivative's
+name, such as "pull_back". Inputs and outputs are described in ``tensord.shm.common.derivatives``.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ Apply = Callable[..., dict[str, Any]]
 
 
 def declared_order(config: ModelConfig, module: ModuleType, described: Signature) -> int:
-    """Returns how many orders of derivatives model.py or the configuration declares for a model. Returns 0 if there are none.
+    """Returns how many orders of derivatives a model gets: the declared number, else as many as it was exported with, else 0.
 
     ``described``: the model's inputs and outputs.
-    Raises InvalidArgument if the declared number is malformed, or larger than the number of orders that a model exported with
-    derivatives has. Raises Unsupported if the model cannot have derivatives.
+    Raises InvalidArgument if the declared number is malformed, or larger than the number that the model was exported with.
+    Raises Unsupported if derivatives are declared for a model that cannot have them.
     """
     # Exported programs carry theirs whether they are asked for or not.
     carried: int | None = getattr(module, "vjp_order", None)
@@ -140,7 +140,7 @@ def derivatives(
       apply: the model's function, from parameters and named arrays to named arrays.
       parameters: the model's parameters.
       max_byte_size: how many bytes the inputs and outputs of a batch may have.
-      whole: whether to include the gradient by the parameters.
+      whole: whether to include the gradient with respect to the parameters.
     """
     own, names, exported = _Declarations(config, module, described), Names(config.name), hasattr(module, "vjp_order")
     found, lacking = list[DeclaredDerivative](), dict[str, str]()
@@ -177,10 +177,10 @@ def derivatives(
 
 
 def named_lacking(config: ModelConfig, lacking: Mapping[str, str], failed: Mapping[str, str]) -> dict[str, str]:
-    """Merges ``lacking`` and ``failed`` into one dict of reasons by the derivatives' full names ("M.pull_back"). Logs ``failed``.
+    """Returns the full name of each missing derivative ("M.pull_back") -> why it is missing. Logs the reasons in ``failed``.
 
-    ``lacking``: why the model cannot have a derivative, by kind ("pull_back"). ``failed``: why the creation failed, by kind.
-    Raises InvalidArgument if a model that declares derivatives got none, or if a sample of ``model_warmup`` needs a missing one.
+    ``lacking``: kind of a derivative ("pull_back") -> why the model cannot have it. ``failed``: kind -> why creating it failed.
+    Raises InvalidArgument if a model that declares derivatives got none, or if a ``model_warmup`` sample calls a missing one.
     """
     said = "; ".join(f"it has no {kind}: {why}" for kind, why in failed.items())
     if not of_model(config.name)[0] and {PULL_BACK, PUSH_FORWARD} <= failed.keys():
@@ -275,7 +275,7 @@ class _Declarations:
 
 
 def _fitting(tensors: list[TensorSpec], max_byte_size: int) -> int:
-    """Returns how many rows of ``tensors`` fit in ``max_byte_size``: a power of two, at least 1."""
+    """Returns how many rows of ``tensors`` fit in ``max_byte_size``: a power of two, at least 1 and at most 64."""
     row = sum(spec.dtype.itemsize * math.prod(size for size in spec.model_dims if size != -1) for spec in tensors)
     rows = _MAX_ROWS
     while rows > 1 and rows * row > max_byte_size:

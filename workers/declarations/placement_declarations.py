@@ -1,13 +1,14 @@
-"""Reads where a model's parameters lie: on which devices, whether they may leave them, and whether a batch mixes parameter sets.
+"""Reads on which devices a model runs, whether its parameters may leave them, and whether a batch mixes parameter sets.
 
-devices = 4                          in model.py; parameters { key: "devices" value { string_value: "4" } } in config.pbtxt
-instance_group { gpus: [ 2, 3 ] }    which devices; without this list the worker's first ones
-memory_policy = "on_demand"          parameters may leave the device while there are no requests for the model
-batch_sets = True                    apply(stacked, inputs, index)
-batch_sets = ("adapter",)            only leaves of these names, or below them, differ between sets; the others are main's
-resident_sets = 64                   how many sets lie side by side on the device; without it as many as max_batch_size
+devices = 4                          how many devices the model runs on
+instance_group { gpus: [ 2, 3 ] }    on which GPUs; without this list the worker's first ones
+memory_policy = "on_demand"          the parameters may leave the device while there are no requests for the model
+batch_sets = True                    a batch mixes parameter sets; the function is apply(stacked, inputs, index)
+batch_sets = ("adapter",)            only parameters below these names differ between sets; all others are those of ``main``
+resident_sets = 64                   how many sets the device holds at a time; by default max_batch_size
 
-Each stands in model.py, or as text among the ``parameters`` of config.pbtxt, which counts ("true", or "adapter,head").
+``instance_group`` is a field of config.pbtxt. All others are variables of model.py, or texts in ``parameters`` of config.pbtxt,
+such as "4", "true" or "adapter,head". If both are given, the text counts.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def device_count(config: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """Returns the GPU numbers for a model whose configuration lists none. Returns an empty sequence if ``gpu`` is None.
+    """Returns the numbers of the GPUs for a model whose configuration names none: the worker's first ones.
 
-    ``module``: the model's code, which may say how many devices the model needs. ``count``: how many devices the worker has.
+    Returns an empty sequence if ``gpu`` is None.
+    ``module``: model.py, which may declare how many devices the model needs. ``count``: how many devices the worker has.
     ``gpu``: the number of the worker's first GPU, or None if the worker runs on the CPU.
     """
     said = device_count(config, module) if config.backend == "jax" else 0
@@ -60,8 +62,8 @@ def chosen_devices(
 ) -> tuple[jax.Device, ...]:
     """Returns the devices of the worker that a model runs on. Raises InvalidArgument: there are too few.
 
-    ``count``: how many devices the model asks for; 0: it does not say. ``gpu``: the number of the first device; None: the worker
-    runs on the processor.
+    ``count``: how many devices the model asks for; 0: it does not say, and gets one. ``gpu``: the number of the worker's first
+    GPU; None: the worker runs on the processor.
     """
     named = sorted({each - gpu for group in config.instance_group for each in group.gpus} if gpu is not None else ())
     own = [devices[index] for index in named if 0 <= index < len(devices)]
@@ -79,10 +81,10 @@ def given_devices(
     """Chooses the devices that a model's ``create`` gets as its argument, and the devices on which the model's programs run.
 
     ``create`` gets a tuple if the model declares how many devices it needs, else a single device. The second result is None if
-    the programs run only on the worker's first device, as they must if the model has state (``keeps_state``).
+    the programs run only on the worker's first device. They must if the model has state (``keeps_state``).
     ``devices``: all devices of the worker. ``gpu``: the number of the worker's first GPU, or None if the worker has no GPU.
     Raises InvalidArgument if the declared number of devices is malformed or too large. Raises Unsupported if a model with state
-    was to run on other devices.
+    asks for other devices.
     """
     count = device_count(config, module)
     chosen = chosen_devices(config, count, devices, gpu)
@@ -115,8 +117,8 @@ def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | No
     """Reads which parameters differ between a model's parameter sets, and how many sets its device may hold at a time.
 
     The model's configuration or its Python module declares these as ``batch_sets`` and ``resident_sets``. Returns None if
-    ``batch_sets`` is not declared. Raises InvalidArgument if a declaration is malformed. Raises Unsupported if a model of this
-    kind cannot mix sets in a batch.
+    ``batch_sets`` is not declared. Raises InvalidArgument if a declaration is malformed. Raises Unsupported if the model is of
+    a kind whose batches cannot mix sets, such as a host model.
     """
     model, names = config.name, _names(config, module)
     resident, where, is_text = _declared(config, module, "resident_sets")

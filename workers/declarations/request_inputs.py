@@ -1,11 +1,11 @@
 """Passes properties of requests to JAX and host models whose model.py asks for them.
 
-    request = {"temperature": ("FP32", 0.7), "seed": "INT64", "priority": "UINT32"}      a datatype, and a default
-    apply(params, inputs, request)            with state: apply(params, inputs, state, request)
+    request = {"seed": "INT64", "temperature": ("FP32", 0.7)}      for each a datatype, or a pair of datatype and default
+    apply(params, inputs, request)                                 with state: apply(params, inputs, state, request)
 
-``id``, ``priority``, ``timeout`` and ``sequence_*`` are fields of every request; any other name is one of the request's
-parameters. On the way to the model these properties are inputs like those of clients, with one element for each row, under names
-that clients cannot use. A parameter that model.py does not name is refused where it says ``strict_parameters = True``.
+``id``, ``priority``, ``timeout`` and ``sequence_*`` are fields of every request. Any other name is a parameter of the request.
+The worker makes an input of each property, with one element for each row, under a name that clients cannot use. If model.py
+says ``strict_parameters = True``, a request with a parameter that ``request`` does not name is refused.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, record: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns, as inputs, the properties of a request that the model asks for. Raises InvalidArgument: one is missing."""
+        """Returns the properties of a request that the model asks for, as input arrays by name.
+
+        Raises InvalidArgument: a property is missing, or has a wrong type or value.
+        """
         return {each.spec.name: self._array(each, self._given(each, prepared, record), rows) for each in self._asked}
 
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
@@ -122,7 +125,11 @@ class KnownParameters:
         self._headers = [header_pattern.compiled(pattern) for pattern in patterns if pattern]
 
     def check(self, given: Iterable[str], label: str) -> None:
-        """Raises InvalidArgument if ``strict_parameters`` is set and a name is unknown. ``label`` begins the error."""
+        """Logs the parameters in ``given`` that the model does not know, or refuses the request.
+
+        ``given``: the names of a request's parameters. ``label``: the beginning of the error's text.
+        Raises InvalidArgument if a parameter is unknown and ``strict_parameters`` is set.
+        """
         for name in given:
             short = name[:_MOST_NAMED]
             told = short in self._told or (len(self._told) >= _MOST_TOLD and not self._strict)

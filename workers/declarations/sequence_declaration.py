@@ -1,10 +1,10 @@
-"""Reads how a model's configuration treats sequences, and makes control inputs (no client sends any), which describe them to it.
+"""Reads how a model's configuration treats sequences, and makes the control inputs that tell the model about them.
 
     START, END, READY    one of two values that the configuration gives, as INT32, FP32 or BOOL
     CORRID               the correlation id
 
-Each has one element for a request: shape [1], with a batch dimension [1, 1]. ``MadeInputs`` are these and the properties of
-requests that model.py asks for.
+No client sends control inputs. Each has one element for a request: shape [1], or [1, 1] with a batch dimension. ``MadeInputs``
+makes them together with the inputs from properties of requests that model.py asks for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ASKS: dict[str, Callable[[Controls], bool]] = {
 
 
 class _Flag(NamedTuple):
-    """A sequence control of kind START, END or READY, which the model gets as an input."""
+    """A control input of kind START, END or READY: the function that reads the flag, and the arrays for false and for true."""
 
     spec: TensorSpec
     asks: Callable[[Controls], bool]
@@ -88,7 +88,7 @@ class _CorrelationId(NamedTuple):
 
 
 class ControlInputs:
-    """The inputs of one model version that tell it about the sequence of each request. The worker makes them."""
+    """Makes the control inputs of one model version, which tell the model about the sequence of each request."""
 
     def __init__(self, flags: list[_Flag], ids: list[_CorrelationId]) -> None:
         self._ids = ids
@@ -208,7 +208,7 @@ class MadeInputs:
     def arrays(self, request: RequestTensors, record: RequestRecord) -> dict[str, Array]:
         """Returns the inputs that the worker adds to a request, by name: control inputs, and properties of the request.
 
-        Raises InvalidArgument if a parameter of the request has a wrong type or value.
+        Raises InvalidArgument if a property is missing or has a wrong type or value, or if the sequence's id does not fit.
         """
         made: dict[str, Array] = {}
         if self.controls is not None:

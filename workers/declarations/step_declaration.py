@@ -1,11 +1,11 @@
-"""Reads what a stepped model (it computes many requests together, step by step) declares, and what its ``create`` returns.
+"""Reads declarations and functions of a stepped model, which computes many requests together, step by step.
 
-slots = 64              requests that are stepped at a time; this makes the model a stepped model
+slots = 64              how many requests are computed at a time; this makes the model a stepped model
 max_steps = 1024        a request ends after this many steps
 inserts_per_step = 4    requests that may begin between two steps
-step_slots = (4, 64)    numbers of first slots to compile a step for; a smaller step runs if no other slots are taken
-insert_rows = 8         insert takes this many requests in one call; without it one request, without an axis for requests
-gather = "concat"       clients that want no stream get all responses in one, joined along the first axis
+step_slots = (4, 64)    a step is compiled for the first 4 slots and for 64; the small one runs while no other slot is taken
+insert_rows = 8         ``insert`` takes 8 requests in one call; by default it takes one, without an axis for requests
+gather = "concat"       a client that wants no stream gets all responses in one, joined along the first axis
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepDeclaration:
 def declare_steps(config: ModelConfig, module: ModuleType) -> StepDeclaration | None:
     """Returns the declarations of a model.py whose model runs step by step, or None if the model does not.
 
-    If it does, this function also marks ``config`` as decoupled.
+    Also marks the ``config`` of such a model as decoupled.
     Raises InvalidArgument if a declaration is malformed. Raises Unsupported if model.py says ``host = True``.
     """
     what = f"model '{config.name}'"
