@@ -1,1 +1,1 @@
-"""Separates the code of models in one process: each imports its own modules first, and changes settings only for itself."""
+"""Keeps the code of models in one process apart: each imports its own modules first, and changes settings only for itself."""

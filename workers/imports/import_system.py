@@ -1,8 +1,8 @@
-"""Prepares Python's import system, once in a process, so that each model's code imports its own modules (``model_imports``).
+"""Changes Python's import system, once in a process, so that each model's code imports its own modules (``model_imports``).
 
-sys.meta_path                    modules of models' packages first; last, models' modules by their short names
-importlib.import_module          called by a model's code it finds what an import statement there finds
-multiprocessing's preparation    a process that a model starts finds the model's functions by their names in the worker
+sys.meta_path              gets a first finder, for modules in models' packages, and a last one, for their short names
+importlib.import_module    when a model's code calls it, imports the same module as an import statement there
+multiprocessing            a process that a model's code starts can import the model's modules by their names in the worker
 """
 
 from __future__ import annotations

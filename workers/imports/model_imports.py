@@ -2,14 +2,13 @@
 
     tensord_model_7_digits            a package for each loaded version: the modules in the version's and the model's folder
     tensord_model_7_digits.model      model.py
-    tensord_model_7_digits.labels     labels.py beside it, by "import labels" as by "from . import labels"
-    labels                            a placeholder, for libraries that a model's code calls: an unpickler that finds the name
-                                      "labels.Net"
+    tensord_model_7_digits.labels     labels.py beside it; "import labels" and "from . import labels" both find it
+    labels                            a placeholder for libraries that import by name, as an unpickler of "labels.Net" does
 
-Python takes ``__import__`` from the builtins of the module whose code imports, and modules of such a package have builtins of
-their own. So an import statement finds the same module at load, while a function is traced, in any thread and at any later time,
-and ``sys.path`` is not changed. The names in ``sys.modules`` are unique: two models, or an old and a new version, share no code,
-and code that looks a module up by name (pickle, dataclasses, inspect) finds the right one.
+Python takes ``__import__`` from the builtins of the module that has the import statement. All modules of a model's package have
+builtins of their own. So an import statement finds the same module at load, while a function is traced, in any thread and at
+any later time, and ``sys.path`` is not changed. The names in ``sys.modules`` are unique: two models, or an old and a new
+version, share no code, and code that looks a module up by name (pickle, dataclasses, inspect) finds the right one.
 """
 
 from __future__ import annotations
@@ -360,7 +359,7 @@ def importer_of(builtins: dict[str, Any]) -> ModelImports | None:
 
 
 def python_source(folder: Path) -> bytes:
-    """Returns the paths, sizes and contents of all Python files in a version's folder, for keys of cached programs."""
+    """Returns paths, sizes and contents of all Python files in a version's folder, for the keys of cached programs."""
     pieces: list[bytes] = []
     there = itertools.islice(model_folder.walk(folder), model_folder.MAX_ENTRIES)
     files = [Path(name) for name, status in there if status is not None and stat.S_ISREG(status.st_mode)]

@@ -1,10 +1,11 @@
-"""Limits settings of JAX's configuration to the model whose code makes them.
+"""Makes changes of JAX's configuration by a model's code apply to that model only.
 
-    jax.config.update(name, value)     in a thread that runs a model's code: set there, and wherever this model is traced or run
-                                       in any other thread: set for the process, as JAX does it
+    jax.config.update(name, value)     in a thread that runs a model's code: applies there, and wherever this model is traced or
+                                       run; in any other thread: applies to the whole process, as in JAX itself
 
-JAX has a context manager for each setting that decides what is traced and how. Such a setting is entered in the thread, so no
-other thread ever sees it. All other settings apply to the process (``process_state`` puts them back).
+This works for settings that have a context manager in JAX: all settings that decide what is traced and how. The thread enters
+this context manager, so no other thread ever sees the value. A change of any other setting applies to the process,
+and ``process_state`` undoes it.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class OwnFlags:
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
         """Sets the JAX setting ``name`` to ``value`` in this thread, for the code of this model only.
 
-        The value holds until ``stack`` is closed. It holds again in each later ``with`` block of this object's method ``code``,
-        in which the model's code runs. Nothing happens if JAX has the value already.
+        The value is in effect until ``stack`` is closed, and again in each later ``with`` block of ``code``. Does nothing if
+        JAX has the value already.
         """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))

@@ -1,10 +1,10 @@
 """Restores process-wide state that a model's code has changed for all models, and logs the change.
 
     after a load                    all of the state is restored
-    after a model's code has run    JAX's configuration, warnings that are errors, sys.path; the rest with the next load, because
-                                    libraries change it briefly in other threads (``sys.setrecursionlimit``)
+    after a model's code has run    JAX's configuration, sys.path, and filters that make warnings errors are restored; all else
+                                    follows at the next load, because libraries change it briefly in other threads
 
-Settings of JAX's configuration that can be made for one model only (``own_flags``) need not be restored; all others are.
+Settings of JAX that ``own_flags`` changes for one model only need not be restored.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Undoes changes of process-wide settings, such as JAX's, when the ``with`` block begins and again when the block ends.
+        """Restores process-wide settings, such as JAX's, when the ``with`` block begins and again when the block ends.
 
-        The settings get the values that they had at the first call. The log blames ``who``, a model, for changes in the block.
+        The settings get the values that they had at the first call. If they were changed in the block, the log blames the model
+        ``who``.
         """
         with self._lock:
             if self._known:
@@ -67,7 +68,8 @@ class ProcessState:
     def watch(self, who: str) -> Callable[[], None]:
         """Returns a function that must be called after each run of code of the model named ``who``.
 
-        The function restores the process-wide state. The first time that the state has changed, it logs that.
+        The function restores JAX's configuration, ``sys.path``, and filters that make warnings errors, unless a model is being
+        loaded. It logs only the first change.
         """
         logged = False
 
