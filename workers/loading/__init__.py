@@ -1,1 +1,1 @@
-"""Loads models: reads their declarations, creates, compiles and runs them once, until they can serve."""
+"""Loads models: reads their declarations, creates the models, compiles their programs and runs them once, before they serve."""

@@ -37,7 +37,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """The function and parameters of a loaded model, from which a model of gradients is made, such as ``M.pull_back``."""
+    """The function and parameters of a loaded model M, of which a derivative is being loaded, such as ``M.pull_back``."""
 
     apply: Callable[..., Any]
     #: The model's parameters, as ``create`` returned them.
@@ -49,7 +49,7 @@ class OfModel:
 
 @dataclass(slots=True)
 class VersionLoad:
-    """What is known of a model version while it is being loaded."""
+    """One load of a model version: its record, configuration, module, progress and started instances."""
 
     record: Load
     #: The configuration, to which ``declared_version`` adds what model.py declares.
@@ -76,7 +76,7 @@ class VersionLoad:
     def samples(self, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
         """Makes the version's warmup samples. Raises InvalidArgument: a sample does not fit the model, or cannot be read.
 
-        ``described``: the model's tensors. ``made_inputs``: inputs that the worker makes, so that samples do not have them.
+        ``described``: the model's tensors. ``made_inputs``: the inputs that the worker adds to each request; samples lack them.
         """
         nobody = made_inputs.nobody
         inputs = {name: spec for name, spec in described.inputs.items() if name not in nobody and not spec.of_batch}

@@ -58,7 +58,10 @@ def _graph(config: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Completes a loaded ensemble by properties of its steps' models, such as streaming. Raises NotFound: a model is missing."""
+    """Returns the ensemble with properties that it takes over from the models of its steps, such as whether it streams.
+
+    Raises NotFound: a model of a step is not served.
+    """
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble

@@ -2,10 +2,10 @@
 
     <folder>/config.pbtxt                  tensors, max_batch_size, buckets
     <folder>/1/model.jaxexport             (parameters by name, inputs by name) -> outputs by name
-    <folder>/1/params.safetensors          where there are any
+    <folder>/1/params.safetensors          the parameters, if there are any
 
-One program serves all sizes: the batch and named axes are symbols in the program. A function that needs the batch size as a
-number (``len(x)``) becomes a program for each batch size. ``tensord.workers.declarations.artifact`` reads the folder.
+One program serves all sizes: the batch and named axes are symbols in the program. If the function needs the batch size as a
+number (``len(x)``), one program is exported for each batch size. ``tensord.workers.declarations.artifact`` reads the folder.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def write(
     ``function``: takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: names from jax.export,
     or None for the default back end's platform. ``derivatives``: how many orders of derivatives the exported programs have.
     ``wide``: True exports the programs with 64-bit types. False does so only if jax_enable_x64 is set.
-    Raises InvalidArgument if the folder is not empty, or if the function cannot be exported.
+    Raises InvalidArgument if the folder's version 1 is not empty, or if the function cannot be exported.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
@@ -161,7 +161,7 @@ def _programs(
 
 
 def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
-    """Returns the arrays of a tree by name, and a function that makes the tree again."""
+    """Returns the arrays of a tree by name, and a function that makes the tree again from such a dict."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
     arrays: dict[str, Any] = {}
     names: list[str | None] = []

@@ -30,12 +30,12 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits for the calling thread's turn to compile a model. Other threads wait for their turns until the ``with`` block ends.
+    """Waits until the calling thread may compile a model. Other threads may not compile until the ``with`` block ends.
 
-    ``aside``: a function that returns a context manager. It is entered for the wait and for the block, and lets another thread
-    load models meanwhile. The block must call ``progress.renew``, which this function sets, at the beginning of each step of its
-    work. If a step takes too long, the next thread no longer waits and compiles at the same time. Raises Cancelled if the load
-    is cancelled during the wait.
+    ``aside``: returns a context manager. It is entered before the wait and left after the block, and lets another thread load
+    models meanwhile. ``progress``: this function sets ``progress.renew``. The block must call that at the beginning of each
+    step of its work. If a step takes too long, another thread may compile at the same time. Raises Cancelled if the load is
+    cancelled during the wait.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:
@@ -113,7 +113,7 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that the model's instances run one at a time, which the caller has to ensure.
+        """Logs that the model's instances run one at a time. The caller has to make them do so.
 
         Raises Unsupported if an instance needs resources of the rate limiter. ``kind`` describes the model in the error's text.
         """
@@ -139,7 +139,7 @@ class Starting:
     aside: Aside
 
     def groups(self, config: ModelConfig) -> InstanceGroups:
-        """Returns the instances to start for a model. Raises InvalidArgument: one needs more of a resource than there is."""
+        """Returns a model's instances to start. Raises InvalidArgument: an instance needs more of a resource than there is."""
         return InstanceGroups(config, self.gpu, self.limits, self.devices)
 
     def start(
@@ -200,7 +200,7 @@ class Starting:
 
 
 def end(started: Sequence[Instance], imports: ModelImports) -> None:
-    """Ends the instances of a load that failed. ``imports`` are released when the last instance has ended."""
+    """Ends the instances of a load that failed. The model's modules (``imports``) stay until the last instance has ended."""
     for instance in started:
         if not instance.failed:
             imports.hold()

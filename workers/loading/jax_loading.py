@@ -61,7 +61,7 @@ def run_samples(
 
 
 def indexed(apply: Callable[..., Any]) -> Apply:
-    """Makes ``apply(stacked, inputs, index)`` a function of the pair ``(stacked, index)`` and of ``inputs``.
+    """Returns a function of the pair ``(stacked, index)`` and of ``inputs``, which calls ``apply(stacked, inputs, index)``.
 
     ``stacked``: a tree whose leaves have the values of all parameter sets. ``index``: for each row, the index of its set.
     """
@@ -179,7 +179,10 @@ def jitted_model(
 def load_stepped(
     load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration, target: LoadTarget
 ) -> SteppedModel:
-    """Creates a model that runs step by step, and compiles it. Raises ServingError, and errors of the model's code."""
+    """Creates and compiles a model that runs step by step.
+
+    Raises ServingError if the model cannot be served. Errors of the model's code are raised unchanged.
+    """
     config, module, flags, described = load.config, load.module, load.flags, declared.taken
     check_stepped(config, described)
     if device_count(config, module) > 1:

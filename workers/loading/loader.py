@@ -250,7 +250,7 @@ class Loader:
         return _Runnable(stepped=stepped, sets=stepped.executables.sets)
 
     def _python(self, load: VersionLoad, declared: DeclaredVersion) -> _Runnable:
-        """Starts the instances of a Triton Python model."""
+        """Loads a Triton Python model: starts its instances and returns them."""
         config, module, described = load.config, load.module, declared.signature
         if not callable(getattr(module.TritonPythonModel, "execute", None)):
             raise InvalidArgument(f"model '{config.name}': class TritonPythonModel has no function execute(requests)")

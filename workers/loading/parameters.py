@@ -1,7 +1,7 @@
 """Splits a model's parameters: arrays become arguments of its compiled programs, all other leaves become part of the programs.
 
 A pytree of parameters may hold leaves that cannot be arguments: activation functions, flags that decide a Python branch, names.
-Such a leaf never changes, so the function is compiled with it. ``equinox.partition(model, equinox.is_array)`` does so by hand.
+Such a leaf never changes, so it is compiled into the programs. Equinox users know this as ``equinox.partition``.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Makes the target for loading models in a process other than a worker. ``gpu``: the number of a GPU, else None."""
+        """Returns the device, cache and limits for loading models in a process that is no worker. ``gpu``: None on a CPU."""
         execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 
