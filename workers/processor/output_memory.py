@@ -1,12 +1,12 @@
-"""Places XLA's outputs on a CPU directly in a client's memory, by answering XLA's memory allocations with that memory.
+"""Has XLA on a CPU write outputs directly to a client's memory, by answering XLA's memory allocations with that memory.
 
-    first run     which allocation became which output       OutputMemory: name ─▶ byte size, how many of that size come before
-    later runs    these allocations get an address in a region or an arena; the output's address shows whether it worked
+    first run     finds the allocation of each output: its byte size, and how many allocations of this size come before it
+    later runs    answer these allocations with an address in a region or an arena; the output's address shows whether it worked
 
-``_output_memory.c`` describes how it is done. An allocation that was not learned is served as usual, and its output is copied.
+``_output_memory.c`` describes how it is done. All other allocations are served as usual, and the outputs in them are copied.
 
-The functions found in XLA's import table may not be the ones that XLA allocates and frees its outputs with. So a test program
-runs first, and memory is offered to models' programs only if its output was placed in the offered memory and freed there.
+XLA may allocate and free its outputs with other functions than those in its import table. So a test program runs first, and
+memory is offered to models' programs only if the test's output was placed in the offered memory and freed there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def attach() -> bool:
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Tests whether XLA writes an output of ``byte_size`` bytes to memory that we give it. Returns "", or why not."""
+    """Tests whether XLA writes an output of ``byte_size`` bytes to memory that it is given. Returns "", or why it does not."""
     # Memory of the C library: it does no harm if XLA frees that itself.
     library, place = ctypes.CDLL(None), ctypes.c_void_p()
     if library.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(byte_size)) or not place.value:
@@ -126,7 +126,7 @@ class OutputMemory:
 
     @property
     def offerable(self) -> frozenset[str]:
-        """Names of the outputs that XLA can write to memory of ours, such as the response arena."""
+        """Names of the outputs that XLA can write to memory that the worker chooses, such as the response arena."""
         return frozenset(self._skips)
 
     def refuse(self) -> None:
@@ -161,7 +161,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns True if XLA no longer uses the memory at ``address``. Otherwise keeps the memory mapped for ever.
+    """Returns whether XLA no longer uses the memory at ``address``. If XLA still uses it, the process never unmaps it.
 
     ``view``: the memory at ``address``.
     """

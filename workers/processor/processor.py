@@ -56,7 +56,7 @@ class HostExecutable(Executable):
 
     @functools.cached_property
     def _buffers(self) -> dict[str, GatherBuffer | RaggedBuffer]:
-        """Returns input name -> the memory that gathers its batches."""
+        """Returns input name -> the buffer in which this input is gathered from the requests of a batch."""
         arrays, found = self._inputs.arrays, dict[str, GatherBuffer | RaggedBuffer]()
         for spec, _ in self._specs:
             if spec.ragged:
@@ -130,7 +130,8 @@ class HostExecutable(Executable):
     def offer(self, places: Places) -> None:
         """Lets the program's next run write a request's large outputs directly to their final memory, without a copy.
 
-        ``places``: the memory of each output. An entry of ``places.offered`` is added for each output that may be written so.
+        ``places``: the memory of each output. The method adds an entry to ``places.offered`` for each output that it offers
+        memory.
         """
         # Only aligned memory. A client can read and change its region while the program runs: so a region is chosen only if the
         # program writes nothing but outputs to their memory, and no input and no other output of the request overlaps.
@@ -164,13 +165,13 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Checks that XLA has left the memory in ``places.offered`` after the answer. Memory that XLA still uses stays mapped."""
+        """Checks, after the answer, that XLA no longer uses the memory in ``places.offered``. Memory in use stays mapped."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Makes XLA stop writing outputs to ``memory``. This process never unmaps the memory if XLA still uses it."""
+        """Ends the use of ``memory`` for outputs. If XLA still uses it, it is never unmapped, and later outputs are copied."""
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 

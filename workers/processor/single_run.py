@@ -1,12 +1,12 @@
-"""Runs repeats of a large prepared request, one at a time, for the C part of the loop (``workers/dispatch/fast_path.py``).
+"""Runs large requests with one prepared part, one at a time, for the C part of the loop (``workers/dispatch/fast_path.py``).
 
-    places of its tensors ─▶ arrays that lie there ─▶ a lease for its large outputs ─▶ the program, which writes them there
-                                                                                     ╰─▶ the lease's key, and the small outputs
+    places of the inputs ─▶ arrays of this memory ─▶ a lease for the large outputs ─▶ the program, which writes them there
+                                                                                    ╰─▶ the lease's key, and the small outputs
 
-Tensors in regions are always at the place that the prepared request names, so their arrays are made once. They need no lease: the
-loop that runs the program is also what unregisters regions, and ``FastPath`` forgets this object when a region changes.
+An input in a region is at the same place for all such requests, so its array is made once. It needs no lease: the loop that
+runs the program also unregisters regions, and ``FastPath`` drops this object when a region changes.
 
-The result is the same as that of the ordinary path for such a request (``Places``, ``Executable``).
+The result is the same as that of an ordinary run of such a request (``Places``, ``Executable``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEASED = -1
 
 
 class SingleRun:
-    """Runs a program for a submitter's requests that have one number, and so the same prepared part, one request at a time.
+    """Runs a program for one submitter's requests that have the same prepared part, one request at a time.
 
     Only the worker's loop uses it.
     """

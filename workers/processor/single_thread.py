@@ -50,7 +50,7 @@ class SingleThreadDevice:
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a program's cost is known and small.
+        """Returns whether a program's cost is known, and small enough for this device.
 
         ``compiled``: the compiled program, needed if sizes in ``lowered`` are not known.
         """
