@@ -67,7 +67,7 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array:
-    """Encodes an array of byte strings as BYTES: UINT8[n], with each element after its length, in row-major order."""
+    """Encodes byte strings as BYTES: UINT8[n], row-major, each element after its length (4 bytes, little-endian)."""
     return np.frombuffer(byte_content(input_tensor), np.uint8)
 
 
@@ -164,7 +164,7 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
 
 
 class Saying:
-    """Turns a ServingError in the block into a TritonModelException whose message begins with the given text."""
+    """A context manager that turns a ServingError into a TritonModelException whose message begins with the given text."""
 
     # No generator function: an error that is raised inside a generator keeps alive the frames that it passed through until the
     # next garbage collection (Python 3.12 and newer), and with them objects that the model has released.

@@ -1,8 +1,8 @@
 """Requests that a model gets or sends to other models, and responses: part of ``triton_python_backend_utils`` (``interface``).
 
-Source: triton-inference-server/python_backend, README "Business Logic Scripting" and "Decoupled mode"; src/infer_request.cc and
-src/response_sender.cc have the errors' words, and src/pb_response_iterator.cc and src/request_executor.cc say how requests of
-models (Triton's BLS) are sent.
+Source: triton-inference-server/python_backend. The classes are described in the README, "Business Logic Scripting" and
+"Decoupled mode". Error texts are from src/infer_request.cc and src/response_sender.cc. src/pb_response_iterator.cc and
+src/request_executor.cc show how a model's requests to other models (Triton's BLS) are sent.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class InferenceRequest:
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def _check(self, names: object) -> None:
-        """Raises an error if the request or ``names``, the requested outputs as the model gave them, is invalid."""
+        """Raises TypeError or TritonModelException if the request is malformed. ``names``: the requested outputs as given."""
         if self._correlation_id is None:
             raise TypeError("InferenceRequest: correlation_id cannot be None")
         if not isinstance(self._correlation_id, int | str):
