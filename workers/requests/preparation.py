@@ -1,8 +1,8 @@
-"""Keeps what a worker has found out about requests that repeat: checked inputs of a load, prepared requests, plans of answers.
+"""Keeps what a worker has found out about requests with the same prepared part, so that less is done for each of them.
 
-prepared request, layout of a program's outputs ─▶ AnswerPlan, kept in the request's Preparation
-AnswerPlan ─▶ one answer (workers/dispatch/answers.py) ─▶ the C part: the same, outside of Python
-number of the prepared answer ─▶ answers: of many requests, or many to one request
+prepared part, layout of a program's outputs ─▶ AnswerPlan, kept in a Preparation
+AnswerPlan ─▶ an answer, made in Python (workers/dispatch/answers.py) or in the C part of the loop
+number of a prepared answer ─▶ ``answers`` encodes one answer for each of many requests, or many for one request
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Says where one output of a request is in a run's results, and where the answer has it.
+    """Says where a run's results hold one output of a request, and where the answer is to hold it.
 
     Row n of the output begins at byte ``start + n * step`` of the results. If ``in_lease`` is true, no copy is needed:
     the program has written the rows to the answer's lease of the response arena, from byte ``start`` of the lease on.
@@ -125,9 +125,9 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """Keeps the part of a request that repeats, with what the worker has found out about it.
+        """Begins with no stored results.
 
-        ``number``: the number that stands for ``prepared`` on a lane, or ``INLINE`` if ``prepared`` has no number.
+        ``prepared``: the part that the requests have in common. ``number``: its number on a lane, or ``INLINE`` if it has none.
         """
         self.number = number
         self.prepared = prepared
@@ -147,8 +147,8 @@ class Preparation:
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
         """Stores that a request was found valid, so that later requests with the same prepared part need no check.
 
-        ``load``: the attribute ``checked`` of the request's model version, to which the stored result belongs. ``checked``: the
-        result for the inputs, or None if each request has other shapes. ``outputs``: the requested outputs by name.
+        ``load``: ``ModelVersion.checked`` of the load for which the request is valid. ``checked``: the result for the inputs,
+        or None if each request has other shapes. ``outputs``: the requested outputs by name.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None

@@ -1,13 +1,13 @@
-"""Validates requests in a worker: what repeats is checked once for each load of a model version, the rest for each request.
+"""Validates requests in a worker. What many requests have in common is checked once for each load of a model version.
 
-    PreparedRequest ── check: names, datatypes, shapes, rows, key ──▶ Checked: cached for the load, and in the Preparation
-    RequestRecord   ── place: contents, sizes, ranges, leases ──────▶ Request
+    PreparedRequest ── check: names, datatypes, shapes, rows, batching key ──▶ Checked, which is cached
+    RequestRecord   ── place: contents, sizes, ranges, leases ───────────────▶ Request
 
 A record is read as if an attacker had written it. Error texts and the order of checks are Triton's: regions and requested
-outputs, then names and number of the inputs, batch size, then datatype, shape and bytes of each input, the last input of the
-request first, because Triton's hash table yields them in this order. Numeric tensors become views of the bytes where they lie;
-BYTES tensors are copied before their lengths are read. A refused request was never queued, and holds no lease. The same functions
-check requests that are made inside the worker.
+outputs, then names and number of the inputs, then the batch size, then datatype, shape and bytes of each input. The last input
+of the request comes first, because Triton's hash table has this order. Numeric tensors become views of the bytes where they
+lie; BYTES tensors are copied before their lengths are read. A refused request was never queued, and holds no lease. The same
+functions check requests that are made inside the worker.
 """
 
 from __future__ import annotations

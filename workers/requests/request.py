@@ -1,6 +1,6 @@
 """A request inside the worker, from its validation to its last answer, with access to its tensors.
 
-Made by ``tensord.workers.requests.prepared``, owned by the worker's loop; models only read it.
+``tensord.workers.requests.prepared`` makes requests. The worker's loop owns them, and models only read them.
 """
 
 from __future__ import annotations

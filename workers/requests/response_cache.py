@@ -1,10 +1,10 @@
 """The response cache of one worker, shared by all of its models that ask for one.
 
-    digest of a question ─▶ entry ─▶ its question, compared byte for byte ─▶ its answer
+    digest of a request's key (``Question``) ─▶ entry, if its own key is the same ─▶ its answer
 
-Does no I/O. A digest only finds an entry. The entry is used if every input is the same, byte for byte, and the same load of a
-model is asked for the same outputs with the same parameters. Entries are private copies: nobody else can write to them. When the
-cache is full, the least recently used entries are removed.
+Does no I/O. Two keys are the same if every input is the same, byte for byte, and if the same load of a model is asked for the
+same outputs with the same parameters. Entries are private copies: nobody else can write to them. When the cache is full, the
+least recently used entries are removed.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     model's thread ── send, send, ..., send(final) ──▶ Responses (loop) ──▶ lane ──▶ front ──▶ client
                    ◀── waits while the client has not taken ``max_ahead`` bytes of what was sent ──┘
 
-Every request gets exactly one final mark: from its model; with an error of its model; or with an error because everybody who
-could answer the request has given up its sender without a final mark. Responses to a request that nobody waits for are dropped;
-its model may ask for this (``is_cancelled``) and stop.
+Each request is completed exactly once: by its model, by an error of its model, or by an error because the model's code no
+longer has an object that could complete it. Responses to a request that nobody waits for are dropped; the model can ask for
+this (``is_cancelled``) and stop.
 
-Of small responses with the same outputs only the first is examined; the others are encoded in the sending thread:
+Small responses with the same outputs, datatypes and shapes are encoded in the sending thread, all by one encoder:
 
-    a response ─▶ ResponseKind (once for a submitter) ─▶ further ones of that kind: record, record, ...
+    first such response ─▶ ResponseKind, one for each submitter ─▶ all further ones: record, record, ...
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def describe(
 ) -> tuple[Described, tuple[bytes, ...]] | None:
     """Returns name, datatype and shape of each requested output of a response, and the bytes of each.
 
-    None: the outputs do not fit into a record, the protocol lacks the datatype of an output, or an output is BYTES and
-    ``strings`` is False. ``wanted``: names of the requested outputs; empty: all. ``most``: how many bytes fit into a record.
+    Returns None if the outputs do not fit into a record, if the protocol lacks the datatype of an output, or if an output is
+    BYTES and ``strings`` is False. ``wanted``: names of the requested outputs; empty: all. ``most``: how many bytes fit into a
+    record.
     """
     described: list[tuple[str, str, tuple[int, ...]]] = []
     contents: list[bytes] = []
@@ -155,12 +156,12 @@ class ResponseReceiver:
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
         """Returns an encoder, for any thread, of responses with the same outputs, datatypes and shapes as ``result``.
 
-        Returns None if only the worker's loop can encode such responses. ``sender``: what is about to send ``result``.
+        Returns None if only the worker's loop can encode such responses. ``sender``: the sender of ``result``.
         """
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Receives a model's response to one request. This class drops the response, but raises an error. Any thread may call it.
+        """Receives a model's response to a request. This class drops it, or raises it if it is an error. Thread-safe.
 
         Args:
           sender: counts the bytes of the request's responses that the client has not read.
@@ -254,7 +255,7 @@ class ResponseSender:
 
     @property
     def is_waited_for(self) -> bool:
-        """True while the model waits, in ``send`` or for ``when_room``, until the client takes responses."""
+        """True while the model waits, in ``send`` or by ``when_room``, for the client to take responses."""
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
@@ -431,7 +432,10 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Counts a response's bytes as not yet taken by the client. Returns the number; 0 for None. ``final``: no more follow."""
+        """Adds a response's bytes to those that the client has not taken yet. Returns their number; 0 if ``result`` is None.
+
+        ``final``: whether no further response follows.
+        """
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():

@@ -1,17 +1,15 @@
-"""A worker's end of the connection to one submitter: lane, requests in flight, waiting answers.
+"""A worker's end of the connection to one submitter: lane, requests in flight, waiting answers. Owned by the worker's loop.
 
-When the lane ends, so do its requests. What a client's requests, and answers to it, hold of the worker's memory is bounded for
-all lanes of its user together:
+When the lane ends, so do its requests. A client's requests and answers take memory of the worker until the event at the right.
+The sum over all lanes of one user is bounded, for requests and for answers:
 
-request ─▶ parts of a record that is not whole ─▶ held until it is, or its time is over
-       ├▶ prepared                              ─▶ held until the lane ends                     of all lanes of the user
-       └▶ waits, or runs                        ─▶ held until it is answered                    together: bounded
+request ─▶ record of which a part is missing  ─▶ until the rest arrives, or its time is over
+       ├▶ prepared part                       ─▶ until the lane ends
+       └▶ request that waits or runs          ─▶ until it is answered
 
-answer ─▶ segment of a lane's response arena ─▶ held until the lane gives its leases back, or ends
-      ├▶ blocked: the arena is full           ─▶ held until there is room                           of all lanes of the user
-      └▶ record that the socket does not take ─▶ held until the client reads                       together: bounded
-
-Owned by the worker's loop.
+answer ─▶ segment of a lane's response arena  ─▶ until the client gives its leases back, or the lane ends
+      ├▶ answer for which the arena is full   ─▶ until there is room
+      └▶ record that the socket does not take ─▶ until the client reads
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ class SubmitterLink(Generic[R]):
         Args:
           peer: the number that the supervisor gave this submitter.
           lane: the submitter's lane.
-          due: the loop's list of submitters whose lanes are to be flushed; None: a list that nobody reads.
+          due: the loop's list of submitters whose lanes are to be flushed; None: ``flush_soon`` has no effect.
           segments: the regions in segments of a client's lane; None: the submitter is a front, which is trusted.
           protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for clients.
           owner: the user whose client has the lane; None: the submitter is a front.
@@ -199,11 +197,11 @@ class SubmitterLink(Generic[R]):
 
     @property
     def answers_byte_size(self) -> int:
-        """The size of this client's answers in bytes: those in the response arena, and those that wait for room there."""
+        """The bytes of this client's answers that are in the response arena, or that wait for room in it or in the socket."""
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:
-        """Updates how many bytes of answers wait for room on all lanes of the client's user. Does nothing for a front."""
+        """Updates how many bytes of answers wait on all lanes of the client's user. Does nothing for a front."""
         if self.owner is not None:
             waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
             self.owner.waiting_byte_size += waiting - self._waiting_byte_size
@@ -254,7 +252,7 @@ class SubmitterLink(Generic[R]):
 
 
 class LaneOwner(Budget):
-    """Counts and bounds the bytes of one user's requests and answers on all lanes."""
+    """Counts and bounds the bytes of requests and answers on all lanes of one user."""
 
     def __init__(self, name: str, max_byte_size: int, max_request_byte_size: int = 1 << 30) -> None:
         super().__init__(max_byte_size)
@@ -267,7 +265,7 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Removes a submitter whose lane has ended. Returns True if it was the last submitter of this Linux user."""
+        """Removes a submitter whose lane has ended. Returns True if the user has no other submitter."""
         self.submitters.discard(submitter)
         return not self.submitters
 
@@ -292,7 +290,7 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if ``byte_size`` more bytes of requests would exceed the user's limit and the submitter's share.
+        """Raises Unavailable if ``byte_size`` more bytes of requests exceed both the user's limit and the submitter's share.
 
         The limit is for the requests on all of the user's lanes, and the share for the requests on the submitter's lane.
         """

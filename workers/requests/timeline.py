@@ -55,7 +55,7 @@ class Span:
     error: str = ""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the span. ``error``: the exception that left the span's block; None: none did."""
+        """Ends the span. ``error``: the exception that ended the span's block; None: the block ended without one."""
         self.error = "" if error is None else type(error).__name__
         self.ended_ns = time.monotonic_ns()
 
@@ -108,7 +108,7 @@ class RequestTimeline:
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
         """Adds a run of the request to the timeline. At the trace level TENSORS also adds inputs and outputs (``result``).
 
-        ``moments``: when the run began, when it had its inputs, and when it had computed, in ns.
+        ``moments``: when the run began, when it had its inputs, and when it had its outputs, in ns.
         """
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
