@@ -1,9 +1,9 @@
 """Shape buckets: the few shapes that a model version is compiled for, and how a request is padded to one of them.
 
     batch axis      powers of two up to max_batch_size, or what the model or its configuration lists
-    named axes      buckets = {"sequence": (16, 32, 64)} in model.py; of a ragged input, for all requests of a batch together
+    named axes      buckets = {"sequence": (16, 32, 64)} in model.py; a ragged input has these lengths for a whole batch
                     buckets = {"sequence": "auto"}: powers of two, each compiled when it is first asked for
-    other axes      as the request has them
+    other axes      not padded
 
 Padding is zeros; outputs are sliced back to the size of the request.
 """
@@ -72,7 +72,7 @@ class Buckets:
         )
 
     def fitting(self, requests: Sequence[RequestTensors]) -> int:
-        """Returns how many requests, counted from the first, fit into one batch with ragged inputs. The least is 1."""
+        """Returns how many of ``requests``, from the first on, fit into one batch with ragged inputs: at least 1."""
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
             units = 0

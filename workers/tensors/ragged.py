@@ -1,10 +1,10 @@
 """Ragged batching: inputs of different lengths share a batch, one behind the other, and batch inputs say where each begins.
 
-    input x       | request 0: its elements | request 1: ... | request 2 | zeros |      one dimension, its size a bucket
-    batch inputs  counts, ends, shapes or row numbers: made here from the requests in a batch
+    input x       | request 0: its elements | request 1: ... | request 2 | zeros |      one dimension, padded to a bucket
+    batch inputs  counts, ends, shapes or row numbers, which the worker computes from the requests in a batch
     output y      cut like x: each request gets as many elements, in the shape of its own x
 
-The elements of a row keep their order, and rows keep theirs, so code that knows the dims that do not vary can fold them again.
+Rows, and the elements of a row, keep their order. So the model's code can reshape x if only one of its dims varies.
 Source: Triton's model_config.proto, BatchInput and BatchOutput.
 """
 
@@ -132,7 +132,7 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 def declare_ragged(config: ModelConfig, module: ModuleType) -> dict[str, str]:
     """Adds the declarations of model.py about ragged inputs to a configuration.
 
-    Returns each input that is declared to hold segment ids, with the ragged input that it describes.
+    Returns a dict: each input that is declared to hold segment ids -> the ragged input that it describes.
     Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     what, types = f"model '{config.name}'", model_config_pb2
@@ -191,9 +191,9 @@ def ragged_signature(described: Signature, config: ModelConfig, segments: Mappin
     """Returns a copy of ``described``, a model's signature, with the batch inputs and batch outputs that ``config`` declares.
 
     The worker computes a batch input for each batch, for example the number of elements of each request in a ragged input.
-    A batch output has the results of all requests, one behind the other. A request gets as many elements of the output as the
-    request has in a ragged input. ``segments``: adds a batch input for each key. The value is the name of a ragged input. The
-    batch input has, for each item of the ragged input, the number of the item's row in the batch.
+    A batch output has the results of all requests, one behind the other. A request gets as many elements of it as the request
+    has in a ragged input. ``segments``: adds batch inputs that hold segment ids: the name of each -> the name of a ragged
+    input. Segment ids are, for each item of the ragged input, the number of the item's row in the batch.
     Raises InvalidArgument if a named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind

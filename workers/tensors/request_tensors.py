@@ -1,4 +1,4 @@
-"""The tensors of one request, as a program of its batch sees them: arrays or bytes by input name, and a number of rows."""
+"""The tensors of one request, as the program of its batch gets them: arrays or bytes by input name, and a number of rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The signature of a model version: its tensors with datatypes and shapes, from its completed ModelConfig.
 
 config.pbtxt      dims without the batch dimension, -1 where they vary
-model.py          inputs = {"input_ids": "INT64[sequence]"}: where config.pbtxt is silent, and to give axes names
+model.py          inputs = {"input_ids": "INT64[sequence]"}: gives what config.pbtxt lacks, and names of axes
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class TensorSpec:
         return _fits(shape, self.model_dims)
 
     def to_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Converts the shape in which clients send the tensor to the model's own (``reshape`` in its configuration)."""
+        """Converts the tensor's shape as clients see it to its shape in the model. Both are without the batch dimension."""
         return _refill(shape, self.dims, self.model_dims) if self.reshaped else shape
 
     def to_client(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the client's shape of a tensor that the model has in ``shape``."""
+        """Converts the tensor's shape in the model to its shape as clients see it. Both are without the batch dimension."""
         return _refill(shape, self.model_dims, self.dims) if self.reshaped else shape
 
     def as_objects(self, array: Array) -> Array:

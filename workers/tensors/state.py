@@ -1,9 +1,10 @@
 """State of a JAX model with sequences: named arrays that its function takes and returns, from its completed ModelConfig.
 
     config.pbtxt      sequence_batching.state: names, datatype, dims and initial values
-    model.py          state = {"h": "FP32[256]"}: where config.pbtxt is silent
+    model.py          state = {"h": "FP32[256]"}: gives what config.pbtxt lacks
 
-If all dims are fixed, one array has a row for each sequence; else each sequence has its own (``workers/models/free_state.py``).
+If all dims are fixed, one array has a row for each sequence. Otherwise each sequence has an array of its own
+(``workers/models/free_state.py``).
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def declare_state(config: ModelConfig, module: ModuleType) -> dict[str, tuple[st
 def state_specs(config: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
     """Returns a ``StateSpec`` for each state of sequences that a model's configuration declares.
 
-    ``axes``: for the input name of a state, a name for each dim, or None for a dim without a name. Dims of -1 that have the same
-    name have the same size.
+    ``axes``: input name of a state -> a name for each dim, or None for a dim without a name. Dims of -1 that have the same name
+    have the same size.
     Raises Unsupported if a state is BYTES.
     """
     made: list[StateSpec] = []

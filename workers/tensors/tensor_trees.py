@@ -4,7 +4,7 @@
     (a, (b, c))                                    input_0, 1.0, 1.1
 
 A name is the path of keys to an array, joined by dots; a path that is only one number becomes ``input_0`` or ``output_0``.
-Programs of ``jax.export`` are read by the same rule. A dict of names to arrays is the ordinary case, and costs nothing here.
+Inputs and outputs of ``jax.export`` programs get their names by the same rule. A dict of names to arrays is passed on as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def name_of(keys: Any, kind: str) -> str:
 
 
 def parameter_name(keys: Any) -> str:
-    """Returns a parameter's name in files: its keys joined by dots, or ``array`` without keys."""
+    """Returns a parameter's name in files: its keys joined by dots, or "array" if it has no keys."""
     return jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
 
 
