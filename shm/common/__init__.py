@@ -1,6 +1,5 @@
-"""Holds what ``tensord_client`` and the daemon share: a model as a function, a request under way, errors, datatypes.
+"""Code that ``tensord_client`` and the daemon share: a model as a function, requests in flight, errors, datatypes.
 
-The client is installed with a copy: ``client/tensord_client/common``.
-
-Python 3.9, the standard library and numpy; modules import each other by relative imports only, as the package has two names.
+The client is installed with a copy of this package: ``client/tensord_client/common``. The package therefore has two names, and
+its modules import each other by relative imports only. They need Python 3.9, the standard library and numpy.
 """

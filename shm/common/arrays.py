@@ -59,7 +59,7 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
-    """Returns the protocol's datatype for a dtype, such as "FP32", or None if no datatype fits. Any byte order will do.
+    """Returns the protocol's datatype for a dtype of any byte order, such as "FP32", or None if no datatype fits.
 
     ``declared`` is the datatype in the model's metadata, or "". If it is "BF16", a uint16 array is BF16.
     """
@@ -113,7 +113,10 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name for ``__array_interface__``, and whether arrays made with that name need ``view(dtype)``."""
+    """Returns a dtype's name for ``__array_interface__``, and whether that name only says "raw bytes", as it does for bfloat16.
+
+    An array that was made with such a name needs ``view(dtype)``.
+    """
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

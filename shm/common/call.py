@@ -1,4 +1,4 @@
-"""One request, in the form in which every kind of connection accepts it, and the checks of its keyword arguments."""
+"""Defines ``Call``, a request to a model over any kind of connection, and checks the keyword arguments of requests."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def read_arguments(
     The returned values have Python's own types. Arguments that are None are left out.
 
     Args:
-      own: all arguments by name. Scheduling fields may also be items of "parameters", by their names in ``PARAMETERS``.
+      own: all arguments by name. Its item "parameters" may also have scheduling fields, under the names that HTTP clients use.
       scheduling: the values of the scheduling fields that ``own`` lacks.
       others: names that ``own`` may have besides those in ``Arguments``, each with the function that checks its value.
 
-    Raises: InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such argument.
+    Raises: InvalidArgument: a value is of another type or out of range.  TypeError: ``own`` has a name that is not allowed.
     """
     said: dict[str, Any] = {}
     fields: dict[str, Any] = {}
@@ -83,9 +83,9 @@ def read_arguments(
 
 
 def traced(name: str, value: Any) -> str:
-    """Returns the ``traceparent`` ``value`` in W3C's form, or "" if it is malformed or says "not sampled".
+    """Returns a W3C ``traceparent`` in the form of version 00, or "" if it is malformed or its flags say "not sampled".
 
-    Raises InvalidArgument, with the argument's ``name``, if ``value`` is no text.
+    Raises InvalidArgument if ``value`` is not a str. ``name`` is the argument's name in the error.
     """
     ids = sampled(text(name, value).strip())
     return "" if ids is None else "00-{}-{}-01".format(*ids)
@@ -179,7 +179,7 @@ _OTHERS: dict[str, Callable[[str, Any], Any]] = {"parameters": _parameters, "req
 
 
 class Seldom(TypedDict, total=False):
-    """The attributes of ``Call`` that are set for few requests only."""
+    """Attributes of ``Call`` that most requests leave at their defaults."""
 
     places: Mapping[str, Array]
     parameters: Mapping[str, Parameter]
@@ -216,8 +216,8 @@ class Call:
         """Makes a request, but sends nothing.
 
         Args:
-          inputs: C-contiguous arrays by name. Arrays of numpy kinds S, U and O (strings, objects) are BYTES. Arrays of the
-            connection's ``empty`` are used without a copy. Other arrays are copied, or sent with the request.
+          inputs: C-contiguous arrays by name. Arrays of numpy kinds S, U and O (strings, objects) are BYTES. Arrays that the
+            connection's ``empty`` made are used without a copy. Other arrays are copied, or sent with the request.
           version: the model's version, or 0 for the newest.
           outputs: the names of the outputs to return, or none for all of them.
           scheduling: when the request is run, in which sequence, and with which parameter set.

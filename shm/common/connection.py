@@ -1,4 +1,4 @@
-"""Protocols that every kind of connection to models implements: over lanes, over HTTP, and in this process."""
+"""Defines ``Connection``, the interface of all connections to models: over a lane, over HTTP, or to models in this process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Prepared:
 
 
 class Connection(Protocol):
-    """A connection to a server, over which requests are sent. Thread-safe."""
+    """The interface of a connection to a server or to models in this process. Requests are sent over it. Thread-safe."""
 
     def open(self, model: str, version: int = 0) -> Description:
         """Returns the description of a model. ``version`` is the model's version, or 0 for the newest.
@@ -90,17 +90,18 @@ class Connection(Protocol):
     def ask(self, call: Call) -> Pending[Answer]:
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
-        If ``call.detached`` is True, the caller may change the input arrays as soon as this returns. Otherwise, and for arrays
-        that the method ``empty`` has made, the caller may change them only once the answer has come.
+        The caller may change an input array only once the answer has come. If ``call.detached`` is True, the caller may change
+        it as soon as this returns, unless the method ``empty`` made the array.
 
         Raises: ServingError: the request cannot be sent.
         """
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request whose caller waits in this thread. Returns the answer if it came at once, else a ``Pending``.
+        """Sends a request. Returns the answer if it comes before this returns, else a ``Pending``, which waits for the answer.
 
-        A ``Pending`` is an object that waits for the answer. Raises: ServingError: the request cannot be sent, or the answer
-        is an error.
+        Call it only if this thread is going to wait for the answer.
+
+        Raises: ServingError: the request cannot be sent, or the answer is an error.
         """
 
     def prepare(self, call: Call) -> Prepared:

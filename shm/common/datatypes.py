@@ -1,4 +1,4 @@
-"""The table of the protocol's datatypes. No numpy here: processes that touch no tensor read it."""
+"""A table of the protocol's datatypes. This module does not import numpy, because some processes work without numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the requests of Python code to the derivatives of a model, and reads their answers, with numpy."""
+"""Makes the inputs of requests to a model's derivatives, such as gradients, and renames the outputs in the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ class DerivativeCall:
     """Makes the inputs for calls of a model's derivative, such as ``pull_back``, and renames the outputs of the answers."""
 
     def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
-        """Prepares calls of a derivative. ``kind``: such as "pull_back". The other arguments describe the model itself."""
+        """Prepares requests to a derivative of a model. ``kind`` is, for example, "pull_back".
+
+        All other arguments describe the model itself, not the derivative.
+        """
         names = Names(model)
         self._inputs = {tensor.name: tensor.datatype for tensor in inputs}
         of = inputs if kind == PUSH_FORWARD else () if kind == VALUE_AND_GRADIENT else outputs
@@ -29,10 +32,10 @@ class DerivativeCall:
         self._lifts = not max_batch_size and kind != PARAMETER_GRADIENT
 
     def arrays(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the derivative's inputs by name, made of the model's ``inputs`` and of ``more``.
+        """Returns the inputs of the derivative by name: the model's ``inputs``, and the cotangents or tangents in ``more``.
 
-        ``more``: the cotangents by the model's output name, or the tangents by the model's input name.
-        Raises InvalidArgument if a value cannot be an array, or if ``more`` has a name too many or too few.
+        ``more`` has cotangents by the names of the model's outputs, or tangents by the names of the model's inputs. Raises
+        InvalidArgument if a value cannot be an array, or if ``more`` lacks a name or has one that is not expected.
         """
         found, what = arrays(inputs, self._inputs), self._prefix.rstrip("2.")
         values = flat(more, self._of, what)
@@ -44,7 +47,7 @@ class DerivativeCall:
         return {name: array[None] for name, array in found.items()} if self._lifts else found
 
     def result(self, answer: Answer) -> Answer:
-        """Returns the outputs in ``answer``, a derivative's answer, by the names of the model's tensors, without a copy."""
+        """Returns a derivative's answer with the model's tensor names, such as "x" for "cotangent.x". Copies no array."""
         return self._part(answer, answer, self._made)
 
     def parts(self, answer: Answer) -> tuple[Answer, Answer]:

@@ -1,16 +1,18 @@
-"""The derivatives of a model: models that a server makes of its function, with names, inputs and outputs of their own.
+"""Names and errors of a model's derivatives, which a server offers as further models with inputs and outputs of their own.
 
-    M.pull_back            inputs, cotangent.Y of each floating output Y    ->  cotangent.X of each floating input X
-    M.push_forward         inputs, tangent.X of each floating input X       ->  tangent.Y of each floating output Y
-    M.value_and_gradient   inputs                                           ->  outputs, gradient.X of each floating input X
-    M.parameter_gradient   inputs, cotangent.Y                              ->  P, the gradient of each floating parameter P
+    of a model M             inputs                                       outputs
+    M.pull_back              M's inputs, cotangent.Y for each output Y    cotangent.X for each input X
+    M.push_forward           M's inputs, tangent.X for each input X       tangent.Y for each output Y
+    M.value_and_gradient     M's inputs                                   M's outputs, gradient.X for each input X
+    M.parameter_gradient     M's inputs, cotangent.Y for each output Y    P, the gradient of each parameter P
 
-The third is there if exactly one output is floating and has one element in each row. A row of the first three depends on the
-same row of the inputs alone. Where M has no batch dimension, these three have one: each row is one set of inputs. The fourth
-sums over all rows; it has no batch dimension, and rows of M are an ordinary first axis there.
+X, Y and P are only those of floating datatypes. M.value_and_gradient exists only if exactly one output is floating, and if it
+has one element in each row. M.parameter_gradient sums over all rows and has no batch dimension. The other three compute each
+row from the same row of the inputs. If M has no batch dimension, they have one nevertheless, and each row is a whole set of M's
+inputs.
 
-Derivatives of a derivative are named alike, with ``cotangent2.``, ``tangent2.`` and ``gradient2.``: M.push_forward.push_forward
-takes the inputs, tangent.X, and tangent2.X and tangent2.tangent.X.
+Derivatives of a derivative use the names ``cotangent2.``, ``tangent2.`` and ``gradient2.``. For example,
+M.push_forward.push_forward has the inputs of M.push_forward, and tangent2.X and tangent2.tangent.X.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def of_model(name: str) -> tuple[str, str]:
 
 
 def original(name: str) -> tuple[str, int]:
-    """Returns the name of a derivative's model, and the derivative's order, 1 or 2. Any other name has the order 0."""
+    """Returns the model in a derivative's name, and the derivative's order: ("M", 1) for "M.pull_back", ("M", 0) for "M"."""
     order = 0
     while (model := of_model(name)[0]) != "":
         name, order = model, order + 1
@@ -55,7 +57,7 @@ def check_not_derivative(name: str) -> None:
 
 
 class Names:
-    """The prefixes of the names of cotangents, tangents and gradients, for the derivatives of one model."""
+    """The prefixes of the names of cotangents, tangents and gradients in the derivatives of one model, such as "cotangent."."""
 
     def __init__(self, model: str) -> None:
         order = original(model)[1]
@@ -66,19 +68,20 @@ class Names:
 
 
 def named(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``arrays`` with ``prefix`` in front of each name."""
+    """Returns a dict of the same arrays, with ``prefix`` in front of each name."""
     return {prefix + name: array for name, array in arrays.items()}
 
 
 def chosen(prefix: str, names: Iterable[str], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the array ``prefix + name`` under ``name``, for each name in ``names``."""
+    """Returns a dict of ``name`` -> ``arrays[prefix + name]`` for each of ``names``."""
     return {name: arrays[prefix + name] for name in names}
 
 
 def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
-    """Returns the error message for a client that asks for a derivative (a gradient, for example) that the model lacks.
+    """Returns the error message for a client that asks for a derivative that a model does not have.
 
-    ``kind``: such as ``pull_back``. ``lacking``: a derivative's full name, such as ``m.pull_back`` -> why the model lacks it.
+    ``kind`` is, for example, "pull_back". ``lacking`` maps a derivative's full name, such as "m.pull_back", to the reason why
+    the model lacks it.
     """
     name, order = original(model)
     if kind not in KINDS:
@@ -95,10 +98,10 @@ def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
 
 
 def described(name: str, own: T, derivatives: Mapping[str, T], lacking: Mapping[str, str]) -> T:
-    """Returns ``own`` if ``name`` is the model's name, or the entry in ``derivatives`` if ``name`` is a derivative's name.
+    """Returns ``own`` if ``name`` is a model, or ``derivatives[name]`` if it is a derivative that the model has.
 
-    Raises InvalidArgument if ``name`` is a derivative that the model lacks. ``lacking``: the reason for each derivative that the
-    model lacks, for the error's text.
+    Raises InvalidArgument if it is a derivative that the model lacks. ``lacking`` has the reason for each of those, for the
+    error's message.
     """
     if of_model(name)[1] and name not in derivatives:
         raise InvalidArgument(lacks(*of_model(name), lacking))

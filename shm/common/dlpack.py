@@ -1,8 +1,8 @@
-"""Passes memory to and from other libraries by DLPack: address, shape and datatype, and no copy.
+"""Exchanges tensors with other Python libraries by DLPack, without a copy, also of the datatype bfloat16.
 
-    PyCapsule "dltensor" ─▶ DLManagedTensor ─▶ shape; manager_ctx ─▶ the view, alive until the consumer calls the deleter
+    PyCapsule "dltensor" ─▶ DLManagedTensor: address, datatype, shape ─▶ manager_ctx: the view, alive until ``deleter`` runs
 
-Written here because the libraries that make such capsules refuse bfloat16. Source: dlpack.h, version 0 of the struct.
+Source: dlpack.h, version 0 of the struct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CODE_BFLOAT = 4
 
 
 class ManagedTensor(ctypes.Structure):
-    """DLPack's struct DLManagedTensor. The tensor's consumer calls ``deleter`` when it needs the tensor no more."""
+    """DLPack's struct DLManagedTensor. A library that uses the tensor calls ``deleter`` when it no longer needs the tensor."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),

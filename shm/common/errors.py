@@ -1,7 +1,6 @@
-"""The one exception family of tensord, of the daemon and of the client. A message is a calm sentence with names and numbers.
+"""The exceptions of the daemon and of the client. All are subclasses of ``ServingError``.
 
-Between processes an error travels as code and text, never as a pickled exception: the sender takes ``ServingError.code``, the
-receiver calls ``from_code``.
+Between processes, an error is sent as its code and its message. The receiver makes an exception of them with ``from_code``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lets objects that a forked child process must not use know that they are in one, where only the forking thread runs."""
+"""Resets objects in a child process after a fork, such as connections that only the parent process may use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
 def forgotten_by_children(owned: Owned) -> None:
-    """Calls ``owned.forget`` in each process that is forked off this one. ``owned`` may still be garbage-collected."""
+    """Makes each process that is forked off this one call ``owned.forget``. ``owned`` may still be garbage-collected."""
     _owned.add(owned)
 
 

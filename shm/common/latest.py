@@ -1,7 +1,7 @@
-"""Calls a model with the newest inputs only, and returns the newest answer: inputs that come too fast are dropped.
+"""Sends a model the newest inputs only, and returns the newest answer. Inputs that the model has no time for are dropped.
 
 put ─▶ two requests in flight? ─ no ─▶ model ─▶ newest answer ─▶ get
-             ╰─ yes: the inputs wait, and replace inputs that waited
+             ╰─ yes: the inputs are stored in place of inputs stored before, and sent when a request ends
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Newest(Generic[A]):
         forgotten_by_children(self)
 
     def forget(self) -> None:
-        """Resets this object to have no inputs and no answers. It is also called in a child process after a fork."""
+        """Removes all requests and answers from this object. It is also called in a child process after a fork."""
         self._changed = threading.Condition()
         #: Futures of the requests in flight, by number.
         self._under_way: dict[int, Any] = {}
@@ -91,7 +91,7 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, outcome: Any) -> None:
-        """Stores ``outcome``, the answer to the ``number``-th ``put``, unless the answer to a later one has come."""
+        """Stores ``outcome``, the answer or error of the ``number``-th ``put``, unless a later ``put`` was already answered."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, outcome
@@ -114,7 +114,10 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns how many inputs are not answered yet, without those that newer inputs replaced."""
+        """Returns how many inputs are stored, in flight, or have an answer that ``get`` has not returned yet.
+
+        Inputs that newer ones replaced, and inputs older than the last answer that ``get`` returned, do not count.
+        """
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)

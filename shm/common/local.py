@@ -1,6 +1,6 @@
-"""Serves models inside this process: requests to them are of the same kind as those to a server.
+"""Serves models inside this process. The caller uses the same kind of connection as to a server.
 
-caller ─▶ LocalRequest ─▶ Served.begin ─▶ the worker's loop ─▶ take ─▶ whoever waits, or the thread that calls back
+caller ─▶ LocalRequest ─▶ Served.begin ─▶ a worker's loop runs the model ─▶ LocalRequest.take ─▶ the caller is woken
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Served(Protocol):
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that the user has read a response to a request, so that the model may send more responses.
+        """Tells the worker that the caller has read a response to a request, so that the model may send more responses.
 
         ``request``: the worker's object of this request.
         """
@@ -48,7 +48,7 @@ class Served(Protocol):
         """Ends a sequence without a further request. It does nothing if there is no such sequence."""
 
     def derivative(self, name: str) -> Served:
-        """Returns the model with the name ``name``, such as "model.pull_back", which computes a derivative of this model.
+        """Returns a derivative of this model as a model. ``name`` is the derivative's full name, such as "model.pull_back".
 
         Raises NotFound if there is no such derivative.
         """
@@ -79,7 +79,8 @@ class LocalRequest(Pending[Answer]):
         Args:
           request: the worker's object of this request. It is not used.
           result: the outputs by name, or an error that has a ``code``, or None if the request ends without a further response.
-          moments: the times, in ns, at which the model's run began, had its inputs, and had computed. None: not measured.
+          moments: three times in ns: when the model's run began, when it had its inputs, and when it had computed. None: not
+            measured.
           final: whether this is the last response.
         """
         if isinstance(result, Exception):
@@ -99,10 +100,10 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
-        """Makes an answer from a response of the model, and tells the worker that the response was taken.
+        """Makes an answer from a response of the model, and tells the worker that the response was read.
 
-        Returns an error if copying an output fails. The caller may change the answer's arrays, which are copies.
-        ``arrived``: the outputs by name, and the times in ns when the run began, had its inputs, and had computed, or None.
+        Returns an error if copying an output fails. The caller may change the answer's arrays, which are copies. ``arrived`` is
+        the outputs by name, and the ``moments`` that ``take`` got.
         """
         result, moments = arrived
         call, request = self._call, self.request
@@ -146,7 +147,7 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Loads a model if needed, and returns its description. ``version`` 0 means the newest.
+        """Loads a model if needed, and returns its description. If ``version`` is 0, it is the newest version.
 
         Raises ServingError if loading fails.
         """
@@ -167,7 +168,7 @@ class LocalConnection:
             return found.derivative(model) if order else found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in. Loads the model if needed. ``version`` 0 means the newest."""
+        """Loads a model if needed, and returns its configuration with defaults filled in. ``version`` 0 means the newest."""
         return self._loaded(model, version).config
 
     def ask(self, call: Call) -> LocalRequest:
@@ -238,7 +239,7 @@ class LocalConnection:
 
 
 def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
-    """Calls the callbacks of ended requests in the queue until None comes."""
+    """Takes ended requests from the queue and calls their callbacks, until it takes None."""
     # No reference to the connection: it would never be garbage-collected.
     while (request := ended.get()) is not None:
         request.call_back()
@@ -246,13 +247,13 @@ def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
 
 
 def ours(error: Any) -> ServingError:
-    """Returns a client's ServingError with the code of ``error``, a worker's exception, and with the message in plain words."""
+    """Converts a worker's exception, which has a ``code``, to the ServingError of the same code, in plain words."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 
 @contextlib.contextmanager
 def in_our_words() -> Iterator[None]:
-    """Converts a worker's error in the ``with`` block to a ServingError in plain words."""
+    """Converts a worker's exception that is raised in the ``with`` block to a ServingError in plain words."""
     try:
         yield
     except Exception as error:

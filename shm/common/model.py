@@ -1,4 +1,4 @@
-"""A model as a function of arrays, over any kind of connection: to a server, or to models in this process."""
+"""Defines ``Model``, a model that is called like a function of arrays, over any kind of connection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRACED = {"traceparent": traced}
 
 
 class Calls:
-    """Base class of ``Model`` and ``AsyncModel``. It has a model's description, and makes a ``Call`` of a caller's arguments."""
+    """Base class of ``Model`` and ``AsyncModel``. It has a model's description, and makes a ``Call`` for each request."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Calls:
         return found
 
     def has_derivative(self, kind: str) -> bool:
-        """Returns whether the server has a kind of derivative of this model, such as "pull_back"."""
+        """Returns whether the server offers a derivative of this model. ``kind`` is, for example, "pull_back"."""
         try:
             return self._open(kind) is not None
         except InvalidArgument:
@@ -123,8 +123,8 @@ class Calls:
           streams: True if the caller accepts any number of responses.
           detached: True if the caller may change the input arrays before the answer has come.
 
-        Raises: InvalidArgument: an input cannot be an array, a value of ``places`` is no writable array, a field of ``own`` has
-          a wrong value, the parameter ``parameter_set`` is no name of a set, or the model gives several responses and
+        Raises: InvalidArgument: an input cannot be an array, an item of ``places`` is not a writable array, a field of ``own``
+          has a wrong value, the name of the parameter set is empty or no str, or the model gives several responses and
           ``streams`` is False.  TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this
           model.
         """
@@ -233,9 +233,10 @@ class Model(Calls):
     def value_and_gradient(self, inputs: Mapping[str, Any], **own: Unpack[Own]) -> tuple[Answer, Answer]:
         """Computes the model's outputs and the gradient of its only floating output in one request.
 
-        This output must have one element in each row. The gradient of a row is the gradient of its element. ``own`` are the
-        request's other fields, such as ``priority``. Returns the outputs by output name, and gradients by name of floating input.
-        Raises InvalidArgument if the model has no such output or no derivatives. Raises ServingError if the server fails.
+        This output must have one element in each row, and each row's gradient is the gradient of this element. ``own`` are the
+        request's other fields, such as ``priority``. Returns the outputs by output name, and gradients by name of floating
+        input. Raises InvalidArgument if the model has no such output or no derivatives. Raises ServingError if the server
+        fails.
         """
         asked = self._asked(VALUE_AND_GRADIENT)
         return asked.parts(self._open(VALUE_AND_GRADIENT)(asked.arrays(inputs, {}), **own))
@@ -288,7 +289,7 @@ class Model(Calls):
 
     @property
     def parameters(self) -> Any:
-        """Returns a ``ModelParameters``, which lists and drops parameter sets, pushes into them, and computes gradients.
+        """Returns a ``ModelParameters``, which lists, changes and removes the model's parameter sets, and computes gradients.
 
         Raises: Unsupported: this process serves the model itself.
         """
@@ -319,7 +320,7 @@ class Model(Calls):
         self._connection.end_sequence(self.name, sequence_id)
 
     def close(self) -> None:
-        """Ends the use of this object. Every later call of it raises Unavailable. The client stays connected. Idempotent."""
+        """Closes this object, so that later calls of it raise Unavailable. The client stays connected. Idempotent."""
         self._closed = True
 
     def __enter__(self) -> Model:
@@ -332,7 +333,7 @@ class Model(Calls):
 
 
 class SequenceSteps(Generic[M]):
-    """Base class of sequences, blocking ones and asynchronous ones. Adds a sequence's fields to each of its requests."""
+    """Base class of ``ModelSequence`` and its asynchronous counterpart. It sets each request's sequence id, start and end."""
 
     def __init__(self, model: M, sequence_id: SequenceId) -> None:
         self._model = model

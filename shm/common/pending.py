@@ -1,10 +1,12 @@
-"""A request under way: a thread, a callback, or a task on an event loop waits for its answer.
+"""A request that was sent. A thread, a callback, or a task on an event loop waits for its answer.
 
-    caller ─▶ result │ responses │ await │ add_done_callback │ cancel        deadline ─▶ expire
-                 ╰──────────────── Pending ────────────────╯
-    transport: wait, attach, watch, withdraw ─▶ add (a response, an error), end ─▶ notify, call_back
+    the caller calls          result, responses, await, add_done_callback or cancel
+    Pending calls             wait, attach, watch and withdraw of its subclass
+    the subclass calls        add with each response or an error, then end, notify and call_back
+    at the deadline           expire ends the request
 
-A transport (lane, HTTP, in this process) is a subclass. It sends the request, and adds what comes for it.
+Each kind of connection (over a lane, over HTTP, in this process) has a subclass, which sends the request and receives the
+responses.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ T = TypeVar("T")
 
 
 class WaitEnded(TimeoutError):
-    """Raised when a wait has reached its time limit."""
+    """Raised when a wait has lasted until its time limit."""
 
 
 class Pending(Generic[T]):
@@ -92,7 +94,7 @@ class Pending(Generic[T]):
             self.waiter = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Prepares this thread's event loop to receive the request's responses. Subclasses override it; here it does nothing."""
+        """Prepares the running event loop ``loop`` to receive the request's responses. This base class does nothing."""
 
     def watch(self) -> None:
         """Makes a background thread receive the responses and call the callbacks. This base class does nothing."""
@@ -110,7 +112,7 @@ class Pending(Generic[T]):
         """
 
     def made(self, arrived: Any) -> T | ServingError:
-        """Converts the response ``arrived`` to the caller's answer. This base class returns it unchanged."""
+        """Converts a response, as ``add`` stored it, to what the caller gets. This base class returns it unchanged."""
         answer: T = arrived
         return answer
 
@@ -119,7 +121,7 @@ class Pending(Generic[T]):
         return DeadlineExceeded()
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ``error``. A subclass may return another error, which a loop over the responses then raises instead."""
+        """Returns the error that an iterator over the responses raises in place of ``error``. Here it is ``error`` itself."""
         return error
 
     # --------------------------------------------------------------------------------------------------- from a transport
@@ -178,11 +180,11 @@ class Pending(Generic[T]):
     # ------------------------------------------------------------------------------------------------------ the end
 
     def done(self) -> bool:
-        """Returns whether the request has ended, so that ``result`` does not wait."""
+        """Returns whether the request has ended. ``result`` then returns or raises at once."""
         return self._ended or self._given_up
 
     def expire(self) -> None:
-        """Ends the request because its deadline has passed, and tells the server that nobody waits any more."""
+        """Ends the request because its deadline has passed, and tells the server that nobody waits for an answer any more."""
         self._give_up(self.late())
 
     def cancel(self) -> None:
@@ -258,7 +260,7 @@ class Pending(Generic[T]):
             self.cancel()
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Calls ``callback`` with this request when it ends, in any thread. If it has already ended, this happens at once."""
+        """Calls ``callback`` with this request when the request ends, in any thread, or at once if it has already ended."""
         with self._lock:
             done = self.done()
             if not done:
@@ -341,7 +343,7 @@ class Pending(Generic[T]):
 
     @types.coroutine
     def _next_async(self, timeout: float | None) -> Generator[Any, None, T | ServingError | None]:
-        """Awaits the next response, the error that ended the request, or its end (None)."""
+        """Waits for the next response, or an error that ends the request, and returns it. Returns None if no more come."""
         arrived = self._arrived
         until: float | None = None
         loop: asyncio.AbstractEventLoop | None = None
@@ -375,7 +377,7 @@ class Pending(Generic[T]):
 
 
 class Deadlines:
-    """A thread that ends requests at their deadlines, for requests for which no thread waits. Thread-safe."""
+    """A thread that ends requests at their deadlines. It serves requests for which no thread waits. Thread-safe."""
 
     def __init__(self) -> None:
         #: A heap of deadlines in seconds of ``time.monotonic()``, each with a number and a request, which others hold.
@@ -387,7 +389,7 @@ class Deadlines:
         self._runs = False
 
     def add(self, pending: Pending[Any], deadline: float) -> None:
-        """Registers a request that is to end with an error at its deadline, unless it ends before.
+        """Makes the thread end a request with an error at its deadline, unless the request ends before.
 
         ``deadline`` is a time of ``time.monotonic()`` in seconds.
         """
@@ -422,7 +424,7 @@ class Deadlines:
                 del pending
 
     def close(self) -> None:
-        """Ends the thread. Requests are not ended at their deadlines any more."""
+        """Removes all requests and ends the thread, so that their deadlines have no effect any more."""
         with self._changed:
             self._due.clear()
             self._changed.notify()

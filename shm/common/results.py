@@ -1,4 +1,4 @@
-"""The objects that a client returns to its caller: descriptions of models, and answers to requests."""
+"""Defines what a client returns to its caller: descriptions of models, and answers to requests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
 
 class Description:
-    """The server's description of one version of a model: metadata, largest batch, whether it streams or has sequences."""
+    """The server's description of a model version, such as its metadata, its largest batch and whether it has sequences."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.model: str = answer["model"]
@@ -86,7 +86,7 @@ class Description:
 
 
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
-    """Copies outputs into the caller's arrays in ``places``. Returns all outputs by name, with these arrays in their place.
+    """Copies outputs into the caller's arrays in ``places``. Returns all outputs by name, with the caller's arrays for these.
 
     Raises: InvalidArgument: an array has another shape or dtype than its output.
     """

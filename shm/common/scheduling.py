@@ -1,10 +1,10 @@
-"""Lists the parameters with which a request says how it wants to be run, for fronts, workers and clients. No numpy here.
+"""Defines the scheduling parameters of requests, such as priority and timeout, for fronts, workers and clients.
 
     HTTP, gRPC   parameters {"timeout": 500} ─▶ Scheduling(timeout_us=500) ─▶ the last fields of the request's record
     Python       model(x, timeout_us=500) ────▶
 
-A parameter that is added here, as the last one, as the last field of ``shm.messages.RequestRecord`` and in tensord_wire.h reaches
-the worker: both fronts, the client and calls of models go by these tables.
+To add a parameter, add it here as the last one, to ``shm.messages.RequestRecord`` as the last field, and to tensord_wire.h.
+Fronts and clients then accept it and workers get it. This module does not import numpy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([
 
 
 class Scheduling(NamedTuple):
-    """When a request is run, in which sequence, which waiting request it replaces, and with which parameter set."""
+    """Says when a request is run, in which sequence, which waiting request it replaces, and with which parameter set."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0
@@ -42,7 +42,7 @@ class Scheduling(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether the request belongs to a sequence and is neither its first nor its last request."""
+        """Returns whether the request is in a sequence, but is neither the sequence's first request nor its last one."""
         return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
 
 
@@ -105,7 +105,7 @@ MAX_SEQUENCE_ID = PARAMETERS["sequence_id"].most
 
 
 def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Takes the name of a parameter set out of a request's parameters. Returns the other parameters, and the name or "".
+    """Removes the name of a parameter set from a request's parameters. Returns the other parameters, and the name or "".
 
     Raises InvalidArgument if the name is not a str or is empty.
     """
@@ -121,7 +121,7 @@ def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def checked_text(text: str, kind: Kind) -> str:
-    """Checks the value ``text`` of a scheduling parameter of this kind, and returns it unchanged.
+    """Returns ``text``, the value of a scheduling parameter of this kind, if it is valid.
 
     Raises: InvalidArgument: the name of a parameter set is empty.  Unsupported: a sequence id has more than 128 bytes.
     """

@@ -1,4 +1,4 @@
-"""Counts, decodes and encodes the elements of BYTES tensors, in Python; the daemon has the same in C (``_strings.c``).
+"""Counts, decodes and encodes the elements of BYTES tensors in Python. The daemon can do the same in C (``_strings.c``).
 
 | length u32 little-endian | length bytes |      elements follow each other without padding
 """
@@ -11,7 +11,7 @@ _length = struct.Struct("<I").pack
 
 
 def count(content: bytes | memoryview, most: int, /) -> tuple[int, int]:
-    """Counts at most ``most`` complete elements of a BYTES tensor's content. Returns the count and the offset of their end."""
+    """Counts at most ``most`` complete elements of a BYTES tensor's content. Returns the count and the offset after them."""
     found = at = 0
     while found < most and at + 4 <= len(content):
         end = at + 4 + int.from_bytes(content[at : at + 4], "little")
@@ -22,9 +22,9 @@ def count(content: bytes | memoryview, most: int, /) -> tuple[int, int]:
 
 
 def decode(content: bytes, at: int, most: int, /) -> tuple[list[bytes], int]:
-    """Decodes at most ``most`` complete elements of a BYTES tensor, from offset ``at``.
+    """Decodes at most ``most`` complete elements of a BYTES tensor, from offset ``at`` on.
 
-    Returns the elements and the offset of their end.
+    Returns the elements and the offset after them.
     """
     elements: list[bytes] = []
     while len(elements) < most and at + 4 <= len(content):

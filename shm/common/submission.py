@@ -1,27 +1,22 @@
-"""The rules by which a submitter's requests end, whatever happens to their workers and their callers. Does no I/O.
+"""Decides how a submitter's request goes on if its worker refuses it or ends, or if its caller gives up. Does no I/O.
 
-A front, and a client that has lanes, tell a request what has happened to it, and do what it says:
+A front, and a client that has lanes, follow the same rules with these differences:
 
-    sent ─▶ the worker does not have its model ─▶ ``may_be_elsewhere``: sent again, once it is known where to
-        ├─▶ the worker ended before its last answer ─▶ ``after_end``: sent again, or an error
-        ╰─▶ an answer ─▶ its caller's, unless that has gone
-
-    what happens            in both                                a front                         a client
-    ─────────────────────── ────────────────────────────────────── ─────────────────────────────── ──────────────────────────────
-    a request is sent       to the usable worker with the fewest   near its regions
-                            of the submitter's requests
-    a worker ends           nothing more is sent to it             its requests wait until the     its requests are told at once
-                                                                   supervisor has fenced it
-    what it had begun       is sent again, once                    its status page says what;      whatever was sent
-                                                                   all of a model that streams
-    what may not run twice  gets Internal: it had a response, or   its model keeps state           its model is not called pure,
-                                                                                                   or it is of a sequence
-    a worker refuses        NotFound of the model means that it    as often as the supervisor      once; and Unavailable, if the
-                            may be elsewhere                       says that the model has moved   daemon was not asked lately
-    a caller goes           the worker is told, and what comes is  a step is sent all the same,    also where it was not sent yet
-                            dropped                                as it may end its sequence
-    a sequence's worker     what follows gets ``lost_sequence``    as the worker's page says, for  as this client has sent the
-    ends                                                           all fronts, until a START       sequence's requests
+  - A request is sent to the usable worker that has the fewest requests of this submitter. A front prefers workers on the GPU
+    where the request's regions are.
+  - If a worker answers that it does not have the model, ``may_be_elsewhere`` says whether another worker may get the request. A
+    front sends the request again as often as the supervisor says that the model has moved, a client once.
+  - If a worker ends, ``after_end`` says for each of its unanswered requests whether the request is sent again. A front asks
+    this once the supervisor has confirmed that the worker is dead, a client at once.
+  - A request that the worker may have begun is sent again once. A front reads from the worker's status page which requests had
+    begun, and treats all requests to a model with several responses as begun. A client treats all that it has sent as begun.
+  - A begun request fails with Internal if it has had a response. In a front, it also fails if its model keeps state. In a
+    client, it also fails if its model is not declared pure, or if it belongs to a sequence.
+  - If the worker of a sequence ends, later requests of the sequence fail with ``lost_sequence`` until one has the START flag. A
+    front reads from the worker's sequence page which sequences were lost, those of other fronts included. A client knows only
+    those of its own requests.
+  - If the caller gives up, the worker is told, and an answer that comes is dropped. A request that waits to be sent is not sent
+    any more, except that a front sends it if it belongs to a sequence, because it may be the sequence's last one.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ _STRIKES = 2
 
 
 class Submission:
-    """A submitter's request, from its sending to its end. Base class of the requests of fronts and clients."""
+    """A submitter's request, from when it is sent until it ends. Base class of the requests of fronts and of clients."""
 
     # It has no slots, so that a subclass can be a msgspec.Struct.
     __slots__ = ()
@@ -62,15 +57,15 @@ class Submission:
         Args:
           code: the error's code, such as "NOT_FOUND".
           message: the error's text.
-          is_told: whether the submitter always knows which workers serve the model. If it does not, the request may be sent to
-            another worker also after Unavailable and every NotFound.
+          is_told: True if the submitter's list of the model's workers is up to date. If it is False, every NotFound and every
+            Unavailable lets the request be sent to another worker.
         """
         return not (self.cancelled or self.answered) and is_refusal(code, message, is_told)
 
     def after_end(self, how: str, begun: bool, may_repeat: bool) -> ServingError | None:
         """Decides whether to send the request again, after its worker ended without sending the last answer.
 
-        Returns None to send the request again, else the error that answers it. Call it only if the caller still waits.
+        Returns None if the request must be sent again, else the error for the caller. Call it only if the caller still waits.
 
         Args:
           how: a clause that says what happened, such as "the worker process ended".
@@ -87,10 +82,10 @@ class Submission:
 
 
 def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
-    """Returns whether a worker's error says that the worker does not have the model, so that another worker may run the request.
+    """Returns whether a worker's error means that the worker does not have the model. Another worker may then run the request.
 
-    NotFound says so if its message is about an unknown model. ``is_told``: True if the submitter's list of the model's workers is
-    up to date. If ``is_told`` is False, every NotFound and every Unavailable counts as such an error.
+    ``is_told``: True if the submitter's list of the model's workers is up to date. Then only a NotFound whose message is about
+    an unknown model has this meaning. If ``is_told`` is False, every NotFound and every Unavailable has it.
     """
     if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
         return True
@@ -98,7 +93,7 @@ def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
 
 
 class Destination(Protocol):
-    """A submitter's end of the lane to one worker."""
+    """A submitter's end of its lane to a worker."""
 
     in_flight: Any
 

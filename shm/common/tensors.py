@@ -1,4 +1,4 @@
-"""Describes the tensors of models, and makes arrays of what a caller gives for them, such as lists or other libraries' arrays."""
+"""Describes the tensors of models, and converts callers' values, such as lists and other libraries' arrays, to numpy arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
 
 
 class Tensors(tuple[Tensor, ...]):
-    """The inputs or the outputs of a model, in the model's order. Each is found by position or by name: ``inputs["image"]``."""
+    """The inputs or the outputs of a model, in the model's order. Index them by position or by name: ``inputs["image"]``."""
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -68,10 +68,10 @@ def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: 
 
 
 def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str, Array]:
-    """Makes a C-contiguous array of each input of a request, if possible without a copy. Returns the arrays by input name.
+    """Converts each input of a request to a C-contiguous array, if possible without a copy. Returns the arrays by input name.
 
     Args:
-      inputs: values by input name. ``flat`` and ``array`` say which values are allowed.
+      inputs: values by input name. Nested mappings and sequences are flattened. A value that is no array is converted.
       datatypes: the datatype of each input of the model, by name.
     Raises: InvalidArgument: ``inputs`` is no mapping, a name is given twice, or a value cannot be an array.
     """
@@ -89,8 +89,8 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
 def flat(inputs: Any, known: Collection[str], what: str = "input") -> dict[str, Any]:
     """Flattens nested mappings and sequences of inputs. Returns the values by input name.
 
-    An input's name is the keys on the way to its value, joined by "/". If the model has no such input, but has one with "."
-    in place of "/", that name is used. ``known`` are the names of the model's inputs. ``what`` is what errors call an input.
+    An input's name is the keys on the way to its value, joined by "/". If the model has no such input, but has one with "." in
+    place of "/", that name is used. ``known`` are the names of the model's inputs. ``what`` is the word for an input in errors.
 
     Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
@@ -124,8 +124,8 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
     Args:
       name: the input's name, for errors.
-      value: a numpy array, an object with ``__array__``, or an object with ``__dlpack__`` on the host. A GPU array of the
-        client's ``empty`` is returned unchanged. Anything else becomes an array of ``datatype``, as ``cast`` makes it.
+      value: a numpy array, an object with ``__array__``, or an object with ``__dlpack__`` on the host. A GPU array that the
+        client's ``empty`` made is returned unchanged. Anything else becomes an array of ``datatype``, as ``cast`` makes it.
       datatype: the input's datatype in the model's metadata, or None if the model has no such input.
     Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
@@ -184,14 +184,14 @@ def cast(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def _is_kept(value: Any, converted: Any, is_float: bool) -> bool:
-    """Returns whether conversion kept ``value``, except for rounding if ``is_float``."""
+    """Returns whether the conversion of ``value`` to ``converted`` lost nothing. If ``is_float``, rounding is not a loss."""
     if not is_float or isinstance(value, (str, bytes, complex, type(None))):
         return bool(value == converted)
     return math.isfinite(converted) or not math.isfinite(value)
 
 
 def _foreign(name: str, value: Any) -> Array:
-    """Views another library's array as a numpy array, if possible without a copy."""
+    """Converts another library's array to a numpy array, if possible without a copy. ``name`` is the input's name in errors."""
     try:
         if (bits := bfloat16_of_torch(value)) is not None:
             return bits.view(dtype_of("BF16"))
@@ -221,9 +221,9 @@ def bfloat16_of_torch(value: Any) -> Array | None:
 
 
 def content(values: Array) -> bytes | memoryview:
-    """Returns an array's bytes as the protocol sends them. They are a view of the array, or a copy if the datatype is BYTES.
+    """Returns an array's bytes as the protocol sends them: a copy if the datatype is BYTES, else a view of the array.
 
-    Raises: InvalidArgument: the array lies on a GPU, or is BYTES and an element cannot be encoded.
+    Raises: InvalidArgument: the array is on a GPU, or its datatype is BYTES and an element cannot be encoded.
     """
     if not isinstance(values, np.ndarray):
         raise InvalidArgument(f"{values!r} is of another connection: bring it to the host")
@@ -233,10 +233,10 @@ def content(values: Array) -> bytes | memoryview:
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the name and value of each leaf of nested mappings, lists and tuples. None is not a leaf.
+    """Yields the name and the value of each leaf of nested mappings, lists and tuples. None is not a leaf.
 
-    A name is the keys, fields and indices on the way to the leaf, joined by dots, such as ``dense.0.kernel``. If the tree is
-    a single leaf, its name is "array". ``name`` is what all names begin with.
+    A leaf's name is the keys, fields and indices on the way to it, joined by dots, such as ``dense.0.kernel``. If the tree is a
+    single leaf, the name is "array". If ``name`` is not "", all names begin with it.
     """
     inside: list[tuple[Any, Any]]
     if isinstance(tree, Mapping):
