@@ -1,1 +1,1 @@
-"""Code that all processes share: errors, datatypes, records, channels, arenas, client regions. It imports no package of ours."""
+"""Code that all processes of the daemon share, such as errors and shared memory. It imports no other package of tensord."""

@@ -1,17 +1,16 @@
-"""An arena holds the tensors of requests or answers that one process passes to another.
+"""An arena is shared memory for tensors of requests or answers, which one process passes to another.
 
-An arena has exactly one allocator, in the process that owns the ``Arena``; the peer has an ``ArenaMap`` and returns leases by
-key. An arena is a list of segments:
+The process that has the ``Arena`` allocates blocks in it. The other process maps the segments with an ``ArenaMap``, and ends
+the lease of an answer by sending back its key. An arena has these segments:
 
-    segment 0   made at start, or when first needed; a buddy allocator hands out blocks of 4 KiB x 2^n, up to a quarter of it
-    segment n   made for one tensor that is larger than such a block, then kept for the next tensor of about its size
-    reserve     made when a small tensor finds no room; it comes on top of the arena's largest size, so that small tensors
-                never wait for large ones
+    segment 0   made at start, or when first needed; a buddy allocator divides it into blocks of 4 KiB x 2^n, at most a quarter
+    others      each is made for one tensor that does not fit into segment 0, and is kept for a later tensor of about this size
+    reserve     made for small tensors when segment 0 is full, even if the arena has reached its largest size
 
     block of a lease:  | offset (multiple of 4096) ... byte_size ... | unused up to the block's end |
 
-A lease's key is (segment, offset, generation). Generations never repeat in an arena, so a key that is returned twice, or by
-a peer that is out of step, is refused instead of freeing somebody else's block. Not thread-safe: one thread owns an arena.
+A lease's key is (segment, offset, generation). An arena never uses a generation twice. So a key that is wrong, or is sent back
+twice, is refused, and no block of another lease is freed. Not thread-safe: only one thread may use an arena.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ class Lease(msgspec.Struct, eq=False):
 
 @functools.lru_cache(1024)
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns how many bytes of an arena a block for ``byte_size`` bytes takes up.
+    """Returns the size in bytes of the block that an arena allocates for a tensor of ``byte_size`` bytes.
 
-    ``segment``: the number of the block's segment. Sizes are rounded up: to a power of two in segment 0, to MiB in others.
+    ``segment`` is the number of the block's segment. Sizes are rounded up to a power of two in segment 0, and to MiB in others.
     """
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
@@ -83,7 +82,7 @@ def taken_by(segment: int, byte_size: int) -> int:
 
 
 class Budget:
-    """Limits the bytes of several arenas together. Only the thread that owns the arenas may use it."""
+    """Limits how many bytes several arenas have together. Only the thread that owns the arenas may use it."""
 
     def __init__(self, max_byte_size: int) -> None:
         self.max_byte_size = max_byte_size
@@ -94,13 +93,13 @@ class Budget:
 
     @property
     def share(self) -> int:
-        """Returns how many bytes in total one arena may hold even if all arenas together hold ``max_byte_size``. Here it is 0."""
+        """Returns how many bytes each arena may have even if the limit of all arenas is reached. This base class returns 0."""
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Asks whether an arena may add a segment of ``byte_size`` bytes. If True is returned, these bytes count as used.
+        """Reserves ``byte_size`` bytes for a new segment of an arena. Returns False if the limit does not allow it.
 
-        ``held``: the bytes that the arena has so far. An arena may always grow to ``Budget.share`` bytes.
+        ``held`` is how many bytes the arena has so far. An arena may always grow to ``share`` bytes.
         """
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:
@@ -110,12 +109,12 @@ class Budget:
         return True
 
     def give(self, byte_size: int) -> None:
-        """Ends the reservation of ``byte_size`` bytes."""
+        """Ends the reservation of ``byte_size`` bytes. Call it when a segment is closed."""
         self.used -= byte_size
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment and returns True, or returns False if there is none. This base class has no segments."""
+        """Closes an unused segment and returns True, or returns False if no segment is unused. Here it always returns False."""
         return False
 
 
@@ -124,11 +123,11 @@ class Arena:
 
     Args:
       byte_size: the number of bytes of segment 0. It is rounded up to a power of two.
-      max_byte_size: the most bytes that all segments may have together.
-      keep_byte_size: how many bytes of unused large segments are kept for later tensors. A large segment has one tensor.
+      max_byte_size: the most bytes that all segments may have together, without the reserve segment for small tensors.
+      keep_byte_size: how many bytes of unused large segments are kept for later tensors. A large segment is for one tensor.
       on_segment: called with every new segment, if not None.
       lazy: True to make segment 0 when it is first needed, or False to make it at once.
-      budget: limits several arenas together, if not None. It needs ``lazy``.
+      budget: limits several arenas together, if not None. ``lazy`` must then be True.
     """
 
     def __init__(
@@ -255,7 +254,7 @@ class Arena:
         }
 
     def describe_full(self, byte_size: int) -> str:
-        """Returns the error text for a request that has waited in vain for ``byte_size`` bytes of this arena."""
+        """Returns the error text for a request that has waited too long for ``byte_size`` free bytes of this arena."""
         used = self._leased_byte_size()
         return f"no room for {byte_size} bytes in the request arena: {used} of {self._max_byte_size} are in use"
 
@@ -278,7 +277,7 @@ class Arena:
         return sum(lease.block_size for lease in self._leases.values())
 
     def _take_large(self, byte_size: int) -> _Block | None:
-        """Returns a whole segment as a block, or None if the arena has no room now."""
+        """Allocates a whole segment for one tensor. Returns the segment as a block, or None if the arena has no room now."""
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
             limit = max((self._max_byte_size - self._first) // _LARGE_STEP * _LARGE_STEP, self._buddies.largest)
@@ -331,7 +330,7 @@ class Arena:
         return True
 
     def trim(self) -> bool:
-        """Closes the unused large segment that has been unused for longest. Returns False if there is none."""
+        """Closes the large segment that has been unused for longest. Returns False if no large segment is unused."""
         if not self._free_large:
             return False
         self._close_segment(self._free_large.pop(0))
@@ -379,7 +378,7 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Takes 4096 * 2^``order`` bytes out of the smallest free block that has them. Returns the offset; None: none has."""
+        """Takes ``BLOCK`` x 2^order bytes from the smallest free block that has so many. Returns their offset, or None."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -412,9 +411,9 @@ class ArenaMap:
     MAX_SEGMENTS = 4096
 
     def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
-        """Starts with no segment mapped. ``on_segment`` is called with every mapped segment, if it is not None.
+        """Starts with no segment mapped. ``on_segment``, if not None, is called with each segment when it is mapped.
 
-        ``writable`` maps the pages writable, as page-locking for a GPU needs. Views are read-only nevertheless.
+        If ``writable`` is True, pages are mapped writable, as page-locking for a GPU needs. Views are read-only nevertheless.
         """
         self._segments: dict[int, Segment] = {}
         #: Announced segments that could not be mapped; they will be announced again.

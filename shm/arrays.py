@@ -1,4 +1,4 @@
-"""Tensors as numpy arrays: the datatypes' dtypes, views without copies, and the BYTES encoding.
+"""Converts tensors' bytes to numpy arrays, without a copy if possible, and encodes and decodes BYTES tensors.
 
     BYTES element   | length u32 little-endian | length bytes |      elements follow each other without padding
 
@@ -35,7 +35,7 @@ class IncompleteString(InvalidArgument):
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """Returns the datatype of a dtype, such as "FP32", or None if no datatype fits. Strings and objects are "BYTES"."""
+    """Returns the protocol's datatype for a dtype, such as "FP32", or None if none fits. For strings and objects: "BYTES"."""
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 
@@ -71,9 +71,9 @@ def byte_content(values: Array) -> bytes:
 
 
 class Strings:
-    """A BYTES tensor of many elements, kept as its encoded content.
+    """A BYTES tensor with many elements, which are stored in encoded form.
 
-    It has an array's shape, dtype and size. ``numpy.asarray`` decodes the content.
+    It has an array's shape, dtype and size. ``numpy.asarray`` decodes the elements.
     """
 
     __slots__ = ("content", "shape")
@@ -128,7 +128,7 @@ def in_slices(array: Array) -> Array:
 def encoded_strings(array: Array) -> Array:
     """Returns an array of over 4096 strings as ``Strings``, and any other array unchanged.
 
-    Call it in the thread that made ``array``, because encoding is slow.
+    Encoding is slow. Call it in the thread that made ``array``, not in the worker's loop.
     """
     if array.dtype.kind not in "SUO" or array.size <= SLICE:
         return array
@@ -171,8 +171,8 @@ def received_strings(content: bytes, shape: Sequence[int], what: str, whose: str
     """Returns the content of a BYTES tensor as an array of bytes objects, or as ``Strings`` if it has over 64 KiB.
 
     ``what`` is the tensor's name in errors. ``whose`` follows the name in some errors, such as `` for model 'm'``. Raises
-    InvalidArgument if the content has more or fewer elements than the shape, or IncompleteString if it ends within an
-    element.
+    InvalidArgument if the content has more or fewer elements than the shape. Raises IncompleteString if the content ends within
+    an element.
     """
     _check_strings(content, shape, what, whose)
     made = Strings(content, shape)

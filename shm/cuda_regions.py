@@ -1,12 +1,12 @@
-"""A CUDA region is an allocation of a client's GPU memory, opened by its IPC handle in the workers that may use it.
+"""CUDA regions: memory on a GPU that a client allocated, and that workers open by its IPC handle.
 
     client      cudaMalloc ─▶ cudaIpcGetMemHandle ─▶ 64 bytes over the protocol ─▶ register
-    worker      cuIpcOpenMemHandle ─▶ address range checked ─▶ copies on a stream of ours ─▶ cuIpcCloseMemHandle
+    worker      cuIpcOpenMemHandle ─▶ address range checked ─▶ copies on the worker's own streams ─▶ cuIpcCloseMemHandle
 
-``Driver`` is the CUDA driver as one process uses it, loaded when something first needs it. ``Context`` is one device of the
-driver: the primary context, which XLA uses as well, and a stream for each thread. ``CudaRegion`` is a registered region. Copies
-are queued on the calling thread's stream and have happened only after ``synchronize``. The memory stays the client's: the client
-may free it or exit while the region is open here; what copies then read is undefined, never harmful.
+``Driver`` is the CUDA driver in one process. ``Context`` is the primary context of one GPU, which XLA uses too, with a stream
+for each thread. ``CudaRegion`` is a registered region. A copy is queued on the calling thread's stream and is certain to be
+done only after ``synchronize``. The client may free its memory or exit while a worker has the region open. A copy then reads
+undefined bytes, but does no other harm.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DeviceLost(Unavailable):
 
 
 class Driver:
-    """The CUDA driver in this process. A device's context stays open from its first use until ``close``."""
+    """The CUDA driver in this process. A GPU's context is opened when it is first used, and stays open until ``close``."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, Context] = {}
@@ -152,7 +152,7 @@ class Context:
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
         """Retains the primary context of device ``ordinal``. Raises NoCuda if that is impossible.
 
-        ``driver`` is the module of the CUDA bindings. ``owner`` remembers whether a device has failed.
+        ``driver`` is the module of the CUDA bindings. If the device fails, the error's name is stored in ``owner.lost``.
         """
         self._owner = owner
         self.driver = driver
@@ -174,7 +174,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function. Returns its result, a tuple if it has several, or () if it has none."""
+        """Calls a driver function. Returns its result, or a tuple of its results if it has several or none."""
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
@@ -199,7 +199,7 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- copies
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host ``address`` to device ``pointer``. Keep the source unchanged until ``synchronize``."""
+        """Queues a copy from host ``address`` to device ``pointer``. Do not change the source until ``synchronize`` returns."""
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
@@ -287,7 +287,7 @@ class Context:
 
 
 class _Stream:
-    """One thread's CUDA stream. It ends with the thread or the context."""
+    """One thread's CUDA stream. It is destroyed when the thread ends or the context is closed."""
 
     def __init__(self, context: Context) -> None:
         self._call, self.driver = context.call, context.driver
@@ -328,10 +328,10 @@ class _Guarded:
 
 
 class CudaRegion(Leased):
-    """A client's registered GPU memory, opened in this worker. Its bytes can only be copied.
+    """A client's registered GPU memory, opened in this worker. Its content can be copied, but not accessed directly.
 
-    Offsets count from the region's start. Methods that copy raise InvalidArgument if the range is not inside the region or
-    the client has freed the memory. They raise DeviceLost if the device has failed.
+    Offsets count from the region's start. Methods that copy raise InvalidArgument if the range is not inside the region or the
+    client has freed the memory. They raise DeviceLost if the device has failed.
     """
 
     #: Always 0: no page of GPU memory can be missing here.
@@ -371,7 +371,7 @@ class CudaRegion(Leased):
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
-        """Returns the device address of ``offset``. Raises InvalidArgument if the range is outside or the region is closed."""
+        """Returns the device address of ``offset``. Raises InvalidArgument if the range is outside or the region was closed."""
         check_range(offset, byte_size, self.byte_size, self.name)
         if self._start is None:
             raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
@@ -386,14 +386,14 @@ class CudaRegion(Leased):
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy of host memory at ``address`` to ``offset``. Call ``settle`` before the client is told of the data."""
+        """Queues a copy of host memory at ``address`` to ``offset``. Call ``settle`` before you tell the client about it."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy of device memory at ``pointer`` to ``offset``. Call ``settle`` before the client is told of the data."""
+        """Queues a copy of device memory at ``pointer`` to ``offset``. Call ``settle`` before you tell the client about it."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
@@ -406,7 +406,7 @@ class CudaRegion(Leased):
             self.context.synchronize()
 
     def guarded(self) -> _Guarded:
-        """Returns a context manager that converts a CudaError to an InvalidArgument. Use it around copies."""
+        """Returns a context manager for copies. It converts a CudaError in its ``with`` block to an InvalidArgument."""
         return _Guarded(self.name)
 
     def close(self) -> None:

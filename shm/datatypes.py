@@ -1,7 +1,7 @@
-"""The protocol's datatypes: names, element sizes and the arithmetic on shapes. No numpy here (see ``tensord.shm.arrays``).
+"""Names and element sizes of the protocol's datatypes, and functions on shapes. This module does not import numpy.
 
-Every size that comes from a client passes through ``element_count`` or ``byte_size``: Python integers, capped, so that no
-product can overflow and nothing is allocated before it is known to fit.
+Check every size that comes from a client with ``element_count`` or ``byte_size`` before you allocate memory for it. They refuse
+sizes above fixed limits, so their results fit into 64 bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def from_model_config(data_type: str) -> str:
 
 
 def to_model_config(datatype: str) -> str:
-    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``. Unknown datatypes are not refused."""
+    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``. It does not check whether the datatype exists."""
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
@@ -96,7 +96,7 @@ def check_shape(shape: Sequence[int], what: str) -> None:
 
 
 def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Returns ``shape`` with a size in place of its -1, so that an array of the returned shape has ``count`` elements.
+    """Replaces the -1 in a shape by the size with which an array of that shape has ``count`` elements. Returns the shape.
 
     ``what`` names the shape in errors. Raises InvalidArgument if no size gives ``count`` elements.
     """

@@ -1,7 +1,7 @@
-"""File descriptors of this process: how many it may open, and how many of these are reserved for requests.
+"""This process's file descriptors: how many it may open, and how many of these only requests may use.
 
-A client's region takes a descriptor for as long as it is registered, a large tensor takes some while its request runs. So that
-regions cannot use up the descriptors that requests need, a region is accepted only while the reserve is untouched.
+A region uses a descriptor as long as it is registered, and a request uses some for large tensors. A region is refused if it
+would use one of the descriptors that are reserved for requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def raise_limit() -> int:
 def check_reserve(fd: int, what: str) -> None:
     """Raises Unavailable if ``fd`` is one of the last descriptors of this process, which are reserved for requests.
 
-    ``what`` is how the message begins. The caller still has to close ``fd``.
+    ``what`` is the beginning of the error's message. The caller still has to close ``fd``.
     """
     # The system always gives out the lowest free number, so all descriptors below are in use.
     most = limit()
@@ -54,18 +54,18 @@ def check_reserve(fd: int, what: str) -> None:
 
 
 def none_left(who: str) -> Unavailable:
-    """Makes the error for an operation that needs a descriptor. ``who`` has none left, such as "a worker"."""
+    """Makes the error for an operation that fails because a process may open no more files. ``who`` names the process."""
     return Unavailable(f"{who} has as many files open as it may, {limit()}")
 
 
 def lacked(error: BaseException | str) -> bool:
-    """Returns whether an error, or its text, says that this process, or one that it asked, could open no more files."""
+    """Returns whether an error, or its text, says that this process or another one of the daemon could open no more files."""
     return any(text in str(error) for text in ("open as it may", os.strerror(errno.EMFILE)))
 
 
 @contextlib.contextmanager
 def needed(what: str) -> Iterator[None]:
-    """Converts an OSError in the ``with`` block to Unavailable if no more files can be opened.
+    """Converts an OSError in the ``with`` block to Unavailable if it says that no more files can be opened.
 
     ``what`` is what the file was needed for, such as "sending an arena segment".
     """

@@ -1,11 +1,11 @@
-"""The guard of client memory keeps a worker alive when a client truncates a region that the worker has mapped.
+"""Keeps a worker alive when a client truncates a shared-memory object that the worker has mapped.
 
-``Guarded`` wraps one mapping. Code that reads or writes the mapping compares ``faults`` before and after: a difference means that
-some bytes were read as zeros or were written nowhere, so the result is void. The signal handler is in
-``shm/_guard.c``, built with the package; where it could not be built, ``available`` is False and a fault kills the process.
+Each ``Guarded`` protects one mapping. Code that reads or writes a mapping compares ``faults`` before and after. If the number
+has changed, some bytes were read as zeros or not written, and the result is not valid. The handler of SIGBUS is in
+``shm/_guard.c``. If this C extension is missing, ``available`` is False and an access to a missing page kills the process.
 
-A device's driver may fail for good when pages are missing, so it is given guarded memory only after it has locked the pages, and
-otherwise a copy (``may_be_missing``).
+A GPU's driver may fail for good if pages are missing. It may therefore use a ``Guarded`` mapping only while the pages are
+locked, and gets a copy otherwise (``may_be_missing``).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def install() -> None:
 
 
 class Guarded:
-    """Keeps this process alive if a page of a client's mapping is missing, until ``release``. Call ``install`` before.
+    """Keeps this process alive if pages of a client's mapping are missing, until ``release``. Call ``install`` before.
 
-    A read of a missing page gives zeros, and a write to one is lost. ``faults`` counts both.
+    A read of a missing page gives zeros, and a write to one has no effect. ``faults`` counts both.
     """
 
     __slots__ = ("_slot",)

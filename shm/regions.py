@@ -1,17 +1,16 @@
-"""A region is a range of a client's POSIX shared memory: opened with care, used in workers only, leased to each request.
-
-The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system and nothing else: no
-path, no symbolic link, no FIFO, device or directory, no semaphore. Whose objects are accepted is decided in
-``tensord.workers.regions.region_table``. The descriptor stays open for the region's life; the name is never opened
-again: the client may unlink it or use it for something else.
+"""Regions in POSIX shared memory: a region is a range of a shared-memory object that belongs to a client.
 
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |
     the region                      | 0 ...................... byte_size |
 
-Three ways to use a region (docs/shared-memory.md says what each costs and promises):
+``open_object`` opens only regular files of the shared-memory file system: no path with directories, symbolic link, FIFO,
+device, directory or semaphore. ``tensord.workers.regions.region_table`` decides whose objects are accepted. An object is opened
+once by its name. The client may then unlink it or reuse the name.
 
-    guarded    ``Region``: mapped; pages that go missing turn into zeros and an error (``tensord.shm.guard``)
-    sealed     ``Region``: mapped; a memfd that its owner cannot shrink any more, handed over by descriptor
+A region is used in one of three ways (docs/shared-memory.md says what each costs and promises):
+
+    guarded    ``Region``: mapped; a missing page reads as zeros, and the request fails (``tensord.shm.guard``)
+    sealed     ``Region``: mapped; a memfd that its owner has sealed against shrinking and sent as a descriptor
     snapshot   ``SnapshotRegion``: not mapped; read and written with system calls
 """
 
@@ -72,10 +71,10 @@ def open_object(name: str, key: str) -> int:
 
     Args:
       name: the region's name, for errors.
-      key: the object's name for ``shm_open``, with or without a leading slash. Errors quote the key, so they may go only to
-        the client that gave it.
-    Raises: InvalidArgument: clients may register no object of that name or kind.  Internal: the object does not exist, or
-      may not be opened (Triton's classification).  Unavailable: this process has reached its limit of open files.
+      key: the object's name for ``shm_open``, with or without a leading slash. Errors quote the key, so they may go only to the
+        client that gave it.
+    Raises: InvalidArgument: clients may not register an object of this name or kind.  Internal: the object does not exist or
+      cannot be opened (this is the code that Triton returns).  Unavailable: this process may open no more files.
     """
     bare = key.lstrip("/")
     if not bare or bare.startswith(_REFUSED):
@@ -99,7 +98,7 @@ def open_object(name: str, key: str) -> int:
 
 
 def _shm_open(bare: str) -> int:
-    """Opens the shared-memory object of this name, which has no slash."""
+    """Opens the shared-memory object named ``bare``, without a slash. Returns its file descriptor, or raises OSError."""
     # With O_RDWR, opening a FIFO does not block, and a directory is refused.
     if posix_ipc is None:
         # This is what shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is refused.
@@ -147,7 +146,7 @@ class Leased:
 
 
 class _ObjectRegion(Leased):
-    """Base class of regions in a shared-memory object."""
+    """Base class of regions that are a range of a POSIX shared-memory object or memfd."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
         found = os.fstat(fd)
@@ -166,7 +165,7 @@ class _ObjectRegion(Leased):
 
 
 class Region(_ObjectRegion):
-    """A client's registered range of a shared-memory object. This process maps the range."""
+    """A client's registered range of a shared-memory object, mapped in this process."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
         """Maps ``byte_size`` bytes from ``offset`` of a shared-memory object, and takes ownership of the object's ``fd``.
@@ -250,7 +249,7 @@ class Region(_ObjectRegion):
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:
-        """Unmaps the region and closes its descriptor. A view that still exists keeps the memory mapped. Idempotent."""
+        """Unmaps the region and closes its descriptor. Memory of a view that still exists stays mapped. Idempotent."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -293,7 +292,7 @@ class SnapshotRegion(_ObjectRegion):
             done += count
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range. Raises InvalidArgument if the range is outside or the object was truncated."""
+        """Returns a copy of a range. Raises InvalidArgument if the range is outside the region or the object was truncated."""
         check_range(offset, byte_size, self.byte_size, self.name)
         made = bytearray(byte_size)
         self.read_into(offset, memoryview(made))

@@ -1,16 +1,17 @@
-"""A segment is one sealed piece of nameless memory, created by the process that allocates in it and read by its peers.
+"""A segment is a sealed memfd. One process creates it and allocates tensors in it; other processes map it and read them.
 
-A segment is a memfd, so it has no name that a client could register or guess, and it vanishes with its last descriptor however
-the processes die. Its seals, applied before anyone else sees the descriptor:
+A memfd has no name that a client could guess or register, and the kernel frees it with its last descriptor, however processes
+end. It is sealed before another process gets the descriptor:
 
-    F_SEAL_SHRINK, F_SEAL_GROW   nobody can truncate it under a reader (no SIGBUS)
-    F_SEAL_FUTURE_WRITE          only the creator's mapping, made before sealing, can write
-    F_SEAL_SEAL                  nobody can change the above
+    F_SEAL_SHRINK, F_SEAL_GROW   nobody can truncate it, so a reader gets no SIGBUS
+    F_SEAL_FUTURE_WRITE          only the creator's mapping, which exists before the seal, can write
+    F_SEAL_SEAL                  nobody can change the seals
 
-F_SEAL_FUTURE_WRITE is left out for a reader with a GPU. CUDA page-locks only memory that the process may write to, so such a
-reader maps the segment writable; but it gives nobody a writable view and never writes there.
+If the reader has a GPU, F_SEAL_FUTURE_WRITE is left out, because CUDA page-locks only memory that the process may write to.
+Such a reader maps the segment writable, but makes only read-only views of it.
 
-All pages are allocated when the segment is created: a lack of memory is an error there, not a fault in the middle of a request.
+All pages are allocated when the segment is created. If the host has too little memory, creating the segment fails, and no later
+access does.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """A sealed memfd that is mapped in this process. Its view is writable only in the process that created it."""
+    """A memfd that is mapped in this process. Its view is writable only in the process that created it."""
 
     #: The view of the whole mapping.
     view: memoryview
@@ -75,7 +76,7 @@ class Segment:
     def attach(cls, fd: int, byte_size: int, writable: bool = False) -> Segment:
         """Maps a segment that another process has created. Takes ownership of ``fd``, also if it raises.
 
-        ``writable`` maps the pages writable, as page-locking for a GPU needs. The view is read-only nevertheless.
+        If ``writable`` is True, pages are mapped writable, as page-locking for a GPU needs. The view is read-only nevertheless.
 
         Raises: InvalidArgument: the segment is not sealed against resizing, does not have ``byte_size`` bytes, or may not be
           mapped writable.  Unavailable: the segment cannot be mapped now.
@@ -121,7 +122,7 @@ class Segment:
 
 
 class Page:
-    """Base class of shared pages of 64-bit words, on which a worker shows something to other processes."""
+    """A shared array of 64-bit words, which one worker writes and other processes read. Base class of the worker's pages."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment

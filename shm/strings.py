@@ -1,7 +1,7 @@
-"""Counts, decodes and encodes the elements of BYTES tensors: in C where that could be built, else in Python. No numpy here.
+"""Counts, decodes and encodes the elements of BYTES tensors, in C if the C extension was built, else in Python.
 
-Millions of elements take a second in Python. Who decodes or encodes so many calls ``decode`` and ``encode`` for a few thousand at
-a time, because in C no other thread of Python runs meanwhile.
+The C functions block all other Python threads. To decode or encode millions of elements, call them for a few thousand elements
+at a time. This module does not import numpy.
 """
 
 from __future__ import annotations
