@@ -1,7 +1,7 @@
-"""Writes the access log of a process: every n-th good answer, and errors, ten a second at most.
+"""Writes a process's access log, which has a line for every n-th successful answer and for errors, at most ten errors a second.
 
-A line is a JSON object: the message in the text formats of the log, its ``request`` in the format ``json``. Fronts write it for
-HTTP and gRPC, workers for clients' lanes.
+Fronts log HTTP and gRPC requests, and workers log the requests of clients that have a lane. In the JSON log format, each line
+has the fields of the answer in the object ``request``. In the text formats, the line's message is this object as JSON.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A channel carries records over a SEQPACKET socket pair: many to a datagram, with file descriptors if needed, never blocking.
+"""A channel sends and receives records over a non-blocking SEQPACKET socket. A datagram has one or more records.
 
     datagram   | kind u8 | bytes |
     kind 0x01  a msgpack array of records
-    kind 0x02  the next part of such an array that has one record, which is larger than a datagram
-    kind 0x03  the last part of it
+    kind 0x02  a part, but not the last, of an array that has one record and is larger than a datagram
+    kind 0x03  the last part of such an array
 
-A datagram arrives whole or not at all, and nothing comes between the parts of a record. A record with descriptors travels in a
-datagram by itself, so the receiver knows which record they belong to. ``put`` only queues; whoever runs the loop calls ``flush``
-once per iteration, and all records queued in that iteration share datagrams and wake-ups.
+No other datagram is sent between the parts of a record. A record with file descriptors is alone in its datagram, so the
+receiver knows which record they belong to. ``put`` only queues records. The caller's event loop calls ``flush`` once per
+iteration, which sends all records that were queued in the iteration, in as few datagrams as possible.
 
-Where the receiving process has no descriptor left, the kernel delivers the records and drops their descriptors: the receiver
-learns which records those were (``DescriptorsLost``) and answers their sender.
+If the receiving process may open no more files, the kernel delivers the records without their descriptors. The receiver then
+raises ``DescriptorsLost``, which has these records.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DescriptorsLost(Exception):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Creates the two ends of a channel: connected Unix sockets of type SEQPACKET, close-on-exec."""
+    """Creates the two ends of a channel: a pair of connected Unix sockets of type SEQPACKET, close-on-exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
@@ -114,12 +114,12 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many records are not sent yet. Records that share a datagram count as one."""
+        """Returns how many records are not sent yet. A datagram that is already encoded counts as one record."""
         return len(self._queue) + (self._unsent is not None)
 
     @property
     def waiting_byte_size(self) -> int:
-        """Returns the number of bytes of all records that are not sent yet."""
+        """Returns how many bytes all records that are not sent yet have together."""
         queued = sum([len(each[0]) if isinstance(each, tuple) else len(each) for each in self._queue])
         return queued + (0 if self._unsent is None else len(self._unsent[0]))
 
@@ -143,7 +143,7 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records as one datagram without other records. If they do not fit into one, each is queued by itself."""
+        """Queues records as one datagram without other records. If they do not fit into one datagram, queues each by itself."""
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:
             for record in records:
@@ -223,7 +223,7 @@ class Channel:
                 descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
-        """Queues an encoded datagram that C code could not send. May only be called while the queue is empty."""
+        """Queues a datagram that C code has encoded but could not send. Call it only while the queue is empty."""
         assert not self.waiting
         self._unsent = (datagram, ())
 
@@ -349,7 +349,7 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether a send failed for want of room. Otherwise the other end is gone."""
+    """Returns whether a send failed because a buffer is full or memory is short. Otherwise the other end is gone."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 

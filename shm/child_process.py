@@ -1,8 +1,7 @@
-"""Makes the settings that each child process of the daemon needs at its start, and defines exit statuses that say why it ended.
+"""Functions with which a child process of the daemon sets itself up at its start, and the exit statuses of child processes.
 
-An upgrade replaces the files under a running daemon, so a child process started afterwards would run the new version. Such a
-child exits at once with the status ``OTHER_VERSION``, before it has sent or read anything; the supervisor logs what the operator
-has to do.
+An upgrade replaces the files of a running daemon, so a child process that starts afterwards would run the new version. Such a
+child exits at once with the status ``OTHER_VERSION``, and the supervisor logs what the operator has to do.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def end_if_other_version() -> None:
 
 @contextlib.contextmanager
 def group_signals_held() -> Iterator[None]:
-    """Blocks ``GROUP_SIGNALS`` in this thread within the ``with`` block.
+    """Blocks the signals in ``GROUP_SIGNALS``, such as SIGINT, in this thread within the ``with`` block.
 
-    A child that starts in the block inherits the blocked signals. The child unblocks them by ``ignore_group_signals``.
+    A child process that starts in the block inherits the blocked signals, and unblocks them with ``ignore_group_signals``.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:

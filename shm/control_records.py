@@ -1,23 +1,23 @@
-"""The records that the supervisor exchanges with its child processes, the fronts and the workers.
+"""The records that the supervisor exchanges with its child processes, which are fronts and workers.
 
-Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` has their base.
+``tensord.shm.channel`` sends and receives them. ``tensord.shm.record`` has their base class.
 
-                supervisor --> front                     front --> supervisor
-    control     Start Serve Stop LaneOpened              ChildReady ControlCall
-                WorkerFenced ModelState ModelGone        StateAcknowledged
-                Readiness RegionPlace Reply              Reply TracesEnded
-                StatePublished LogChanged
-                TraceChanged TraceCleared                LaneClosed
-                ControlCall RequestsRefused
+    supervisor --> front                      front --> supervisor
+      Start Serve Stop LaneOpened               ChildReady ControlCall
+      WorkerFenced ModelState ModelGone         StateAcknowledged
+      Readiness RegionPlace Reply               Reply TracesEnded
+      StatePublished LogChanged                 LaneClosed
+      TraceChanged TraceCleared
+      ControlCall RequestsRefused
 
-                supervisor --> worker                    worker --> supervisor
-    control     Start Stop LaneOpened LaneClosed         ChildReady Loaded Reply
-                Load Unload CancelLoad                   Unloaded Loading
-                LogChanged ControlCall Reply             ControlCall LaneClosed
-                TraceChanged TraceCleared                TracesEnded
+    supervisor --> worker                     worker --> supervisor
+      Start Stop LaneOpened LaneClosed          ChildReady Loaded Reply
+      Load Unload CancelLoad                    Unloaded Loading
+      LogChanged ControlCall Reply              ControlCall LaneClosed
+      TraceChanged TraceCleared                 TracesEnded
 
-Every ControlCall is answered by one Reply with the same ``call_id``, whoever sent it. The operations that it may ask for are in
-``tensord.shm.operations``.
+Whoever gets a ControlCall answers it with one Reply that has the same ``call_id``. ``tensord.shm.operations`` has the
+operations that a ControlCall may ask for.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """Tells the supervisor that a worker compiles or loads program ``number`` of ``total``.
+    """Tells the supervisor that a worker compiles or loads program ``number`` of the ``total`` programs of a model version.
 
     ``total`` is 0 if it is not known yet.
     """
@@ -109,7 +109,7 @@ class Start(Record, frozen=True, tag="start"):
 
 
 class Stop(Record, frozen=True, tag="stop"):
-    """Asks a child process to finish its requests within ``grace_ns``, accept no connections, and exit with status 0."""
+    """Asks a child process to finish its requests within ``grace_ns``, accept no new connections, and exit with status 0."""
 
     grace_ns: int
 
@@ -128,19 +128,22 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that it was sent all changes up to number ``edition``. The front answers with StateAcknowledged."""
+    """Tells a front that it was sent all changes of models and regions up to the one with the number ``edition``.
+
+    The front answers with StateAcknowledged.
+    """
 
     edition: int
 
 
 class StateAcknowledged(Record, frozen=True, tag="acknowledged"):
-    """Tells the supervisor that a front uses all changes up to number ``edition``."""
+    """Tells the supervisor that a front uses all changes of models and regions up to the one with the number ``edition``."""
 
     edition: int
 
 
 class Serve(Record, frozen=True, tag="serve"):
-    """Tells a front that it was sent the whole state and may accept clients."""
+    """Tells a front that it was sent the state of all models and regions, and may accept clients."""
 
 
 class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,9 +188,9 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 class LaneClosed(Record, frozen=True, tag="unlane"):
     """Says that a lane ends. ``peer`` is the number of a client's lane, or of the worker's process if a front sends the record.
 
-    The supervisor sends this record to a worker when the client does not need the lane any more. A worker sends this record
-    to the supervisor when a client's lane has ended. A front sends it if the front or the worker could not open the lane between
-    them; the supervisor then opens another.
+    The supervisor sends it to a worker when a client needs its lane no more. A worker sends it to the supervisor when a
+    client's lane has ended. A front sends it to the supervisor when the front or the worker could not open the lane between
+    them. The supervisor then opens another one.
     """
 
     peer: int
@@ -266,7 +269,7 @@ class Derivative(Record, frozen=True):
 
 
 class VersionTraits(Record, frozen=True, kw_only=True):
-    """Describes a loaded version to fronts. Base class of records about versions."""
+    """What fronts need to know of a loaded model version. Base class of the records ``ModelState`` and ``Loaded``."""
 
     #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty if the version is not loaded.
     metadata: bytes = b""
@@ -289,7 +292,7 @@ class VersionTraits(Record, frozen=True, kw_only=True):
 
 
 class ModelState(VersionTraits, frozen=True, tag="model"):
-    """Describes one model version to a front. Each such record replaces the record before."""
+    """Describes a model version to a front. It replaces all earlier ModelState records of this version."""
 
     name: str
     version: int
@@ -318,7 +321,7 @@ class RequestsRefused(Record, frozen=True, tag="refused"):
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Tells a front on which GPU a CUDA region lies. ``device`` is "" if the region is gone."""
+    """Tells a front on which GPU a client's CUDA region is. ``device`` is "" if the region does not exist any more."""
 
     region: str
     #: The GPU, "cuda:1"; for workers that have several GPUs, their first one.
@@ -326,7 +329,7 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load a version and answer with Loaded. Until then the version's earlier load serves requests."""
+    """Tells a worker to load a model version and answer with Loaded. An older load of it serves requests until then."""
 
     name: str
     version: int
@@ -344,14 +347,14 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Tells a worker to cancel its unfinished loads of a version. Each load is still answered with Loaded."""
+    """Tells a worker to cancel its unfinished loads of a model version. The worker still answers each load with Loaded."""
 
     name: str
     version: int
 
 
 class Loaded(VersionTraits, frozen=True, tag="loaded"):
-    """Tells the supervisor how loading a version ended. ``reason`` says why the load failed, or is "" after success."""
+    """Tells the supervisor how the loading of a model version ended. ``reason`` says why it failed, or is "" after success."""
 
     name: str
     version: int
@@ -364,14 +367,14 @@ class Loaded(VersionTraits, frozen=True, tag="loaded"):
 
 
 class Unload(Record, frozen=True, tag="unload"):
-    """Tells a worker to take no new requests to a version, finish those in the queue, and answer with Unloaded."""
+    """Tells a worker to unload a model version: to refuse new requests, finish waiting ones, and answer with Unloaded."""
 
     name: str
     version: int
 
 
 class Unloaded(Record, frozen=True, tag="unloaded"):
-    """Tells the supervisor that a worker has unloaded a version."""
+    """Tells the supervisor that a worker has unloaded a model version."""
 
     name: str
     version: int
@@ -407,7 +410,7 @@ FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | La
 
 
 class CheckLoads(Record, frozen=True, tag="check"):
-    """Asks a checking process to load versions one by one and report each."""
+    """Asks a process that checks models to load model versions one by one, and to report the outcome of each."""
 
     #: The daemon's ``tensord.config.options.Options`` as msgpack.
     options: msgspec.Raw
@@ -424,7 +427,7 @@ class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"
 
 
 class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="of"):
-    """A line of JSON in which a checking process says whether one model version could be loaded."""
+    """A line of JSON in which a process that checks models says whether one model version could be loaded."""
 
     name: str
     version: int

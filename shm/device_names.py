@@ -1,11 +1,11 @@
-"""The names of workers' devices, in records, logs and errors.
+"""The names of workers' devices, as records, logs and errors have them.
 
     cpu:0        the first CPU worker
-    cuda:1       the worker of the daemon's GPU 1, or the first of several
-    cuda:1/2     the third worker of that GPU
-    cuda:1#m     the worker on that GPU that serves only model 'm' (an isolated model); likewise cpu:0#m
+    cuda:1       the only worker, or the first of several, on the daemon's GPU 1
+    cuda:1/2     the third worker on that GPU
+    cuda:1#m     the worker on that GPU that serves only model 'm'; likewise cpu:0#m
 
-Code that asks where memory lies uses the GPU, ``gpu_of``; code that tells workers apart uses the whole name.
+A whole name identifies a worker. ``gpu_of`` returns the GPU in it, which says where memory is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def number_of(gpu: str) -> int:
 
 
 def name(gpu: int, share: int = 0) -> str:
-    """Returns a worker's device name: "cuda:1" for the GPU's first worker (``share`` 0), "cuda:1/2" for ``share`` 2."""
+    """Returns the device name of a GPU's worker number ``share``: "cuda:1" for worker 0 of GPU 1, "cuda:1/2" for worker 2."""
     return f"cuda:{gpu}/{share}" if share else f"cuda:{gpu}"
 
 
@@ -35,10 +35,10 @@ def alone(device: str, model: str) -> str:
 
 
 def model_of(device: str) -> str:
-    """Returns the model in the name of a worker that serves only one model: "m" for "cuda:1#m". Otherwise it is ""."""
+    """Returns the model in the name of a worker that serves only one model: "m" for "cuda:1#m". Else it returns ""."""
     return device.partition(_ALONE)[2]
 
 
 def shared(device: str) -> str:
-    """Returns the device name of the worker that serves models that are not isolated: "cpu:0" for "cpu:0#m"."""
+    """Returns the device's name without the model of an isolated worker: "cpu:0" for "cpu:0#m" and for "cpu:0"."""
     return device.partition(_ALONE)[0]

@@ -1,8 +1,8 @@
-"""Histograms of how long requests took, by protocol and by kind of duration. One flat array for each model version.
+"""Histograms of how long requests to a model version took: one for each protocol and each kind of duration, such as queue time.
 
-    for each of PROTOCOLS, for each of KINDS: a count for each bucket, the last beyond all bounds, and the sum in ns
-
-A worker's C part counts in the same array (``workers/native/_runs.c``).
+All histograms of a version are in one array, in the order of PROTOCOLS and then KINDS. Each has a count for each bucket, a
+count of durations above all bounds, and the sum of durations in ns. A worker's C part counts in the same array
+(``workers/native/_runs.c``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Counted = Mapping[str, tuple[int, ...]]
 
 
 class Durations:
-    """Histograms of how long requests to a model version took. There is one for each protocol and kind of duration.
+    """Histograms of how long requests to a model version took: one for each protocol and kind of duration.
 
     ``buckets`` are the upper bounds of the buckets in seconds, ascending. Only the worker's main loop may use the object.
     """
@@ -44,7 +44,7 @@ class Durations:
         counts[at + self._row - 1] += ns
 
     def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
-        """Counts a request's total time, queue time and compute time. ``protocol`` is its index in PROTOCOLS."""
+        """Counts a request's total time, queue time and compute time. ``protocol`` is the protocol's index in PROTOCOLS."""
         counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
         counts[at + bisect_left(bounds, request_ns)] += 1
         counts[at + row - 1] += request_ns
@@ -56,7 +56,7 @@ class Durations:
         counts[at + row - 1] += compute_ns
 
     def counted(self) -> Counted:
-        """Returns the histograms' counts by protocol, without protocols that had no requests."""
+        """Returns the counts and sums of each protocol's histograms, by protocol. Protocols without requests are absent."""
         size = len(KINDS) * self._row
         found: dict[str, tuple[int, ...]] = {}
         for number, protocol in enumerate(PROTOCOLS):
@@ -70,7 +70,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Returns the sum of two counts of histograms with equal bounds."""
+    """Adds the results of two calls of ``counted``, by protocol. Their histograms must have equal bounds."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

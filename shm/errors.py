@@ -1,6 +1,6 @@
-"""The errors of the daemon: the family that clients have too, and what only the daemon says of them.
+"""The daemon's exceptions: those that it shares with clients, and a few that only the daemon raises.
 
-Only ``tensord.daemon.front.status`` maps them to HTTP statuses and gRPC codes.
+Only ``tensord.daemon.front.status`` maps exceptions to HTTP statuses and gRPC codes.
 """
 
 from __future__ import annotations

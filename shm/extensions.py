@@ -1,11 +1,9 @@
-"""The package's C extensions: which of them this process cannot use, why, and what it does without them.
+"""Finds out which of the package's C extensions this process cannot use. Without them, the package is slower or less safe.
 
-Where there is no compiler, the package can be installed all the same (``setup.py``).
+    setup.py compiles an extension   ─▶ SOURCES in the module: the names of the source files, and a hash of them
+    Python code imports the module   ─▶ check: is that the hash of the source files that are there now?
 
-    setup.py ─▶ SOURCES: names of the sources, and a hash of them, compiled into the module ─▶ check, where it is imported
-
-A checkout that was updated but not built again would run C code that expects other records than the Python code does: such an
-extension counts as missing.
+If a checkout was updated but not built again, the C code may not fit the Python code. Such an extension counts as missing.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def check(module: ModuleType) -> None:
 def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
     """Returns a sentence for each C extension that cannot be used, then a sentence on how to build C extensions.
 
-    Returns () if all can be used. ``parts``: the extension's module name -> what the process lacks without the extension.
+    Returns () if all can be used. ``parts`` maps an extension's module name to what the process lacks without the extension.
     """
     found = [f"{what} ({name}: {reason})" for name, what in parts.items() if (reason := _reason(name))]
     if not found:

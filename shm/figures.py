@@ -1,7 +1,7 @@
-"""The counters of a worker, which the supervisor asks for (``tensord.shm.operations.WorkerFigures``) to make metrics.
+"""The counters of a worker. The supervisor asks for them (``tensord.shm.operations.WorkerFigures``) to make metrics.
 
-The statistics that clients read begin anew whenever a version is loaded. These counters go on when one load replaces another, and
-say when they began, so that whoever adds them up can tell counters that began anew from counters that stand still.
+When a loaded version is loaded again, its counters go on, while the statistics that clients read start at 0. After an unload,
+the counters start at 0, too, and ``began_ns`` says when.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SlowReason(enum.Enum):
 
 
 class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Counters of one model version on one worker. They count requests unless the name says otherwise."""
+    """Counters of one model version on one worker. They count requests unless their names say something else."""
 
     success: int = 0
     #: Failed requests: waited too long; cancelled; refused by the model or its executable; anything else. Sums as in statistics.
@@ -122,7 +122,7 @@ class ParameterFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unkn
 
 
 class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The counters of one model version on one worker since the version was loaded."""
+    """The counters of one model version on one worker, from ``began_ns`` on."""
 
     name: str
     version: int

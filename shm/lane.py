@@ -1,24 +1,24 @@
-"""A lane is the connection between one submitter and one worker; this module has a class for each end.
+"""A lane is the connection between one submitter and one worker. This module has a class for each end.
 
     submitter                                            worker
-    request arena (owner)  ── SegmentOpened + fd ──▶     ArenaMap, read-only
-    RequestRecord, Cancel  ─────────────────────▶           (Prepare before the first of those that repeat themselves)
-    ArenaMap, read-only    ◀── SegmentOpened + fd ──     response arena (owner)
-                           ◀──── AnswerRecord ──────       (likewise PrepareAnswer)
-    Release                ─────────────────────▶        leases return to the arena
+    owns the request arena ── SegmentOpened + fd ──▶     maps the segment read-only
+                           ── RequestRecord, Cancel ▶    (a Prepare comes before the first request that uses it)
+    maps the segment       ◀── SegmentOpened + fd ──     owns the response arena
+                           ◀──── AnswerRecord ──────     (a PrepareAnswer comes before the first answer that uses it)
+                           ──── Release ───────────▶     frees the leases in the response arena
 
-The first record in each direction says which version of the records its sender uses (WireVersion). It is a datagram by itself, so
-that every version can read it; a peer with another version is refused.
+Each end first sends a WireVersion: the version of the record format that it uses. It is alone in its datagram. An end that gets
+another version raises InvalidArgument.
 
-A process that has reached its limit of open files cannot map a segment. It answers SegmentRefused, each request or answer whose
-tensors lie in that segment fails, and the owner announces the segment again before it next uses it.
+If an end may open no more files, it cannot map a segment. It answers SegmentRefused, and each request or answer whose tensors
+are in the segment fails. The segment's owner sends SegmentOpened again before it next uses the segment.
 
-A client's lane carries the same records, but its worker trusts none of them. It has no request arena: its segments are
-regions that only this lane can name (``tensord.workers.regions.lane_segments``), its records are smaller, and its response arena
-gets its first segment, a small one, only when an answer is first placed there.
+A worker does not trust the records that come on a client's lane. Such a lane has no request arena: the client's segments are
+regions that only this lane can name (``tensord.workers.regions.lane_segments``). Its records must be smaller, and its response
+arena has no segment until an answer needs one.
 
-The request arena belongs to the submitter and is shared by all its lanes, so a request can be given to another worker without
-a copy; each lane announces a segment before the first record that refers to it. The response arena belongs to this lane alone.
+A submitter has one request arena for all its lanes, so it can send a request to another worker without a copy. On each lane it
+announces a segment before the first record that refers to it. Each lane has its own response arena.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LaneEnd:
         self.view = theirs.view
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the first records and descriptors; None: none came. The WireVersion is checked and removed."""
+        """Receives the other end's first records, without the WireVersion, and their descriptors. Returns None if none came."""
         received = self.channel.receive()
         if received is None:
             return None
@@ -122,7 +122,7 @@ class LaneEnd:
         return received if received[0] else self.channel.receive()
 
     def announce(self, segment: int) -> None:
-        """Queues SegmentOpened unless the other end knows the segment. Raises Unavailable if no file descriptor is left."""
+        """Queues SegmentOpened if the other end does not know the segment. Raises Unavailable if no file descriptor is left."""
         if segment not in self.announced:
             opened = self.arena.segment(segment)
             with descriptors.needed("sending an arena segment"):
@@ -130,7 +130,7 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record that opens, closes or refuses a segment."""
+        """Carries out a record that opens, closes or refuses a segment. Raises InvalidArgument if it is another record."""
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:
@@ -192,8 +192,8 @@ class SubmitterLane(LaneEnd):
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
         """Queues a request for the worker. The request's inputs must be written and their segments announced.
 
-        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains it. If the
-        worker does not know ``numbered``, it is sent first.
+        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains it. If it was not
+        sent on this lane yet, it is queued first.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -202,10 +202,9 @@ class SubmitterLane(LaneEnd):
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues a request for the worker, and before it the trace ``context`` of the request.
+        """Queues the trace ``context`` of a request, then the request. Its inputs must be written and their segments announced.
 
-        The request's inputs must be written and their segments announced. ``numbered`` is the prepared request that
-        ``record`` names by number, or None if ``record`` contains it.
+        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains it.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -227,11 +226,11 @@ class SubmitterLane(LaneEnd):
         return self.channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
-        """Asks the worker to give up a request, because the submitter needs no answer. The worker still sends a final answer."""
+        """Tells the worker that the submitter needs no answer to a request. The worker still sends a final answer."""
         self.channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:
-        """Queues a message to the worker that the client has taken ``byte_size`` more bytes of a request's responses.
+        """Queues a record that tells the worker that the client has read ``byte_size`` more bytes of a request's responses.
 
         The worker may then send more responses.
         """
@@ -255,13 +254,13 @@ class SubmitterLane(LaneEnd):
         return self.channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
-        """Receives a datagram and returns its answers, possibly none. Returns None if no datagram is waiting.
+        """Receives a datagram and returns the answers in it. The list may be empty. Returns None if no datagram is waiting.
 
-        Each answer is a pair of its prepared part and the rest.
+        Each answer is two records: the part that many answers share, and the part that only it has.
 
-        Raises: ChannelClosed: the worker has closed its end or exited. Run the worker's requests again only once its process has
-          certainly ended.  InvalidArgument: the datagram is malformed or of another version, an answer names an unknown number,
-          or an answer has another number of tensors than its prepared part.
+        Raises: ChannelClosed: the worker has closed its end or exited. Run the worker's requests again only once its process
+          has certainly ended.  InvalidArgument: the datagram is malformed or of another version, an answer names an unknown
+          number, or an answer has another number of tensors than its prepared part.
         """
         try:
             received = self.channel.receive() if self.agreed else self._first()
@@ -334,8 +333,8 @@ class WorkerLane(LaneEnd):
           byte_size: the number of bytes of the response arena's first segment.
           max_byte_size: the most bytes that all segments of the response arena may have together.
           keep_byte_size: how many bytes of the arena's unused large segments are kept for later answers.
-          on_segment: called with every segment of both arenas, if not None.
-          writable: whether to map the submitter's segments writable, as page-locking for a GPU needs.
+          on_segment: if not None, called with every segment of the response arena, and of a front's request arena.
+          writable: whether to map a front's segments writable, as page-locking for a GPU needs.
           segments: the map of the segments that a client announces, or None if the submitter is a front.
           buffer: a buffer for received datagrams that several lanes of one thread share, or None for a new one.
           budget: limits the response arenas of several lanes together, if not None.
@@ -356,12 +355,12 @@ class WorkerLane(LaneEnd):
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self.channel, PrepareAnswer)
 
     def receive(self) -> list[Instruction] | None:
-        """Receives one datagram from the submitter and returns the datagram's requests and other records in order.
+        """Receives one datagram from the submitter and returns its requests and other records, in order.
 
-        Returns None if no datagram waits. The list may be empty: this method itself handles records about leases and segments.
+        Records about leases and segments are handled here and not returned. Returns None if no datagram is waiting.
 
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
-          another version, or ends a lease that does not exist.
+          another version, or gives back a lease that does not exist.
         """
         try:
             received = self.channel.receive() if self.agreed else self._first()
@@ -371,9 +370,9 @@ class WorkerLane(LaneEnd):
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that the caller received on the lane's socket. Returns the records for the dispatcher in order.
+        """Decodes a datagram that the caller has received. Returns its requests and other records, in order.
 
-        Records that give back leases or tell of segments are handled here and not returned.
+        Records about leases and segments are handled here and not returned.
 
         Args:
           content: the datagram's bytes.
@@ -416,14 +415,15 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns True if an answer in the lease's memory can be sent without news of opened or closed segments before it."""
+        """Returns whether an answer in the lease's memory can be sent without a SegmentOpened or SegmentClosed before it."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
         """Queues an answer for the submitter. The answer's outputs must be written.
 
-        The answer's segment is announced first if needed. If no file descriptor is left for that, an error replaces the
-        answer. ``numbered`` is the prepared answer that ``record`` names by number, or None if ``record`` contains it.
+        If the answer's segment is not announced yet, it is announced first. If this process may open no more files, an error is
+        sent instead of the answer. ``numbered`` is the prepared answer that ``record`` names by number, or None if ``record``
+        contains it.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)
@@ -432,16 +432,17 @@ class WorkerLane(LaneEnd):
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers, all with outputs, to be sent to the submitter.
+        """Queues answers for the submitter that are encoded already. All of them have outputs.
 
-        ``numbered``: the prepared answer to which all ``records`` refer. It is sent first if the submitter does not have it yet.
+        ``numbered`` is the prepared answer that all ``records`` name by number. If it was not sent on this lane yet, it is
+        queued first.
         """
         if numbered not in self.published:
             self.published.publish(numbered)
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of ``lease``. If that fails, frees the lease and returns the error as an answer."""
+        """Announces the segment of ``lease``. If that fails, frees the lease and returns the error as an answer, else None."""
         try:
             self.announce(lease[0])
         except Unavailable as error:
@@ -479,7 +480,7 @@ def _refuse_descriptors(fds: list[int]) -> None:
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns how many bytes a response counts against the limit on untaken responses: its contents plus a fixed overhead."""
+    """Returns how many bytes a response counts against the limit of unread responses: its tensors' bytes plus a constant."""
     size = _RESPONSE_BYTE_SIZE
     for content in contents:
         size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]

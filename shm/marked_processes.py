@@ -1,10 +1,10 @@
-"""Finds and kills the processes that models have started, by a variable in their environment, which child processes inherit.
+"""Finds and kills processes that models have started. A variable in their environment, which children inherit, identifies them.
 
-    _TENSORD_MARK=WORKER         of a worker, and of what its models have forked
-    _TENSORD_MARK=WORKER.LOAD    of a program that one load of a model there has started, whatever became of parents and sessions
+    _TENSORD_MARK=WORKER         a worker, and processes that its models have forked
+    _TENSORD_MARK=WORKER.LOAD    a program that a model has started, where LOAD is the number of the model's load in the worker
 
-A worker ends those of a model, the supervisor those of a dead worker. Where both are killed, the service's control group or the
-container ends them.
+A worker kills the processes of a model, and the supervisor those of a dead worker. If both are killed at once, the control
+group of the service or the container kills the processes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def everybody() -> list[Found]:
 def has(found: Found, mark: str) -> bool:
     """Returns whether the environment of the process ``found`` has the variable ``MARK`` with the value ``mark``.
 
-    A worker's mark also finds its models' programs, which have the mark, a dot and a number. Returns False if the environment
-    cannot be read.
+    A value that continues with a dot counts too, so a worker's mark also finds the programs of its models. Returns False if the
+    environment cannot be read.
     """
     entry = f"{MARK}={mark}".encode()
     try:
@@ -82,7 +82,7 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(mark: str) -> int:
-    """Kills (SIGKILL) all processes whose environment variable ``MARK`` has the value ``mark``. Returns how many it has killed.
+    """Kills (SIGKILL) all processes for which ``has`` returns True for ``mark``. Returns how many it has killed.
 
     The search is repeated, at most 20 times, because a process may start another one before it is killed.
     """

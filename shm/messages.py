@@ -1,17 +1,17 @@
 """The records that a submitter and a worker exchange on a lane: requests, answers, and where their tensors are.
 
-Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` has their base class,
-``tensord.shm.control_records`` the records between the supervisor and its children.
+``tensord.shm.channel`` sends and receives them. ``tensord.shm.record`` has their base class. The records between the supervisor
+and its children are in ``tensord.shm.control_records``.
 
-                submitter --> worker                     worker --> submitter
-    lane        WireVersion                              WireVersion
-                SegmentOpened, -Closed, -Refused         SegmentOpened, -Closed, -Refused
-                Prepare TraceContext RequestRecord       PrepareAnswer AnswerRecord
-                Release Taken Cancel
+    submitter --> worker                        worker --> submitter
+      WireVersion                                 WireVersion
+      SegmentOpened SegmentClosed SegmentRefused  SegmentOpened SegmentClosed SegmentRefused
+      Prepare TraceContext RequestRecord          PrepareAnswer AnswerRecord
+      Release Taken Cancel EndSequence
 
-A request has a part that many requests share (``PreparedRequest``) and a part that only it has (``RequestRecord``); likewise an
-answer. A shared part that comes again is sent once with a number (``Prepare``), which then stands for it
-(``tensord.shm.prepared``); one that does not come again travels inside the record.
+A request has a part that later requests may repeat (``PreparedRequest``), and a part that only it has (``RequestRecord``). A
+Prepare sends the first part once with a number, by which later records name it. A part that is not repeated is inside the
+RequestRecord. Answers are sent in the same way. ``tensord.shm.prepared`` assigns the numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Slice(Record, frozen=True, tag="a"):
-    """Names a range of bytes in a segment of the arena of the record's sender."""
+    """A range of bytes in a segment of an arena. The arena is that of the record's sender."""
 
     segment: int
     offset: int
@@ -49,7 +49,7 @@ class Slice(Record, frozen=True, tag="a"):
 
 
 class RegionSlice(Record, frozen=True, tag="r"):
-    """Names a range of bytes in a client's region. For an output, ``byte_size`` is the most that may be written."""
+    """A range of bytes in a client's region. For an output, ``byte_size`` is the most bytes that may be written."""
 
     region: str
     offset: int
@@ -64,7 +64,7 @@ Buffer = bytes | memoryview
 
 
 class PreparedTensor(Record, frozen=True, tag="t"):
-    """The name, datatype, shape and region of a tensor in a prepared request or answer, without the tensor's content."""
+    """The name, datatype, shape and region of a tensor in a prepared request or answer, but not the tensor's content."""
 
     name: str
     datatype: str
@@ -74,7 +74,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """Names an output that a client asks for. It is written to ``region``, or is part of the answer if ``region`` is None."""
+    """An output that a client asks for. It is written to ``region``, or is part of the answer if ``region`` is None."""
 
     name: str
     region: RegionSlice | None = None
@@ -125,7 +125,7 @@ class TracedTensor(Record, frozen=True, tag="tt"):
 
 
 class OwnSpan(Record, frozen=True, tag="os"):
-    """A part of a traced request's run that the model's code has named with ``tensord.models.span``."""
+    """A span that the model's code has made within a traced request by ``tensord.models.span``."""
 
     name: str
     #: CLOCK_MONOTONIC ns.
@@ -141,7 +141,7 @@ class OwnSpan(Record, frozen=True, tag="os"):
 
 
 class Timeline(Record, frozen=True, tag="tl"):
-    """What happened to a traced request in the worker: tensors, and events with their CLOCK_MONOTONIC time in ns."""
+    """What happened to a traced request in the worker: events with their times (CLOCK_MONOTONIC ns), tensors and spans."""
 
     moments: tuple[tuple[str, int], ...]
     tensors: tuple[TracedTensor, ...] = ()
@@ -178,7 +178,7 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Names the trace of the next request on this lane. The record is ignored if that request has another ``request_id``.
+    """Names the trace to which the next request on this lane belongs. It is ignored if ``request_id`` is not that request's.
 
     A front sends the ids of the span that it records for the request. A client sends the two ids from the request's
     ``traceparent``, if the traceparent asks for a trace.
@@ -233,12 +233,15 @@ class RequestRecord(Record, frozen=True, tag="q"):
         received_ns: int = 0,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes a request's record. ``scheduling``: the scheduling parameters. ``client_id``: the id that a client gave.
+        """Makes the record of a request. ``scheduling`` has the request's scheduling parameters.
 
-        ``prepared``: the part of the request that later requests may repeat, or the number of this part if it was sent before.
-        ``contents``: the bytes or shared memory of each input tensor that is not in a region.
-        ``deadline_ns`` 0 means no deadline. ``received_ns`` 0 means the time when the worker gets the record. ``trace`` 0
-        means that the request is not traced.
+        Args:
+          prepared: the part of the request that later requests may repeat, or its number if it was sent before.
+          contents: the bytes or the arena slice of each input tensor that is not in a region.
+          client_id: the id that the client gave the request, or "".
+          deadline_ns: when the submitter gives up (CLOCK_MONOTONIC), or 0 for no deadline.
+          received_ns: when the request was complete, or 0 for the time at which the worker gets the record.
+          trace: what is traced of the request, or 0 for nothing.
         """
         first, last = scheduling[:5], scheduling[5:]
         return cls(request_id, prepared, contents, client_id, deadline_ns, received_ns, *first, trace, 0, *last)
@@ -251,7 +254,7 @@ class Release(Record, frozen=True, tag="L"):
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses."""
+    """Tells the worker that the client has read ``byte_size`` more bytes of a request's responses."""
 
     request_id: int
     byte_size: _Natural
@@ -266,7 +269,8 @@ class Cancel(Record, frozen=True, tag="X"):
 class EndSequence(Record, frozen=True, tag="E"):
     """Tells the worker to end a sequence, because the client sends no more requests of it. The worker does not answer.
 
-    The worker runs the sequence's waiting requests first. It ignores the record if the latest request came over another lane.
+    The worker first runs the sequence's waiting requests. It ignores the record if the sequence's latest request came over
+    another lane.
     """
 
     model: str
@@ -314,12 +318,12 @@ LAST = PreparedAnswer()
 
 
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
-    """Returns whether an answer only says that no further response comes. ``prepared`` is the answer's constant part."""
+    """Returns whether an answer only says that no more responses come. ``prepared`` is the answer's prepared part."""
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Joins all parameters of a request. ``own`` gives the name of the parameter set, and ``prepared`` all other parameters."""
+    """Returns all parameters of a request: those in ``prepared`` and, if ``own`` has it, the name of the parameter set."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 
@@ -331,9 +335,9 @@ ToSubmitter = _ToBoth | PrepareAnswer | AnswerRecord
 
 
 def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:
-    """Returns each tensor with the place of its bytes. The place is the tensor's region, else the next of ``contents``.
+    """Returns each tensor with the place of its bytes: its region, or the next item of ``contents`` if it has no region.
 
-    Raises InvalidArgument unless there is one of ``contents`` for each tensor without a region.
+    Raises InvalidArgument unless ``contents`` has as many items as there are tensors without a region.
     """
     rest = iter(contents)
     found: list[tuple[PreparedTensor, Place]] = []

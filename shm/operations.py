@@ -1,7 +1,7 @@
-"""The operations that one process may ask another to carry out, with a ``tensord.shm.control_records.ControlCall``.
+"""The operations that one process of the daemon may ask another to carry out, by a ``tensord.shm.control_records.ControlCall``.
 
-Each class is one operation; its docstring says what the ``result`` of the Reply holds. The ``Peer`` in the call says which client
-asks.
+Each class is one operation. Its docstring says what the ``result`` of the Reply is. If a client asks for the operation, the
+ControlCall has the client as a ``Peer``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 class UnloadModel(Record, frozen=True, tag="c.unload"):
     """Asks the supervisor to begin to unload a model. The reply is empty.
 
-    If ``unload_dependents`` is true and the model is an ensemble, the models of its steps that nothing else uses are
-    unloaded, too.
+    If ``unload_dependents`` is true and the model is an ensemble, models of its steps are unloaded, too, unless something else
+    uses them.
     """
 
     name: str
@@ -98,10 +98,10 @@ ANONYMOUS = Peer()
 
 
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Registers a part of a POSIX shared-memory object as the region ``name``.
+    """Asks the supervisor or a worker to register a part of a POSIX shared-memory object as the region ``name``.
 
-    The first worker that gets this record opens the object, and decides how workers use the region (``access``). It replies with
-    the object's descriptor and {"access": "guarded"}, for example. The other workers then get both with this record.
+    The first worker that gets this record opens the object, and decides how workers use the region (``access``). It replies
+    with the object's descriptor and, for example, {"access": "guarded"}. The other workers then get both with this record.
     """
 
     name: str
@@ -117,7 +117,7 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
 
 
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
-    """Registers an allocation of GPU memory as a region. The record must not be logged, because its handle gives access."""
+    """Asks the supervisor or a worker to register GPU memory as a region. Do not log the record: its handle gives access."""
 
     name: str
     #: A cudaIpcMemHandle_t: 64 bytes.
@@ -133,10 +133,10 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Unregisters the region ``name``. ``kind`` is "system" or "cuda", or "" if the region may be of either kind.
+    """Asks the supervisor or a worker to unregister the region ``name``. ``kind`` is "system" or "cuda", or "" for either.
 
-    Only the supervisor accepts an empty ``name``. It then unregisters all regions of the kind that this client may
-    unregister. A worker replies with a number as JSON: how many tensors of unfinished requests are in the region.
+    Only the supervisor accepts an empty ``name``. It then unregisters all regions of the kind that this client may unregister.
+    A worker replies with a number as JSON: how many tensors of unfinished requests are in the region.
     """
 
     kind: str
@@ -144,7 +144,7 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Asks a worker for an empty reply once no request uses a region that had this name before the client unregistered it."""
+    """Asks a worker to reply once no request uses an unregistered region that had this name. The reply is empty."""
 
     name: str
 
@@ -152,8 +152,8 @@ class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
     """Asks the supervisor or a worker for the state of the region ``name``, or of all regions if ``name`` is "".
 
-    The supervisor replies with a JSON array. A worker replies with a JSON object: region name -> [a, b]. a counts the tensors of
-    unanswered requests that lie in the region, b counts such tensors in former regions of the same name.
+    The supervisor replies with a JSON array. A worker replies with a JSON object that has two numbers for each region's name:
+    how many tensors of unanswered requests are in the region, and how many in former regions of the same name.
     """
 
     name: str = ""
@@ -164,14 +164,14 @@ class WorkerFigures(Record, frozen=True, tag="c.figures"):
 
 
 class FileSource(Record, frozen=True, tag="s.file"):
-    """The pushed parameters are in a file or an Orbax checkpoint in the model's folder."""
+    """Says that pushed parameters are in a file or an Orbax checkpoint in the model's folder."""
 
     #: Relative to the version's folder or, where that has none of the name, to the model's; never leads out of the latter.
     path: str
 
 
 class RegionSource(Record, frozen=True, tag="s.region"):
-    """The pushed parameters are in a registered region, in safetensors format."""
+    """Says that pushed parameters are in a registered region, in safetensors format."""
 
     region: str
     offset: int = 0
@@ -186,7 +186,7 @@ class MemorySource(Record, frozen=True, tag="s.memory"):
 
 
 class LeafPlace(Record, frozen=True, tag="s.leaf"):
-    """A range of a registered region that contains one parameter, with the parameter's datatype and shape."""
+    """Says in which part of a registered region one pushed parameter is, and which datatype and shape it has."""
 
     region: str
     offset: int
@@ -197,7 +197,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
 
 
 class LeavesSource(Record, frozen=True, tag="s.leaves"):
-    """Says where in registered regions the pushed parameters are. ``leaves``: each parameter's place by its name."""
+    """Says that each pushed parameter is in a part of a registered region. ``leaves``: parameter name -> where it is."""
 
     #: The leaf's name, keys joined by dots -> where it is.
     leaves: dict[str, LeafPlace]
@@ -209,7 +209,7 @@ MAIN_SET = "main"
 
 
 class MakeParameters(Record, frozen=True, tag="c.makeparams"):
-    """Tells a worker to read a parameter set from ``source`` and to write it in safetensors format into a memfd.
+    """Asks a worker to read new parameters from ``source`` and to write them in safetensors format into a memfd.
 
     The reply is JSON {"byte_size"} with the memfd's descriptor. The memfd has the seals SHRINK, GROW, WRITE and SEAL.
     """
@@ -225,9 +225,9 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 
 
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
-    """Asks a worker to check new parameters for a set and to copy them to the device, next to the parameters in use.
+    """Asks a worker to check new parameters and to copy them to the device, beside the parameters that requests still use.
 
-    The new parameters come with the call in a memfd, in safetensors format. If no memfd comes, the worker uses the parameters
+    The new parameters come in a memfd with the call, in safetensors format. If no memfd comes, the worker uses the parameters
     that it has kept from the push ``number`` of this set. Number 0 of the set "main" means the parameters in the repository.
     The reply is JSON {"byte_size"}, or an error that says why the parameters are refused.
     """
@@ -244,7 +244,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Tells a worker to use the staged parameters of a push from now on. The reply is JSON {}."""
+    """Tells a worker to use the staged parameters of a push for requests from now on. The reply is JSON {}."""
 
     push: int
     #: True if sequences and stepped requests that have begun go on with it, too.
@@ -252,15 +252,15 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Tells a worker to drop the staged parameters of a push, if there are any. The reply is JSON {}."""
+    """Tells a worker to discard the staged parameters of a push, if there are any. The reply is JSON {}."""
 
     push: int
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to make a loaded version available to requests. The reply is JSON {}, once the version is available.
+    """Tells a worker to accept requests for a model version that it has loaded. The worker then replies with JSON {}.
 
-    If the worker has no such version, it replies {} at once.
+    If the worker does not have the version, it replies {} at once.
     """
 
     model: str
@@ -268,9 +268,10 @@ class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
 
 
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
-    """Drops a parameter set, so that no later request finds it. The set main cannot be dropped.
+    """Asks the supervisor or a worker to remove a parameter set other than main. Later requests cannot use the set.
 
-    A worker drops its own copy and replies with JSON {}. The supervisor has all workers drop the set, and gives an empty reply.
+    A worker removes the set from its memory and replies with JSON {}. The supervisor asks all workers to remove it, and gives
+    an empty reply.
     """
 
     model: str
@@ -282,8 +283,8 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 class PushParameters(Record, frozen=True, tag="c.push"):
     """Asks the supervisor to push new parameters of a set to every worker that has the model version.
 
-    If one worker refuses the parameters, no worker uses them.
-    The reply is JSON {"model", "version", "set", "number", "byte_size"}. Its "number" is the push's number.
+    If one worker refuses the parameters, no worker uses them. The reply is JSON {"model", "version", "set", "number",
+    "byte_size"}. "number" is the push's number.
     """
 
     model: str
@@ -325,9 +326,9 @@ class RevertParameters(Record, frozen=True, tag="c.revertparams"):
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
-    """Asks the supervisor which regions of a kind, "system" or "cuda", are registered. ``name`` "" means all of the kind.
+    """Asks the supervisor for the registered regions of a ``kind``, "system" or "cuda". ``name`` "" means all of them.
 
-    The reply is a JSON array with an object for each region, as clients get it.
+    The reply is a JSON array with an object for each region, in the form that clients get.
     """
 
     kind: str
@@ -335,34 +336,34 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks for an empty reply that tells the sender when the records sent before have been handled.
+    """Asks the other process to reply once it has handled all records that were sent to it before. The reply is empty.
 
-    A worker replies to the supervisor after the worker has handled all earlier records of the supervisor. The supervisor replies
-    to a front when every front has states of models that are at least as new as the asking front's.
+    The supervisor sends it to workers. A front sends it to the supervisor, which then also waits until all fronts know at least
+    what this front knows of models.
     """
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
-    """Asks a front to reply once none of its clients waits for an answer or the rest of an answer. The reply is empty."""
+    """Asks a front to reply once none of its clients waits for an answer or for a part of one. The reply is empty."""
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Tells a worker to close all clients' lanes without requests in flight. The reply is how many are left, as JSON."""
+    """Tells a worker to close clients' lanes that have no requests in flight. The reply is JSON: how many lanes remain."""
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Makes a worker record a profile with JAX's profiler into ``folder``. The worker sends an empty reply at the end."""
+    """Asks a worker to record a profile into ``folder`` with JAX's profiler, for ``seconds``. It then sends an empty reply."""
 
     seconds: float
     folder: str
 
 
 class SequenceRecords(Record, frozen=True, tag="c.seqrec"):
-    """Asks a worker for its live sequences, at most 1,000 of a model version. The reply is a JSON array."""
+    """Asks a worker for its live sequences, at most 1,000 of each model version. The reply is a JSON array."""
 
 
 class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
-    """Asks a front for its clients' connections, at most 1,000. The reply is a JSON array."""
+    """Asks a front for its connections with clients, at most 1,000. The reply is a JSON array."""
 
 
 class RecentErrors(Record, frozen=True, tag="c.errors"):
@@ -370,18 +371,18 @@ class RecentErrors(Record, frozen=True, tag="c.errors"):
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front, for each interval of its histograms of durations, for a traced request as an example. The reply is JSON."""
+    """Asks a front for its exemplars: one traced request for each bucket of its duration histograms. The reply is JSON."""
 
 
 class _ChangeSettings(Record, frozen=True):
     def changes(self) -> dict[str, Any]:
-        """Returns the settings that are to change with their new values, by name."""
+        """Returns the new values of the settings that are to change, by name."""
         given = msgspec.structs.asdict(self).items()
         return {field: value for field, value in given if value is not None and value != () and field != "model"}
 
 
 class ChangeLog(_ChangeSettings, frozen=True, tag="c.log"):
-    """Asks the supervisor to change the log settings that are not None. The reply is JSON, all settings."""
+    """Asks the supervisor to change the log settings that are not None. The reply is all log settings as JSON."""
 
     info: bool | None = None
     warning: bool | None = None
@@ -391,10 +392,10 @@ class ChangeLog(_ChangeSettings, frozen=True, tag="c.log"):
 
 
 class ChangeTrace(_ChangeSettings, frozen=True, tag="c.trace"):
-    """Asks the supervisor to change trace settings of a model, or of all models if ``model`` is "".
+    """Asks the supervisor to change trace settings of a model, or those for all models if ``model`` is "".
 
-    Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is dropped, so that the
-    value for all models counts. If ``count`` is -1, there is no limit of traces. The reply is the model's settings as JSON.
+    Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is removed, so that the value
+    for all models holds. If ``count`` is -1, there is no limit of traces. The reply is the model's settings as JSON.
     """
 
     model: str = ""

@@ -1,15 +1,13 @@
-"""Numbers for prepared requests and answers: the part that many of them share is sent once, and afterwards only its number.
+"""Assigns numbers to prepared requests and answers, so that a part that many of them repeat is sent over a lane only once.
 
-    submitter                                                          worker
-    Prepare 7: model, names, datatypes, shapes, regions       ──▶      what was found when the first one was validated
-    RequestRecord 7: id, bytes   RequestRecord 7: id, slice   ──▶      ids, moments, priority, timeout, sequence: its own
-                                                       ◀──      PrepareAnswer 3: names, datatypes, shapes, regions
-                                                       ◀──      AnswerRecord 3: id, bytes   ...
+    submitter --> worker      Prepare 7: model, names, datatypes, shapes, regions
+                              RequestRecord 7: id, tensors' contents      RequestRecord 7: id, tensors' contents      ...
+    worker --> submitter      PrepareAnswer 3: names, datatypes, shapes, regions
+                              AnswerRecord 3: id, tensors' contents       AnswerRecord 3: id, tensors' contents       ...
 
-Clients send the same request again and again, with other tensors. The sender assigns the numbers, and after ``MAX_NUMBERS``
-begins again at 0; it tells a lane whenever a number has a new meaning there. Records are read in the order in which they were
-sent, so a number always has the meaning that was sent last. A prepared request that does not come again gets no number and
-travels inside its record.
+The sender assigns the numbers, and reuses them from 0 on after ``MAX_NUMBERS``. Before it uses a number with a new meaning on a
+lane, it sends another Prepare there. Records are read in the order in which they were sent, so a number has the meaning that
+was sent last. A prepared request that is not repeated gets no number. It is sent inside its RequestRecord.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ def memory_of(prepared: PreparedRequest) -> int:
 
 
 class Numbered(Generic[T]):
-    """A prepared request or answer with its number. Compare objects, not numbers, because numbers are used again."""
+    """A prepared request or answer with its number. Compare these objects, not their numbers, because numbers are reused."""
 
     __slots__ = ("number", "prepared")
 
@@ -62,7 +60,7 @@ OnNumber = Callable[[int, int], object]
 
 
 class Numbers(Generic[T]):
-    """Assigns numbers to one sender's prepared requests or answers. Equal ones get the same number."""
+    """Assigns numbers to one sender's prepared requests or answers. Equal requests or answers have the same number."""
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
         """Starts with all numbers free.
@@ -70,7 +68,7 @@ class Numbers(Generic[T]):
         Args:
           on_number: called after each assignment of a number. The arguments are how many requests or answers have a number now,
             and how many have lost their numbers to make room.
-          count: how many requests or answers may have a number at a time. If it is 0, none gets a number.
+          count: how many requests or answers may have a number at a time. If it is 0, ``number_again`` assigns none.
         """
         self._on_number = on_number
         self._count = count
@@ -120,10 +118,10 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The set of prepared requests or answers whose numbers ``publish`` has sent to the other end of a lane."""
+    """A set of prepared requests or answers. ``publish`` adds one, and sends its number to the other end of a lane."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Publishes nothing yet. ``record`` makes the record that ``publish`` sends, from a number and its content."""
+        """Starts with an empty set. ``record`` makes the record for a number and the object with this number."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}
@@ -131,7 +129,7 @@ class PublishedNumbers(set[Numbered[T]]):
         self.renumbered = 0
 
     def publish(self, numbered: Numbered[T]) -> None:
-        """Adds ``numbered`` to this set. Queues a record that tells the number and the content to the other end of the lane."""
+        """Adds ``numbered`` to this set. Queues a record that tells the other end of the lane what the number stands for."""
         self._channel.put(self._record(numbered.number, numbered.prepared))
         former = self._numbers.get(numbered.number)
         if former is not None:
@@ -142,7 +140,7 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps numbers that were received on a lane to their meanings. An unknown number raises InvalidArgument."""
+    """Maps the numbers that came on a lane to what they stand for. Looking up an unknown number raises InvalidArgument."""
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
-"""The base class of every record that one process sends to another, with its encoder and decoders.
+"""The base class of all records that processes send to each other, with their encoder and decoders.
 
-Each record is a msgpack array whose first element is its tag. A reader that knows the union of all records of a direction decodes
-and type-checks them in one pass; anything else is refused as malformed. Integers that are sizes or offsets are bytes; ``*_ns``
-are nanoseconds; deadlines are absolute CLOCK_MONOTONIC, which all processes of one host share.
+A record is a msgpack array, and its first element is the record's tag. A decoder accepts a fixed set of record types, checks
+the types of all fields, and raises an error for anything else. Sizes and offsets in records are in bytes. Fields ``*_ns`` are
+in ns. Deadlines are times of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Counts requests that are refused with 503 for want of room, time or a worker, by reason, for metrics and the log.
+"""Counts the requests that are refused with 503, by reason, for metrics and the log.
 
-Each process counts its own refusals: workers for each model version (``tensord.shm.figures``), fronts in their shared counters
-(``tensord.daemon.control.shared_counters``). Each writes at most one line a minute to the log, however many there are.
+A worker counts its refusals for each model version (``tensord.shm.figures``). Fronts count theirs in shared counters
+(``tensord.daemon.control.shared_counters``). Each process logs at most one line a minute about them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_ENTRIES = 10
 
 
 class Refusal(enum.Enum):
-    """The reason why a request was refused. The value is a label in metrics, and is written to the log."""
+    """A reason why a request is refused with 503, such as a full queue. The value is a label in metrics and the log."""
 
     #: The queue of the model on this worker is full.
     QUEUE_FULL = "queue_full"
@@ -68,7 +68,7 @@ class RefusalLog:
           model: the model's name, or "" if it was not known yet.
           why: a value of ``Refusal``, or an error's code.
           now_ns: the time, in ns of CLOCK_MONOTONIC.
-          example: the message of the answer. A log line quotes the message of the first request that it counts.
+          example: the error's message. Each log line quotes the message of the first request that it counts.
         """
         if not self._counts:
             self._began_ns = now_ns
@@ -80,7 +80,7 @@ class RefusalLog:
 
     @property
     def due_ns(self) -> int | None:
-        """Returns when the next log line is due (CLOCK_MONOTONIC ns), or None if nothing was refused since the last line."""
+        """Returns when to log the next line (CLOCK_MONOTONIC ns), or None if no request was refused since the last line."""
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:

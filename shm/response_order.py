@@ -1,7 +1,7 @@
-"""Releases answers in the order in which their requests were taken, whichever is done first.
+"""Releases answers in the order in which their requests came, even if later requests finish first. Does no I/O.
 
-Pure. An answer waits for all answers before it; so does an error. A model asks for this order by ``preserve_ordering``, and a
-gRPC stream has it.
+An answer or an error waits until all answers before it have been released. Models with ``preserve_ordering`` and gRPC streams
+use this order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ A = TypeVar("A")
 
 
 class ResponseOrder(Generic[K, A]):
-    """Keeps answers (``A``) until the answers to all earlier requests (``K``) may be sent."""
+    """Stores answers (``A``) until the answers to all earlier requests (``K``) may be sent."""
 
     def __init__(self) -> None:
         #: Requests that were taken and whose answers have not left, in their order.
@@ -29,9 +29,9 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Removes a request and returns True if its answer may be sent now, and no stored answer waits for this.
+        """Returns True and removes the request if its answer may be sent now and no other answers are stored.
 
-        Otherwise returns False and changes nothing: the caller has to call ``done`` for the answer.
+        Otherwise returns False and changes nothing, and the caller must call ``done`` with the answer.
         """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:
@@ -49,7 +49,7 @@ class ResponseOrder(Generic[K, A]):
         return self._leaving()
 
     def withdrawn(self, request: K) -> list[tuple[K, A]]:
-        """Forgets a request that gets no answer. Returns the (request, answer) pairs that may be sent now, in their order."""
+        """Removes a request that gets no answer. Returns the (request, answer) pairs that may be sent now, in their order."""
         self._turns.remove(request)
         return self._leaving()
 
@@ -61,14 +61,14 @@ class ResponseOrder(Generic[K, A]):
         return leaving
 
     def drop(self) -> list[A]:
-        """Forgets all requests. Returns the stored answers, which must not be sent."""
+        """Removes all requests. Returns the stored answers, which must not be sent."""
         dropped = list(self._ready.values())
         self._turns.clear()
         self._ready.clear()
         return dropped
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that each stored answer waits for the answer to an earlier request."""
+        """For tests: asserts that each stored answer waits for the answer to an earlier request."""
         assert len(set(self._turns)) == len(self._turns)
         assert self._ready.keys() <= set(self._turns)
         assert not self._turns or self._turns[0] not in self._ready

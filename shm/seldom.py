@@ -1,4 +1,4 @@
-"""Limits how often lines are logged that may come with every request."""
+"""Limits how often a process logs lines that every request may cause."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SELDOM_SECONDS = 60.0
 
 
 class Seldom:
-    """Limits the log lines about a failure to one a minute. Thread-safe."""
+    """Limits the log lines about the same failure to one a minute. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -19,7 +19,7 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether to log the failure ``what`` now: at most once a minute for the same text."""
+        """Returns whether to log the failure ``what`` now. The result is True at most once a minute for the same text."""
         now = self._clock()
         if now < self._next.get(what, now):
             return False
@@ -49,7 +49,7 @@ class LineRate:
             return self._lines <= self._most
 
     def take_left_out(self) -> int:
-        """Returns how many lines were not logged since the last call."""
+        """Returns for how many lines ``admits`` has returned False since the last call of this method."""
         if not self._left_out:
             return 0  # one that is left out at this moment is counted by the next call
         with self._lock:
@@ -57,7 +57,7 @@ class LineRate:
         return left_out
 
     def say_left_out(self) -> str:
-        """Returns text to append to a log line, which says how many lines before it were not logged.
+        """Returns a text to append to a log line. It says how many such lines were not logged since the last call.
 
         The text is "" if there are none.
         """

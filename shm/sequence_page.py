@@ -1,22 +1,22 @@
-"""A worker's sequence page lists its sequences and its models' free slots. Fronts read it at any time, even after its death.
+"""A sequence page is shared memory in which a worker lists its sequences, and how many more each model version can admit.
 
-The page is nameless and sealed like every segment. Only the worker writes to it, nobody locks. Words of u64:
+Fronts read it at any time, even after the worker has died. It is a sealed memfd that only the worker writes. There are no
+locks. It is an array of 64-bit words:
 
     word 0   layout (1)       word 1   moves             word 2   multiplier (odd, random)      word 3   log2 of the entries
-    entry k  at word 4 + 3 * k:   low, high (the key), value.   low 0: nothing is there
+    entry k  at word 4 + 3 * k:   low and high half of the key, value.   low 0: the entry is free
 
-It is an open-addressed hash table. The entry of a key is at its home, the top bits of ``low * multiplier``, or behind it with no
-free entry between. Clients choose the ids of sequences but cannot know the multiplier, so they cannot make the search long.
-When an entry is removed, those behind it move up, so the search stays short however many ids come and go. There are two kinds of
-keys (``SequenceKeys``) and of values:
+The entries are a hash table with open addressing. An entry is at the index in the top bits of ``low * multiplier``, or after it
+with no free entry between. Clients choose sequence ids, but do not know the multiplier, so they cannot cause many collisions.
+When an entry is removed, entries after it are moved up. There are two kinds of keys (``SequenceKeys``) and of values:
 
     a sequence         since (CLOCK_MONOTONIC ns) << 2 | SequenceState
     a model version    edition << 42 | free slots << 22 | backlog << 2 | 0
 
-No reader is misled, wherever the writer is or was killed: each store is one aligned word, and stores are seen in their order (as
-on x86). A new entry exists from its last store on, that of ``low``. An entry that moves is in both places until ``moves`` has
-grown; only then is the old place overwritten, first its ``high`` with 0, which no key has. A reader who has missed an entry that
-moved sees that ``moves`` has changed, and looks again; and no entry that was complete is ever half overwritten.
+A reader finds each entry whole, even if the worker was killed in the middle of a change. Each store writes one aligned word,
+and other processes see stores in their order, as on x86. A new entry is valid from its last store on, which writes ``low``. A
+moved entry is in both places until ``moves`` has been incremented. Only then is the old place overwritten, first its ``high``
+with 0, which no key has. If ``moves`` has changed during a search, the reader searches again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SequenceKeys:
         self._known: dict[SequenceId, Key] = {}
 
     def key(self, sequence: SequenceId) -> Key:
-        """Returns the key of a sequence. ``sequence`` is the sequence's id, and 5 and "5" are two different ids."""
+        """Returns the key of a sequence. ``sequence`` is the sequence's id. The ids 5 and "5" have different keys."""
         key = self._known.get(sequence)
         if key is None:
             if len(self._known) >= _MOST_KNOWN:
@@ -80,7 +80,7 @@ def _halves(digest: bytes) -> Key:
 
 
 class SequenceState(enum.IntEnum):
-    """The state of a sequence, as its worker writes it to the sequence page, a shared memory that fronts read."""
+    """The state of a sequence on its worker's sequence page, which is shared memory that fronts read."""
 
     #: The sequence is admitted, and no request of it has run.
     WAITING = 1
@@ -91,7 +91,7 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """How many more sequences of a model version a worker can admit."""
+    """Says how many more sequences of a model version a worker can admit."""
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -133,7 +133,7 @@ class SequencePage(Page):
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps the sequence page of a worker, which other processes read, and takes ownership of its memfd ``fd``.
+        """Maps the sequence page of another process, a worker. Takes ownership of the page's memfd ``fd``.
 
         Raises InvalidArgument if ``fd`` is no sequence page, or Unavailable if it cannot be mapped.
         """
@@ -156,7 +156,7 @@ class SequencePage(Page):
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> tuple[SequenceState, int] | None:
-        """Returns a sequence's state and the time of its admission (CLOCK_MONOTONIC ns), or None if it is not on the page."""
+        """Returns a sequence's state and when it was admitted (CLOCK_MONOTONIC ns), or None if it is not on the page."""
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
@@ -179,9 +179,10 @@ class SequencePage(Page):
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the encoded number that the worker has stored under ``key`` in this page, or 0 if the page has no such key.
+        """Returns the number that the worker has stored in this page under ``key``, or 0 if the page does not have the key.
 
-        ``find`` decodes the number of a sequence, and ``slots`` that of a model version. The module's docstring has the encoding.
+        ``find`` decodes the number of a sequence, and ``slots`` that of a model version. The module's docstring has the
+        encoding.
         """
         low, high = key
         words = self._words
@@ -206,9 +207,9 @@ class SequencePage(Page):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def admit(self, key: Key, now_ns: int) -> int:
-        """Adds a sequence in the state WAITING. Returns when it was admitted (CLOCK_MONOTONIC ns).
+        """Adds a sequence in the state WAITING. Returns when it was admitted (CLOCK_MONOTONIC ns), which identifies it.
 
-        This time may be later than ``now_ns``, because no two sequences have the same time.
+        The result may be later than ``now_ns``, because no two sequences have the same time.
         """
         self._last_ns = since_ns = max(self._last_ns + 1, now_ns)
         self._sequences += self._store(key, since_ns << 2 | SequenceState.WAITING)
@@ -223,9 +224,9 @@ class SequencePage(Page):
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Marks a sequence as ENDED in the page, unless a newer sequence with the same key has replaced it.
+        """Sets a sequence's state to ENDED, unless a newer sequence with the same key has replaced it.
 
-        ``since_ns``: the time at which the ended sequence was admitted.
+        ``since_ns`` is the time that ``admit`` returned for the sequence.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
@@ -245,7 +246,7 @@ class SequencePage(Page):
             self._sequences -= 1
 
     def publish_slots(self, key: Key, free: int, backlog: int) -> None:
-        """Publishes how many more sequences of a version may begin (``free``), and how many wait (``backlog``).
+        """Stores how many more sequences of a model version may begin (``free``), and how many wait for that (``backlog``).
 
         ``key`` is the version's key.
         """
@@ -255,7 +256,7 @@ class SequencePage(Page):
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Removes the free slots of the version with this key, so that fronts send none of its new sequences to this worker."""
+        """Removes the model version that has this key. Fronts then send none of its new sequences to this worker."""
         self._models -= self._remove(key)
 
     def __len__(self) -> int:
@@ -275,7 +276,7 @@ class SequencePage(Page):
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Writes the value of a key, and returns whether the key is new on the page."""
+        """Writes the value of a key. Returns whether the page did not have the key before."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value
@@ -286,7 +287,7 @@ class SequencePage(Page):
         return True
 
     def _remove(self, key: Key) -> bool:
-        """Removes a key from the page, and returns whether it was there."""
+        """Removes a key from the page. Returns whether the page had it."""
         words, hole = self._words, self._place(key)
         if not words[hole]:
             return False

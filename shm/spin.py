@@ -1,9 +1,8 @@
-"""Decides when a process polls for its next record instead of sleeping until it comes.
+"""Decides whether a process polls for its next record for a short time, or sleeps at once until the record comes.
 
-Waking a process costs tens of microseconds, more in a virtual machine; a small request costs about as much. So both ends of a
-lane poll for the next record for a short time before they sleep, but only while records have lately followed each other within
-that time, and they yield the processor between two polls. An idle end, and one whose peer is slow, sleeps at once. So does one
-whose last polls were in vain, for ever more waits: on a busy host whoever polls keeps the processor from whoever is to answer.
+Waking a process takes tens of microseconds, about as long as a small request. So both ends of a lane poll before they sleep,
+but only if the last record came quickly. Between two polls they yield the processor. An end that polls in vain sleeps at once
+in some later waits, because on a busy host it takes the processor from the process that it waits for.
 
 The C part of a worker's loop uses it too, once for each wait (``workers/native/_fast_path.c``).
 """
@@ -18,10 +17,11 @@ _LONGEST_PAUSE = 63
 
 
 class Spin:
-    """Decides whether a loop polls before it sleeps. It polls if its last wait was shorter than ``limit_ns``.
+    """Decides whether a loop polls for a while before it sleeps. It does if its last wait was shorter than ``limit_ns``.
 
-    ``limit_ns`` is also the longest time to poll, in ns. If it is 0, the loop never polls. After each poll in vain it sleeps in
-    more waits than after the one before, in at most 64, until a poll is not in vain.
+    ``limit_ns`` is also the longest time to poll, in ns. If it is 0, the loop never polls. After a wait that polled in vain,
+    the loop does not poll in the next wait. If it polls in vain again, it does not poll in the next 3 waits, then 7, and so on
+    up to 63.
     """
 
     __slots__ = ("_limit_ns", "_pause", "_paused", "_polls", "_since_ns", "_worth")
@@ -38,8 +38,8 @@ class Spin:
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
         """Starts a wait. Returns the time until which the caller should poll for a record, or 0 if the caller should sleep.
 
-        ``now_ns`` and the returned time are CLOCK_MONOTONIC ns. ``worked_ns``: ns of work since the caller's last wait.
-        After long work the result is 0.
+        ``now_ns`` and the returned time are CLOCK_MONOTONIC ns. ``worked_ns`` is how long the caller has worked since its last
+        wait. The result is 0 if that is more than half of ``limit_ns``.
         """
         self._since_ns = now_ns
         self._polls = False
@@ -55,7 +55,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Stores how long the wait was that ends at ``now_ns``. Call it after each wait, even if no record came."""
+        """Ends a wait at the time ``now_ns``. Call it after each wait, even if no record came."""
         self._worth = now_ns - self._since_ns < self._limit_ns
         if self._polls:
             self._polls, self._paused = False, 0

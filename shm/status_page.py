@@ -1,15 +1,15 @@
-"""A worker's status page says what the worker is doing; the supervisor and the submitters read it without asking the worker.
+"""A status page is shared memory in which a worker shows what it does. Other processes read it without asking the worker.
 
-A worker that executes, compiles or has just been killed cannot answer a question, but its page still says which of the three it
-is and which requests it was running. The page is nameless and sealed like every segment; only the worker writes. Layout, u64
-each:
+While a worker runs a model, it cannot answer questions. After it was killed, its page shows which requests it was running. The
+page is a sealed memfd that only the worker writes. It is an array of 64-bit words:
 
-    word 0   state (WorkerState)        word 1   since (ns)
-    word 2   last turn of the loop (ns) word 3   outputs (Outputs)
-    slot k   at word 512 * (k + 1):     count, then count x (submitter, request id); word 510 model (``model_key``), 511 since
+    word 0   state (WorkerState)             word 1   when the state began (ns)
+    word 2   loop's last iteration (ns)      word 3   outputs (Outputs)
+    slot k   from word 512 * (k + 1) on:     count, then count x (submitter, request id)
+             word 510 of the slot: model (``model_key``)     word 511: when the run began (ns)
 
-A slot belongs to one execution thread. ``begin`` writes the count last and ``end`` clears it, so a reader of a dead worker's page
-never sees an id of an earlier batch. Slot 0 belongs to the main loop; an execution there sets the worker's state as well.
+Each thread that runs models has a slot. Slot 0 is the main loop's, and a run there also sets the worker's state. ``begin``
+writes the count last, and ``end`` clears it, so the page of a dead worker never shows a request of an earlier batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """How a worker's large outputs get into the memory from which clients or fronts read them."""
+    """Says whether XLA writes a worker's large outputs directly to shared memory, or whether they are copied there."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0
@@ -57,7 +57,7 @@ class Outputs(enum.IntEnum):
 
 
 class Running(NamedTuple):
-    """An execution that a worker has not finished."""
+    """A run of a model that a worker has not finished."""
 
     #: When it began (CLOCK_MONOTONIC).
     since_ns: int
@@ -66,7 +66,7 @@ class Running(NamedTuple):
 
 
 def model_key(name: str, version: int) -> int:
-    """Returns a 64-bit hash of a model version."""
+    """Returns a 64-bit hash of a model's name and version, which identifies the version on status pages."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
@@ -84,7 +84,7 @@ class StatusPage(Page):
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:
-        """Maps a worker's status page and takes ownership of ``fd``. Raises InvalidArgument if it is no status page."""
+        """Maps a worker's status page and takes ownership of ``fd``. Raises InvalidArgument if ``fd`` is no status page."""
         return cls(Segment.attach(fd, _BYTE_SIZE))
 
     @property
@@ -104,12 +104,12 @@ class StatusPage(Page):
 
     @property
     def state(self) -> tuple[WorkerState, int]:
-        """Returns the state of the main loop and the time of its last change (CLOCK_MONOTONIC ns)."""
+        """Returns the state of the main loop and when that state began (CLOCK_MONOTONIC ns)."""
         return WorkerState(self._words[0]), self._words[1]
 
     @property
     def outputs(self) -> Outputs:
-        """Returns whether the worker's large outputs are written in place or copied, or UNKNOWN before that is decided."""
+        """Returns whether the worker's large outputs are written in place or copied. It is UNKNOWN while the worker starts."""
         return Outputs(self._words[3])
 
     @outputs.setter
@@ -122,14 +122,15 @@ class StatusPage(Page):
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of a thread's first word in the page. ``slot``: the thread's number, which is 0 for the main loop."""
+        """Returns the index of the first word for a thread. ``slot`` is the thread's number, which is 0 for the main loop."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
         """Records the requests that one of the worker's threads begins to run.
 
         Args:
-          slot: the thread's number. Nothing is recorded if it is SLOTS or more. LOOP_SLOT also sets the page's state EXECUTING.
+          slot: the thread's number. If it is SLOTS or more, nothing is recorded. LOOP_SLOT also sets the worker's state
+            EXECUTING.
           requests: the submitter's number and the request id of each request.
           model: the result of ``model_key`` for the model version that runs the requests.
         """
@@ -152,7 +153,7 @@ class StatusPage(Page):
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Marks that the thread number ``slot`` runs nothing. If this is the main loop, also writes the time ``now_ns``."""
+        """Records that thread ``slot`` runs nothing. For the main loop, also sets the worker's state to ``resting``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0
@@ -160,7 +161,7 @@ class StatusPage(Page):
                 words[0], words[1], words[2] = self.resting, now_ns, now_ns
 
     def executing(self) -> set[tuple[int, int]]:
-        """Returns (submitter's number, request id) of each request that the worker executes, or executed when it died."""
+        """Returns (submitter's number, request id) of each request that the worker is running, or was running when it died."""
         found: set[tuple[int, int]] = set()
         for slot in range(SLOTS):
             at = self.word(slot)
@@ -169,7 +170,7 @@ class StatusPage(Page):
         return found
 
     def oldest(self) -> Running | None:
-        """Returns the unfinished execution that began first, or None if there is none."""
+        """Returns the unfinished run of a model that began first, or None if there is none."""
         words, state = self._words, self.state
         busy = [at for at in map(self.word, range(1, SLOTS)) if words[at]]
         running = [Running(words[at + _SINCE], words[at + _MODEL]) for at in busy]

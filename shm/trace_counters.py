@@ -1,7 +1,7 @@
-"""Defines the counters that all fronts share to decide which requests to trace.
+"""Counters that all fronts share, to decide which requests are traced.
 
-Each counter is an eventfd in semaphore mode. The supervisor creates it and sends it to the fronts. Each read takes one off,
-atomically and without waiting, so that fronts need not ask each other.
+Each counter is an eventfd in semaphore mode, which the supervisor creates and sends to the fronts. Each read subtracts one,
+atomically and without waiting.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _ENDLESS = 1 << 62
 
 
 class TraceBudget:
-    """An eventfd that counts how many more traces all fronts together may take."""
+    """An eventfd that counts how many more requests all fronts together may trace."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     @classmethod
     def create(cls, count: int) -> TraceBudget:
-        """Creates a shared counter from which ``count`` traces may be taken. ``count`` is less than 2^32."""
+        """Creates a shared counter that allows ``count`` traces. ``count`` must be less than 2^32."""
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """Counts one trace. Returns False if no more traces may be taken."""
+        """Subtracts one from the traces that are left. Returns False if none is left."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -48,7 +48,7 @@ class TraceBudget:
 
 
 class Passes:
-    """A countdown. ``left``: how many requests must pass untraced before the next one may be traced."""
+    """A countdown. ``left`` is how many further requests are certain not to be traced."""
 
     __slots__ = ("left",)
 
@@ -62,7 +62,7 @@ class SampleCounter(Passes):
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes ownership of ``fd``, a counter that ``create`` made to sample one request in every ``rate``."""
+        """Takes ownership of ``fd``, the eventfd of a counter that ``create`` made with the same ``rate``."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.
@@ -72,7 +72,7 @@ class SampleCounter(Passes):
 
     @classmethod
     def create(cls, rate: int) -> SampleCounter:
-        """Makes a shared counter that samples one request in ``rate`` (1 to 2^32 - 1), beginning with the ``rate``-th request."""
+        """Makes a shared counter that selects every ``rate``-th request for tracing. ``rate`` is from 1 to 2^32 - 1."""
         blocks = (rate - 1) // _block(rate)
         return cls(os.eventfd(blocks, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 

@@ -1,11 +1,11 @@
-"""Writes traces to files in a separate thread, so that no request waits for a disk.
+"""Writes traces to files in a thread of its own, so that no request waits for a disk.
 
-    FILE       [ trace , trace , ... ]     appended to by every front, under a lock (flock); valid JSON after every write
-    FILE.N     [ ... ]                     with ``log_frequency``: so many traces each, N counted up, none overwritten
+    FILE       [ trace , trace , ... ]     all fronts append to it, under a lock (flock); it is valid JSON after every write
+    FILE.N     [ ... ]                     with ``log_frequency``: each file has so many traces, and N counts up from 0
 
-Limits: how many traces wait for the thread, how many bytes one front writes, and how many files a series has, since any client
-may cause a file with each request. Traces beyond a limit are dropped, and the log says so once. Errors of writing are logged once
-a minute. Source: Triton docs/user_guide/trace.md.
+There are limits on how many traces wait for the thread, how many bytes a front writes, and how many files FILE.N there are.
+Traces beyond a limit are dropped, and that is logged once. Errors of writing are logged once a minute. Source: Triton
+docs/user_guide/trace.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODE = 0o640
 
 
 class TraceFiles:
-    """Writes the trace files of one front, at any number of paths."""
+    """Writes the trace files of one front."""
 
     def __init__(self, max_byte_size: int = 0, max_files: int = 0) -> None:
         self._left = max_byte_size
@@ -42,12 +42,12 @@ class TraceFiles:
         self._seldom = Seldom()
 
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
-        """Queues traces to be written to a file by a thread.
+        """Queues traces, which a thread writes to a file.
 
         If too many traces are queued or the limit of bytes is reached, the traces are dropped and a warning is logged.
 
         Args:
-          path: the path of the file, or what its name begins with.
+          path: the path of the file, or the path without ``.N`` if ``indexed`` is True.
           traces: the JSON objects of one or more traces, separated by commas.
           indexed: True to write a new file ``path``.N, or False to append to the file ``path``.
         """
@@ -137,5 +137,5 @@ def _put(fd: int, content: bytes, offset: int) -> None:
 
 
 def begin(path: str) -> None:
-    """Makes or empties the trace file ``path``. Raises OSError if the file cannot be written."""
+    """Creates the trace file ``path``, or truncates it to 0 bytes. Raises OSError if the file cannot be written."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE))

@@ -1,4 +1,4 @@
-"""The names of the timestamps in a trace, as clients read them.
+"""Defines the names of the timestamps that traces have.
 
 Source: Triton docs/user_guide/trace.md.
 """

@@ -1,12 +1,13 @@
-"""Traces requests over any protocol, in fronts and for lanes: samples them, and collects the timestamps and tensors of each.
+"""Decides which requests are traced, and collects the timestamps and tensors of their traces, in fronts and for clients' lanes.
 
-    sample ─▶ Trace: stamps of the front ─▶ RequestRecord.trace ─▶ worker ─▶ AnswerRecord.trace ─▶ more stamps ─▶ end: written
+    Tracer.sample ─▶ a Trace of the request ─▶ timestamps of the front, and of the worker in AnswerRecord.trace ─▶ Trace.end
 
-A request that is not sampled costs a subtraction (``Tracer.passes``), unless models have settings of their own. Times are
-CLOCK_MONOTONIC in nanoseconds, which all processes share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
+Times are in ns of CLOCK_MONOTONIC, which all processes share. ``Tracer.passes`` counts requests that need no call of
+``sample``, so most requests that are not traced cost one subtraction. Source of the names and the JSON: Triton
+docs/user_guide/trace.md.
 
-Where traces go to a collector, a sampled request is a span of its client's trace. Its ids are made here, because a worker and the
-log name them while the request runs; all other work for spans is the supervisor's, and costs the front's requests nothing.
+If there is an OpenTelemetry collector, a traced request is also a span of its client's trace. The span's ids are made here,
+because workers and the log name them while the request runs. The supervisor does all other work for spans.
 """
 
 from __future__ import annotations
@@ -56,11 +57,10 @@ _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 
 
 class Exemplars:
-    """Stores a front's exemplars: the last traced request in each bucket of the duration histograms.
+    """A front's exemplars: the last traced request in each bucket of the duration histograms.
 
-    They are sent to the supervisor when somebody scrapes OpenMetrics, which shows them as ``# {trace_id="..."} 0.01``.
-
-    ``buckets`` are the upper bounds of the histograms' buckets, in seconds.
+    The supervisor asks for them when somebody scrapes OpenMetrics, which shows them as ``# {trace_id="..."} 0.01``. ``buckets``
+    are the upper bounds of the histograms' buckets in seconds.
     """
 
     def __init__(self, buckets: Sequence[float]) -> None:
@@ -69,7 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Stores a trace as example in the histogram bucket of each of its durations. ``moments``: its times in ns, by name."""
+        """Stores a request as exemplar in the bucket of each of its durations. ``moments``: its timestamps in ns, by name."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -81,7 +81,7 @@ class Exemplars:
                 found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
 
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
-        """Returns each model version with its exemplars, as the reply to ``TraceExemplars``.
+        """Returns the exemplars of each model version, as the reply to ``TraceExemplars`` has them.
 
         An exemplar has the kind of duration, the index of the histogram's bucket, the trace's id, the duration in seconds, and
         when it was stored, in seconds since 1970.
@@ -106,10 +106,10 @@ class SpanIds(NamedTuple):
 
 
 class Spans:
-    """Collects ended traces and sends several at a time to the supervisor. Only the process's event loop may use it."""
+    """Collects the traces of ended requests, and sends several at a time to the supervisor. Only the event loop may use it."""
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
-        """Starts without traces. ``hand_over`` sends traces to the supervisor, and returns False if it drops them.
+        """Starts without traces. ``hand_over`` sends traces to the supervisor, and returns False if that is not possible.
 
         ``later`` calls a function after a number of seconds. If it is None, the running event loop does so.
         """
@@ -123,7 +123,7 @@ class Spans:
         self._seldom = Seldom()
 
     def ended(self, trace: EndedTrace) -> None:
-        """Adds an ended trace, which is sent to the supervisor within half a second."""
+        """Adds the trace of a request that has ended. The trace is sent to the supervisor within half a second."""
         self._waiting.append(trace)
         if len(self._waiting) >= _TOGETHER:
             self.flush()
@@ -151,7 +151,7 @@ def _in_loop(seconds: float, call: Callable[[], None]) -> None:
 
 
 def without_tensors(timeline: Timeline) -> Timeline:
-    """Returns a copy of a timeline. Neither the copy nor the children in it have tensors."""
+    """Returns a timeline without tensors. The timelines in its ``children`` have none either."""
     if timeline.tensors or timeline.children:
         children = tuple(map(without_tensors, timeline.children))
         return msgspec.structs.replace(timeline, tensors=(), children=children)
@@ -159,7 +159,7 @@ def without_tensors(timeline: Timeline) -> Timeline:
 
 
 class Tracer:
-    """Decides which requests of a process's clients are traced, and makes their traces."""
+    """Decides which of a process's requests are traced, and makes their ``Trace`` objects."""
 
     def __init__(
         self,
@@ -173,10 +173,11 @@ class Tracer:
         """Makes a tracer that samples no requests until ``changed`` gives it trace settings.
 
         Args:
-          incarnation: a number that the process has from its start and no other front has. It is the upper bits of trace ids.
+          incarnation: the number of this start of the process, which no other front has. It is the upper bits of trace ids.
           files: writes traces to files. The tracer's ``close`` closes ``files``.
           buckets: the upper bounds of the duration histograms' buckets in seconds. Each bucket's last traced request is kept.
-          hand_over: passes traces to an OpenTelemetry collector. Returns False if it drops them. If None, there is no collector.
+          hand_over: sends traces to the supervisor for an OpenTelemetry collector. Returns False if that is not possible. If it
+            is None, there is no collector.
           protocol: "http", "grpc" or "lane".
           later: calls a function after a number of seconds. If it is None, the running event loop does so.
         """
@@ -195,13 +196,13 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Applies the trace settings in ``record``. ``fds``: the record's descriptors, which the tracer closes later."""
+        """Applies the trace settings in ``record``. Takes ownership of ``fds``, the descriptors that came with the record."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Drops the settings of one model. The settings for all models then hold for that model."""
+        """Removes one model's own settings. The settings for all models then hold for that model."""
         self._forget(record.model)
         self._look()
 
@@ -222,7 +223,7 @@ class Tracer:
             self.passes = Passes(0)
 
     def sample(self, model: str, traceparent: str = "", began_ns: int = 0) -> Trace | None:
-        """Decides whether to trace a request. Returns a trace that the caller must fill and end, or None.
+        """Decides whether to trace a request. Returns a trace that the caller must fill and end, or None if it is not traced.
 
         Args:
           model: the model that the request is for.
@@ -265,12 +266,13 @@ class Tracer:
 
 
 class Sampler:
-    """Decides by the trace settings of one model, or of all models, which requests are traced. Writes the traces to a file."""
+    """The trace settings of one model, or of all models. It decides which requests are traced, and writes traces to a file."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
         """Takes ownership of ``fds``, which are eventfds that all fronts share. If there are none, nothing is traced.
 
-        The first one counts requests, to choose some for tracing. The second one, if any, counts the traces still allowed.
+        The first eventfd counts requests, to select some for tracing. The second one, if there is one, counts the traces that
+        are still allowed.
         """
         self.level = settings.level
         #: None: nothing is traced.
@@ -295,7 +297,7 @@ class Sampler:
         return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Collects a trace, and writes all collected traces once there are enough. Call it only if ``writes`` is True."""
+        """Writes a trace, or keeps it until there are ``log_frequency`` traces to write together. ``writes`` must be True."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -309,7 +311,7 @@ class Sampler:
             self._collected = []
 
     def close(self) -> None:
-        """Writes the collected traces and closes the counters. Traces of requests still in flight are then written one by one."""
+        """Writes the traces that were kept and closes the counters. Traces that end later are written one by one."""
         self._closed = True
         self._flush()
         for counter in (self.turn, self._budget):
@@ -318,7 +320,7 @@ class Sampler:
 
 
 class Trace:
-    """Collects the trace of one sampled request, and writes it when the request has ended."""
+    """Collects the trace of one request, and writes it when the request has ended."""
 
     def __init__(
         self, next_id: Callable[[], int], sampler: Sampler, model: str, exemplars: Exemplars, protocol: str
@@ -348,10 +350,10 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes the request a span of a distributed trace. When the request has ended, the span is added to ``spans``.
+        """Makes the request a span of a distributed trace. ``end`` adds the span to ``spans``.
 
-        ``parent``: the client's span. If it is None, a new trace begins. ``began_ns``: when the request began to arrive, in ns of
-        CLOCK_MONOTONIC.
+        ``parent`` is the client's span. If it is None, a new trace begins. ``began_ns`` is when the request began to arrive, in
+        ns of CLOCK_MONOTONIC.
         """
         self._spans, self._parent, self._began_ns = spans, parent, began_ns
         self.context = SpanIds.within(parent)
@@ -393,7 +395,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Ends the trace, and writes it to its file and to the collector."""
+        """Ends the trace. Writes it to the file and adds it to the traces for the collector, as the settings say."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)
@@ -446,7 +448,7 @@ class Trace:
 
 
 def _ends(timeline: Timeline) -> list[tuple[int, str]]:
-    """Returns (ns, name_START) and (ns, name_END) for each span that the model's code has named."""
+    """Returns two timestamps, (ns, name_START) and (ns, name_END), for each span that the model's code has made."""
     return [
         end
         for span in timeline.spans
