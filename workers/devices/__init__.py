@@ -1,1 +1,1 @@
-"""A worker's device, the processor or a GPU, the memory of the device, and host memory that the device can access."""
+"""The devices on which workers run models: the processor or a GPU, their memory, and host memory that a GPU accesses."""

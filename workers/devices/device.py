@@ -1,7 +1,7 @@
-"""The device that a worker runs on: named on its command line, and opened once.
+"""Parses the name of a worker's device, and opens the device with JAX.
 
-The device's environment is set before jax is imported, so that a CPU worker never looks for GPUs. The supervisor decides which
-GPU a worker sees: it starts the worker with ``CUDA_VISIBLE_DEVICES`` naming one, and to CUDA and JAX that is device 0.
+Call ``prepare_environment`` before you import jax, so that a CPU worker does not look for GPUs. A GPU worker sees only the GPU
+that the supervisor has named in ``CUDA_VISIBLE_DEVICES``, and for CUDA and JAX this GPU is device 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NoDevice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """The name of a device: ``cpu:0``, ``cuda:1``, ``cuda:1/2`` (for worker 2 of that GPU) or ``cuda:1#m`` (for model m only)."""
+    """The name of a worker's device: ``cpu:0``, ``cuda:1``, ``cuda:1/2`` (worker 2 of GPU 1) or ``cuda:1#m`` (only model m)."""
 
     platform: str
     index: int
@@ -34,7 +34,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Parses a device's name, such as ``cuda:1/2#model``. Raises ValueError: the name is malformed."""
+        """Parses a device's name, such as ``cuda:1/2#model``. Raises ValueError if the name is malformed."""
         device, model = device_names.shared(text), device_names.model_of(text)
         match = re.fullmatch(r"(cpu|cuda):(\d{1,4})(?:/(\d{1,4}))?", device, re.ASCII)
         if match is None or (match[1] == "cpu" and match[3]):
@@ -55,10 +55,10 @@ class DeviceName:
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self, count: int = 1) -> jax.Device:
-        """Starts JAX's back end for the platform of this device, and returns the first JAX device of the platform.
+        """Makes JAX start on this device's platform, and returns the platform's first JAX device.
 
-        ``count``: the number of JAX devices that a CPU is divided into. It has no effect on GPUs.
-        Raises NoDevice if JAX cannot use the device.
+        ``count`` is the number of JAX devices into which a CPU is divided. It has no effect on GPUs. Raises NoDevice if JAX
+        cannot use the device.
         """
         import jax
 

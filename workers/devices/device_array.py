@@ -1,9 +1,9 @@
-"""An output on the GPU, which stays there until its destination is known: a region on the device, or host memory.
+"""An output of a model in GPU memory. It stays there until it is known where it must be copied: to a region or to host memory.
 
-A client may take its host memory away at any time. When the processor accesses missing pages, the fault guard (``shm/guard.py``)
-has the request answered with an error. When the driver accesses missing pages, it may fail for good, and with it everybody's
-requests on that GPU. So the driver is given a client's memory only where the pages are locked; the host copies all other memory.
-The GPU goes on seeing locked pages after their object has lost them, so the host checks whether the object still has them.
+A client may truncate its shared memory at any time. If the processor then accesses a missing page, the fault guard
+(``shm/guard.py``) makes the request fail. If the GPU's driver accesses one, the GPU may become unusable for all requests. So
+the driver gets a client's memory only if the pages are locked, and the host copies other memory. The GPU still sees locked
+pages after a client has truncated the object, so the host reads the last byte first, to notice it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensord.shm.cuda_regions import Context
 
 
 class GpuArray:
-    """An array in contiguous device memory at the address ``pointer``. ``owner``: the object that keeps the memory allocated."""
+    """An array in contiguous GPU memory at the address ``pointer``. ``owner`` is the object that keeps the memory allocated."""
 
     __slots__ = ("_context", "_owner", "dtype", "nbytes", "pointer", "shape")
 
@@ -35,13 +35,13 @@ class GpuArray:
 
     @property
     def whole(self) -> jax.Array | None:
-        """The ``jax.Array`` that owns the memory. It is None if the owner is no jax.Array or has another shape or dtype."""
+        """The ``jax.Array`` that owns the memory, or None if the owner is no jax.Array or has another shape or dtype."""
         owner = self._owner
         same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
         return owner if same else None
 
     def __getitem__(self, rows: slice) -> GpuArray:
-        """Returns a range of rows, which shares this array's memory."""
+        """Returns an array of some of the rows, which shares this array's memory."""
         start, stop, step = rows.indices(self.shape[0])
         assert step == 1
         row = self.nbytes // self.shape[0] if self.shape[0] else 0
@@ -58,7 +58,7 @@ class GpuArray:
         return GpuArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copies this array to host memory of the same size, which may be a client's. Raises DeviceLost: the GPU failed."""
+        """Copies this array to host memory of the same size, which may be a client's. Raises DeviceLost if the GPU failed."""
         if not self.nbytes:
             return
         if may_be_written(memory):
@@ -91,7 +91,7 @@ class GpuArray:
 
 
 def standing(array: Array) -> Array:
-    """Returns a contiguous array that the GPU's driver can safely read: a copy if a client may unmap the memory of ``array``."""
+    """Returns an array that the GPU's driver can read safely: contiguous, and a copy if a client could take away its memory."""
     if guard.may_be_missing(address_of(array)):
         return array.copy()
     if array.nbytes:
@@ -100,7 +100,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the GPU's driver may write to this memory. Returns False if a client could unmap it during the write."""
+    """Returns whether the GPU's driver may write to this memory. It is False if a client could take the memory away."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)

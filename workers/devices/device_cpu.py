@@ -1,4 +1,4 @@
-"""Pins CPU workers to their share of the cores, before XLA sizes its thread pools by the cores that it may use."""
+"""Pins each CPU worker to some of the processor's cores, and sets the number of threads with which XLA computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
-    """Returns the cores for worker ``index`` of ``count`` workers. Shares are even, and each has at least one core."""
+    """Divides ``cores`` evenly among ``count`` workers. Returns the cores of worker ``index``, at least one."""
     if count <= len(cores):
         return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
     return [cores[index % len(cores)]]
@@ -26,7 +26,8 @@ def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
 def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
     """Pins this worker, number ``index`` of ``count``, to some of the cores. Call it before JAX's back end starts.
 
-    ``lists``: the cores of each worker, as text such as "0-3,8"; empty: equal shares, and a single worker is not pinned.
+    ``lists`` has the cores of each worker as text, such as "0-3,8". If it is empty, workers get equal shares of the cores, and
+    a single worker is not pinned.
     """
     if lists:
         cores = list(core_list.parse(lists[index]))
@@ -49,7 +50,7 @@ def pin_to(cores: Sequence[int]) -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """Sets the number of threads with which XLA computes; 0: leaves it at the number of cores.
+    """Sets the number of threads with which XLA computes. If ``threads`` is 0, it stays the number of cores.
 
     Call it before JAX's back end starts.
     """

@@ -1,16 +1,15 @@
-"""A worker's GPU: gathers inputs on it, brings outputs to their places, and limits the memory that XLA may take.
+"""A worker's GPU: copies the inputs of a batch to it, copies outputs from it, and limits the GPU memory that XLA may use.
 
-    CUDA region, aligned to 256, alone in its batch  ─▶ used where it lies
-    CUDA region otherwise, or on another GPU         ─▶ device to device into the staging buffer
-    arena, system region, body; small                ─▶ brought together on the host (``host_staging.py``), one transfer into it
-                                large                ─▶ host to device into it; only a transfer where the pages are locked
-    system region whose pages are not locked, large  ─▶ copied on the host first, and so on the way out (``device_array.py``)
+    in a CUDA region, aligned to 256 bytes, alone in its batch   the input is used where it is
+    otherwise in a CUDA region, or in one of another GPU         copied from GPU memory to the staging buffer
+    small inputs in host memory                                  gathered on the host (``host_staging.py``), then one transfer
+    a large input in host memory                                 a transfer of its own to the staging buffer
+    a large one in a client's memory that is not page-locked     copied on the host before the transfer (``device_array.py``)
 
-All models share one staging buffer, which belongs to the thread that runs them: a batch is computed before the next one is
-gathered. Another thread that runs programs (the loader with a version's samples) has a ``CudaDevice`` of its own.
-XLA never waits for a copy, because copies into the buffer have finished before XLA is called. Copies of outputs to the host
-wait for XLA on the device (``_follow``), and the thread waits for the copies; outputs that stay on the device are ready
-before anything reads them.
+The staging buffer is GPU memory that all models share. It belongs to the thread that runs them, and a batch is computed before
+the next one is gathered. Another thread that runs programs has a ``CudaDevice`` of its own. The thread waits until all inputs
+are copied before it calls XLA. Copies of outputs to the host wait for XLA on the GPU (``_follow``), and the thread waits for
+these copies. Outputs that stay on the GPU are computed before anything reads them.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ GatheredPart = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
-    """Limits XLA's GPU memory by environment variables. Variables that are set already are kept.
+    """Limits XLA's GPU memory by environment variables. Variables that are already set stay unchanged.
 
     Call it before JAX's back end starts.
     """
@@ -58,7 +57,7 @@ def prepare_environment(options: Workers) -> None:
 
 
 class CudaDevice:
-    """Moves inputs to a GPU and outputs from it, for one thread. The thread runs one program at a time."""
+    """Copies inputs to a GPU and outputs from it, for one thread, which runs one program at a time."""
 
     def __init__(self, context: Context, device: jax.Device, pieces: StagingPool) -> None:
         self.context = context
@@ -81,7 +80,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
-        """Gathers a batch's inputs on the device. Returns the program's arguments by name, and the number of bytes copied.
+        """Copies a batch's inputs to the GPU. Returns the program's arguments by name, and the number of bytes copied.
 
         Raises InvalidArgument: a region cannot be read any more. Raises Unavailable: there is no memory. Raises DeviceLost: the
         GPU failed.
@@ -127,7 +126,7 @@ class CudaDevice:
 
     @property
     def host(self) -> HostStaging:
-        """The device's page-locked host memory, through which small tensors are copied to or from the GPU in one transfer.
+        """Host memory, page-locked if possible, through which small tensors are copied to and from the GPU in one transfer.
 
         Raises DeviceLost if the GPU has failed.
         """
@@ -138,7 +137,7 @@ class CudaDevice:
     def send(
         self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
     ) -> dict[str, jax.Array]:
-        """Copies the first ``byte_size`` bytes of ``self.host`` to the device in one transfer. Returns the inputs there by name.
+        """Copies the first ``byte_size`` bytes of ``self.host`` to the GPU in one transfer. Returns the GPU arrays by name.
 
         ``parts``: the name, dtype and shape of each input, and its offset in the host memory in bytes, a multiple of
         ``ALIGNMENT``.
@@ -259,9 +258,9 @@ class CudaDevice:
     def take(self, outputs: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
         """Waits for ``outputs``, copies them to host memory, and returns the bytes of each.
 
-        Returns None if the outputs are too large for the staging memory. ``cuts``: if there is one output, its ranges of bytes
-        (begin, end) to return; empty: all of it.
-        Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
+        Returns None if the outputs have more than ``TOGETHER`` bytes. If there is one output, ``cuts`` may name ranges of its
+        bytes (begin, end), and the bytes of each range are returned. Raises DeviceLost if the GPU has failed. An error of the
+        program's run is raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in outputs]))
         if ends and ends[-1] > TOGETHER:
@@ -282,11 +281,10 @@ class CudaDevice:
     def deliver(
         self, outputs: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Waits until a program has computed ``outputs``, and copies each output that has a place to its place.
+        """Waits until a program has computed ``outputs``, and copies each output that has an item in ``places`` to this place.
 
-        ``places``: where to copy an output, by name. A place is host memory, or a region on the GPU with an offset in bytes.
-        Returns all outputs by name. Outputs without a place are host arrays if they have together at most ``TOGETHER`` bytes. All
-        other outputs are arrays on the device.
+        A place is host memory, or a region on the GPU with an offset in bytes. Returns all outputs by name. Outputs without a
+        place are host arrays if they have together at most ``TOGETHER`` bytes. All other outputs are arrays on the device.
         Raises InvalidArgument if a region cannot be written any more. Raises DeviceLost if the GPU has failed. An error of the
         program's run is raised unchanged.
         """
@@ -356,7 +354,7 @@ class CudaDevice:
 
 
 def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Returns how many bytes an input takes in the staging buffer: its size, rounded up to ``ALIGNMENT``."""
+    """Returns how many bytes of the staging buffer an input needs: its size, rounded up to a multiple of ``ALIGNMENT``."""
     return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
 
 

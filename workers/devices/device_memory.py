@@ -1,8 +1,7 @@
-"""Checks how much memory a device has left, before a model that needs more makes XLA or the kernel end the process.
+"""Checks that a device has enough memory left for a model, because XLA or the kernel may end the process if it has not.
 
-GPU    memory that XLA's allocator may still take
-CPU    memory that the kernel could give without swapping, within the bounds of the process's control groups; all CPU devices
-       share it
+GPU    the memory that XLA's allocator may still allocate
+CPU    the memory that the kernel has without swapping, within the limits of the process's control groups, for all CPU devices
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from tensord.shm.errors import Internal
 
 
 def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
-    """Raises Internal if a device has less than ``byte_size`` bytes of memory left.
+    """Raises Internal if not every one of ``devices`` has ``byte_size`` bytes of memory left.
 
-    ``what``: the beginning of the error's sentence, such as "its parameters need".
+    ``what`` is the beginning of the error's sentence, such as "its parameters need".
     """
     shared = len(devices) if devices[0].platform == "cpu" else 1
     left = min((free for device in devices if (free := _left(device)) is not None), default=None)
@@ -30,7 +29,7 @@ def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) 
 
 
 def _left(device: jax.Device) -> int | None:
-    """Returns how many bytes the device has left; None: it does not say."""
+    """Returns how many bytes of memory the device has left, or None if that is not known."""
     if device.platform == "cpu":
         return _host_left()
     figures = device.memory_stats() or {}

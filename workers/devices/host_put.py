@@ -1,6 +1,6 @@
-"""Makes arrays of a processor's device from arrays in host memory, which programs use where they lie if they are aligned.
+"""Makes JAX arrays on a CPU device from arrays in host memory. Programs use aligned arrays without a copy.
 
-``jax.device_put`` does the same, and takes ten times as long for that: as long as it takes to copy a MiB.
+``jax.device_put`` does the same, but its call takes ten times as long.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Page-locked host memory through which small tensors of a batch cross the bus together: one piece for each thread.
+"""Page-locked host memory, in which a thread gathers small tensors to copy them to or from a GPU in one transfer.
 
-in    gathered here ─▶ one transfer into the device's staging buffer
-out   one transfer of all outputs ─▶ one wait ─▶ copied out, before the next batch is gathered
+inputs     gathered here ─▶ one transfer to the GPU's staging buffer
+outputs    one transfer to here ─▶ the thread waits ─▶ copied to their places, before the next batch is gathered
 
-A piece is locked when it is first needed, which takes the driver a moment, and stays locked: when a thread ends, the next thread
-gets its piece. A piece that may not be locked (``PinnedBudget``), or that the system refuses to lock, works as well: the driver
-then copies through memory of its own.
+Each thread has a buffer of its own. A buffer is locked when it is made, which takes a moment, and stays locked. When a thread
+ends, another thread gets its buffer. If a buffer cannot be locked, or ``PinnedBudget`` does not allow it, transfers still work,
+but the driver makes another copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HostStaging:
 
 
 class StagingPool:
-    """Lends each thread of a worker host memory for small tensors on their way to and from a GPU."""
+    """Gives each thread of a worker a buffer in host memory for small tensors on their way to or from a GPU."""
 
     def __init__(self, context: Context, budget: PinnedBudget) -> None:
         self._context = context
@@ -57,14 +57,14 @@ class StagingPool:
         return self._made()
 
     def give_back(self, piece: HostStaging) -> None:
-        """Takes memory back from a thread. No queued copy may use it any more."""
+        """Returns a thread's buffer to the pool. No queued copy may still use the buffer."""
         if self._closed:
             self._let_go(piece)
         else:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Unlocks the pool's page-locked memory. Memory that a thread still uses is unlocked when the thread returns it."""
+        """Unlocks the pool's page-locked memory. A buffer that a thread still uses is unlocked when the thread returns it."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())

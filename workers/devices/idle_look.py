@@ -1,9 +1,10 @@
-"""Checks an idle GPU, so that a failure is known before a request meets it.
+"""Checks regularly whether an idle worker's GPU still works, so that a failure is found before a request needs the GPU.
 
-    a thread's clock ─▶ inbox ─▶ loop, if it is idle: is the last mark reached? ─▶ another mark
-                                   └─ not for too long, or an error ─▶ DeviceLost: the worker ends and is replaced
+    A thread makes the worker's loop do a check at intervals. If the loop is idle, it looks at a CUDA event in the GPU's stream:
+      reached                            the event is recorded again, for the next check
+      an error, or not reached too long  DeviceLost: the worker ends and is replaced
 
-If the driver does not return, the loop stops, which the supervisor sees. While the GPU has work, errors show a failure.
+If a call of the driver does not return, the loop stops, and the supervisor notices that. A busy GPU needs no checks.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Marker:
 
     @property
     def reached(self) -> bool:
-        """Whether the GPU has done all work that was queued before the last ``set``.
+        """Returns whether the GPU has done all work that was queued before the last call of ``set``.
 
-        Raises DeviceLost: some of the work failed.
+        Raises DeviceLost if some of the work failed.
         """
         self._context.enter()
         try:
@@ -71,9 +72,9 @@ class IdleLook:
         """Starts the checks of the GPU of ``context``.
 
         Args:
-          idle: returns whether the loop has nothing else to do. Only then the GPU is checked.
-          post: asks the loop to call a function; any thread may call it.
-          patience: how many seconds the GPU may take for one check before it counts as failed; 0: it never does.
+          idle: returns True if the loop has nothing else to do. The GPU is checked only then.
+          post: makes the loop call a function. Any thread may call it.
+          patience: how many seconds the GPU may take to reach an event before it counts as failed. 0 means no limit.
           interval: seconds between two checks.
         """
         self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)
@@ -96,7 +97,7 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Checks the GPU if the worker is idle. Raises DeviceLost if the GPU failed, or took too long for the last check."""
+        """Checks the GPU if the worker is idle. Raises DeviceLost if the GPU failed, or takes too long for the last check."""
         self._asked = False
         if self._ends.is_set() or not self._idle():
             self._since_ns = 0
@@ -114,7 +115,7 @@ class IdleLook:
             )
 
     def close(self) -> None:
-        """Stops the regular checks of whether the idle worker's GPU still works. May be called again."""
+        """Stops the checks. Idempotent."""
         if not self._ends.is_set():
             self._ends.set()
             self._marker.close()

@@ -1,7 +1,7 @@
-"""Input tensors that are read only when their batch is gathered: in a client's GPU memory, or in a snapshot region.
+"""Input tensors in a client's GPU memory or in a snapshot region. They are read only when their batch is gathered.
 
-So a request in a queue holds no copy, and the tensor is copied once, into the executable's buffer. It turns into an array on
-demand, and is treated as one; code that can use a tensor on the device uses its ``pointer`` instead.
+A request that waits therefore has no copy of them, and a tensor is copied once, directly to the program's input buffer.
+``numpy.asarray`` reads such a tensor. Code that can use a tensor on the GPU uses its ``pointer`` instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tensord.shm.regions import SnapshotRegion
 
 
 class LateTensor:
-    """A tensor in a region whose bytes are read only when they are needed. Its elements have a fixed size."""
+    """A tensor in a region. Its bytes are read only when they are needed. Its datatype has elements of a fixed size."""
 
     __slots__ = ("dtype", "nbytes", "offset", "region", "shape")
 
@@ -56,7 +56,10 @@ class LateTensor:
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory; ``dtype`` None: the tensor's own. Raises InvalidArgument: the region cannot be read."""
+        """Returns a copy in host memory, with the tensor's own dtype if ``dtype`` is None.
+
+        Raises InvalidArgument if the region cannot be read, or ValueError if ``copy`` is False.
+        """
         if copy is False:
             raise ValueError("a region's memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)
@@ -74,7 +77,7 @@ class CudaTensor(LateTensor):
     region: CudaRegion
 
     def __init__(self, region: CudaRegion, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-        """Makes a tensor at ``offset`` bytes in a region. Raises InvalidArgument: the tensor is not wholly inside the region."""
+        """Makes a tensor at ``offset`` bytes in a region. Raises InvalidArgument if it is not wholly inside the region."""
         super().__init__(region, offset, dtype, shape)
         #: Its device address. An empty tensor has none, and may lie at the region's end.
         self.pointer = region.pointer(offset, self.nbytes) if self.nbytes else 0
@@ -84,7 +87,7 @@ class CudaTensor(LateTensor):
 
 
 class RegionTensor(LateTensor):
-    """A tensor in an unmapped region, read through the region's file descriptor. The caller has checked its bounds."""
+    """A tensor in a region that is not mapped. It is read by system calls. The caller has checked that it is in the region."""
 
     __slots__ = ()
     region: SnapshotRegion

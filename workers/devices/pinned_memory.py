@@ -1,18 +1,16 @@
-"""Page-locks host memory once, so that the GPU can access it directly and transfers need no copy by the host.
+"""Page-locks host memory, so that the GPU can access it directly and the host need not copy tensors for transfers.
 
-    arenas           each segment when it is made or opened, until it is closed
-    system regions   when they are registered, if their pages exist: locking a sparse object would allocate what nobody asked for
+    segments of arenas   locked from when they are made or mapped until they are closed
+    system regions       locked when they are registered, if all their pages exist (locking would allocate missing pages)
 
-    loop     pin ──────────────────────────────────▶ unpin: forgotten, and its room is free again
-    thread    └─▶ register with the driver (long)     └─▶ unregister ─▶ loop: the mapping may be released
+Locking gigabytes takes the driver seconds. A thread therefore locks and unlocks memory, one piece after the other, and the
+worker's loop does not wait for it. Memory that is not locked can be used as well: the driver copies tensors in arenas, and the
+host those in regions. This module keeps a mapping until the driver has unlocked it, even if its owner closes the mapping
+earlier.
 
-Registering gigabytes takes the driver seconds, so all of it happens in a thread, in order; nothing on the loop waits for it.
-Memory that is not locked yet, or never, works as well: the driver copies arenas through memory of its own, and the host copies
-regions. This module keeps a mapping until the driver has unlocked it, even if its owner closes the mapping earlier.
-
-``PinnedBudget`` bounds the locked memory. RLIMIT_MEMLOCK does not: the driver does not charge it. If a client truncates an object
-whose pages are locked, the GPU goes on seeing the old pages, and the fault guard handles accesses by the host. Of a client's
-memory the driver is given only locked pages, which is why a region is told whether it is locked (``device_cuda.py``).
+``PinnedBudget`` limits how many bytes are locked, because RLIMIT_MEMLOCK does not count what the driver locks. If a client
+truncates an object whose pages are locked, the GPU still sees the old pages, and the fault guard handles accesses by the host.
+The driver may access a client's memory only while it is locked, so a region stores whether it is (``hold``).
 """
 
 from __future__ import annotations
@@ -31,24 +29,24 @@ _log = logging.getLogger(__name__)
 
 
 class PinnedBudget:
-    """Counts the bytes that a GPU worker has page-locked, up to ``workers.pinned_byte_size``. Any thread may use it."""
+    """Limits how many bytes a GPU worker page-locks: ``workers.pinned_byte_size``. Any thread may use it."""
 
     def __init__(self, limit: int) -> None:
-        """Begins with no bytes locked. ``limit``: the number of bytes that may be locked at a time."""
+        """Starts with no bytes locked. ``limit`` is how many bytes may be locked at a time."""
         self.limit = limit
         #: Bytes that are locked now, or about to be.
         self.byte_size = 0
         self._lock = threading.Lock()
 
     def take(self, byte_size: int) -> bool:
-        """Reserves bytes that are about to be locked. Returns False, and reserves none, if they would exceed the limit."""
+        """Reserves bytes that are about to be locked. Returns False, and reserves none, if the limit does not allow them."""
         with self._lock:
             fits = self.byte_size + byte_size <= self.limit
             self.byte_size += byte_size if fits else 0
         return fits
 
     def give_back(self, byte_size: int) -> None:
-        """Subtracts ``byte_size`` from the number of page-locked bytes that this object counts."""
+        """Ends the reservation of ``byte_size`` bytes."""
         with self._lock:
             self.byte_size -= byte_size
 
@@ -78,7 +76,7 @@ class PinnedMemory:
     """Page-locks and unlocks host memory for the GPU of one worker. Only the thread of the worker's loop may use it."""
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
-        """Locks nothing yet. ``budget``: bounds what is locked. ``thread``: locks and unlocks memory, and does nothing else."""
+        """Locks nothing yet. ``budget`` limits how much is locked. ``thread`` must do nothing but lock and unlock memory."""
         self._context = context
         #: Memory that is about to be unlocked is given back already: it is unlocked before other memory is locked.
         self._budget = budget
@@ -88,11 +86,11 @@ class PinnedMemory:
         self._logged: set[str] = set()
 
     def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
-        """Page-locks ``view`` in a thread of this object, until ``unpin``. A failure is only logged.
+        """Makes another thread page-lock ``view``, until ``unpin``. Does not wait for that. A failure is only logged.
 
         Args:
           what: names the memory in the log.
-          hold: if given, the thread calls it with True once the memory is locked, and with False before it is unlocked.
+          hold: if not None, the thread calls it with True once the memory is locked, and with False before it is unlocked.
         """
         memory, budget = _PinnedMapping(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):
@@ -106,7 +104,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Unlocks the pages of ``view`` later, in another thread. Does nothing if ``pin`` was not called for ``view``.
+        """Makes another thread unlock ``view``. Does nothing if ``pin`` was not called for ``view``.
 
         The caller may close the memory immediately, because the pages stay mapped until they are unlocked.
         """
@@ -118,7 +116,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
-        """Asks a thread to page-lock the memory of an arena's segment until the segment is closed. Does not wait for it."""
+        """Makes another thread page-lock an arena's segment, until the segment is closed. Does not wait for that."""
         self.pin(segment.view, "an arena's segment")
         segment.before_close = lambda: self.unpin(segment.view)
 

@@ -1,6 +1,7 @@
-"""The devices of a model that runs on several of them, and the rule that a worker runs one program on several devices at a time.
+"""The devices of a model that runs on several of them. A worker runs only one program on several devices at a time.
 
-The parts of such a program wait for each other: if devices began two programs in different orders, all would wait for ever.
+Such a program's parts on the devices wait for each other. If two devices began two programs in different orders, both would
+wait for ever.
 """
 
 from __future__ import annotations
@@ -20,23 +21,22 @@ _RUNNING = threading.Lock()
 
 
 class SeveralDevices:
-    """The devices of a model version that runs on several devices, or on a single one other than the worker's first."""
+    """The devices of a model version: several devices, or a single one that is not the worker's first."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)
         self._everywhere = NamedSharding(Mesh(self.devices, ("devices",)), PartitionSpec())
 
     def sharding(self, leaf: Any) -> Any:
-        """Returns the sharding that the model's author has set for a parameter; None: none is set."""
+        """Returns the sharding that the model's author has set for a parameter, or None if there is none."""
         laid = isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.committed)
         return leaf.sharding if laid else None
 
     def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
-        """Puts parameters on the devices where the ``compiled`` program needs them.
+        """Copies parameters to the devices where the ``compiled`` program needs them. Returns them as JAX arrays.
 
-        Parameters that the program does not use are put on all devices. Parameters that the author has sharded keep their
-        sharding.
-        Raises Internal, naming the model: a device has too little memory.
+        Parameters that the program does not use are copied to all devices. Parameters that the author has sharded keep their
+        sharding. Raises Internal if a device has too little memory. ``model`` is the model's name, for the error.
         """
         ((wanted, *_), _) = compiled.input_shardings
         leaves, structure = jax.tree.flatten(parameters)
@@ -54,19 +54,19 @@ class SeveralDevices:
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
         """Returns the ids of the devices that a compiled program uses, in the program's order.
 
-        May raise any exception with a version of JAX that does not have this information.
+        If this version of JAX does not have this information, any exception may be raised.
         """
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
 
     def ordered(self, ids: Any) -> list[jax.Device]:
-        """Returns the devices with these ids, in this order. Raises KeyError: the model has no device with such an id."""
+        """Returns the devices with these ids, in this order. Raises KeyError if the model has no device with one of the ids."""
         known = {device.id: device for device in self.devices}
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``call`` so that in this process only one wrapped function runs at a time, until its outputs are computed."""
+        """Wraps ``call`` so that only one wrapped function runs in this process at a time, until its outputs are computed."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

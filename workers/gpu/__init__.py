@@ -1,1 +1,1 @@
-"""Runs programs on a GPU: gathers inputs in its memory, fetches outputs or delivers them to their places."""
+"""Runs programs on a GPU. Copies their inputs to the GPU, and their outputs to the places where they are needed."""

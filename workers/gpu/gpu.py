@@ -1,8 +1,8 @@
-"""The GPU as an execution device: the programs of one thread, and their copies to and from the GPU.
+"""The executables of a GPU: compiled programs of one thread, with the copies of inputs to the GPU and of outputs from it.
 
-large inputs    the device's staging buffer
-small ones      by way of page-locked memory, in one transfer (``DeviceInputs``)
-outputs         fetched, delivered to their places, or left on the GPU
+large inputs    copied to the GPU one by one
+small inputs    gathered in page-locked host memory, then copied in one transfer (``DeviceInputs``)
+outputs         copied to the host, copied to their places, or left on the GPU
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class Gpu(ExecutionDevice):
 
 
 class DeviceInputs:
-    """Host memory in which the inputs for one executable are gathered before they are sent to the GPU.
+    """Host memory in which an executable's small inputs are gathered, before they are copied to the GPU in one transfer.
 
-    All executables of a thread share this memory. Send one executable's inputs to the GPU before the next one's are gathered.
+    All executables of a thread share this memory. Send one executable's inputs to the GPU before you gather the next one's.
     """
 
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Chooses an offset in device memory for each input. ``inputs``: name, dtype and shape of each input of the program."""
+        """Chooses an offset in the memory for each input. ``inputs`` has the name, dtype and shape of each of them."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0
@@ -90,12 +90,12 @@ class DeviceInputs:
 
     @property
     def fit(self) -> bool:
-        """True if all inputs fit into the memory in which small inputs are put together on the host."""
+        """True if all inputs together fit into the memory."""
         return 0 < self._byte_size <= TOGETHER
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The host arrays, by name, in which inputs wait to be sent to the GPU. Raises DeviceLost if the GPU has failed."""
+        """The host arrays, by name, in which inputs are gathered for the GPU. Raises DeviceLost if the GPU has failed."""
         content = self._device.host.content
         found: dict[str, Array] = {}
         for name, dtype, shape, at in self._parts:
@@ -104,9 +104,9 @@ class DeviceInputs:
         return found
 
     def send(self) -> dict[str, jax.Array]:
-        """Sends the gathered inputs to the GPU. Returns the program's arguments by name.
+        """Copies the gathered inputs to the GPU. Returns the program's arguments by name.
 
-        Raises Unavailable: there is no memory. Raises DeviceLost: the GPU failed.
+        Raises Unavailable if the GPU has no memory left, or DeviceLost if the GPU has failed.
         """
         return self._device.send(self._parts, self._byte_size)
 
@@ -134,7 +134,7 @@ class GpuExecutable(Executable):
         return [np.asarray(arrays[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, arrays: Mapping[str, Any]) -> list[bytes] | None:
-        """Copies all outputs to the host; None: the staging memory is too small."""
+        """Copies all outputs to the host and returns their bytes. Returns None if they are too large for the staging memory."""
         packed = arrays.get(PACKED)
         if packed is None:
             return self._cuda.take([arrays[name] for name in self._signature.outputs])
@@ -144,7 +144,7 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], arrays: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns ``contents``, the bytes of each output, as arrays by name, with dtypes and shapes of the GPU's ``arrays``."""
+        """Returns ``contents``, the bytes of each output, as arrays by name. ``arrays`` has their dtypes and shapes."""
         if self._fetched is None:
             outputs = {name: arrays[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in outputs.items()]
