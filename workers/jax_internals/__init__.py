@@ -1,1 +1,1 @@
-"""The private interfaces of JAX that a worker uses, listed in one place, each with its fallback."""
+"""Lists the private interfaces of JAX that a worker uses, and says what happens if JAX does not have one of them."""

@@ -1,11 +1,12 @@
-"""Lists the private interfaces of JAX that a worker uses; any version of JAX may lack some of them.
+"""Lists the private interfaces of JAX that a worker uses. Every version of JAX may lack some of them.
 
-    user ─▶ COMPILER.find() ─▶ the interface, or Missing: the user takes its fallback, and answers stay the same
-    worker, as it starts ─▶ missing() ─▶ the supervisor's log and ``tensorctl status``
+    COMPILER.find()   returns the interface, or raises Missing: the caller then works without it, and gives the same answers
+    missing()         is called when a worker starts, for the supervisor's log and ``tensorctl status``
 
-Nothing else may be imported from ``jax._src``, ``jaxlib`` or an underscored name of JAX's (``tests/test_imports.py``). What is
-documented, ``jax.extend`` and ``jax.experimental`` included, is not listed. Some interfaces show only when a program is compiled
-or run whether they exist, and are marked so: code that uses one tries it, and takes any failure for its absence.
+No other code may import ``jax._src``, ``jaxlib`` or names of JAX that begin with an underscore (``tests/test_imports.py``).
+Documented interfaces, also in ``jax.extend`` and ``jax.experimental``, are not listed. Whether some interfaces exist is only
+known when a program is compiled or run, and ``look`` is None for these. Code that uses one tries it, and treats any failure as
+if it were missing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A private interface of JAX: its name, its use, and the consequence if JAX lacks it."""
+    """A private interface of JAX: its name, what it is used for, and what happens if JAX lacks it."""
 
     name: str
     #: The versions of JAX that have it.
@@ -35,7 +36,7 @@ class Interface:
     look: Callable[[], Any] | None
 
     def find(self) -> Any:
-        """Returns the module, class or function of JAX. Raises Missing: JAX lacks the interface."""
+        """Returns a module, class or function of JAX. Raises Missing if JAX lacks the interface."""
         assert self.look is not None, f"{self.name} cannot be looked for"
         try:
             return self.look()
@@ -119,7 +120,7 @@ INTERFACES = (PERSISTENT_CACHE, CPU_CLIENT, OUTPUT_MEMORY, BUFFER_ASSIGNMENT, GP
 
 
 def missing() -> tuple[str, ...]:
-    """Returns a sentence for each interface that this version of JAX lacks. The sentence tells the consequence."""
+    """Returns a sentence for each interface that this version of JAX lacks. The sentence says what happens without it."""
     found = []
     for interface in INTERFACES:
         try:

@@ -12,7 +12,7 @@ import jax.experimental
 
 
 def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that sets JAX's 64-bit mode for the calling thread. ``wanted``: whether the mode is on."""
+    """Returns a context manager that switches JAX's 64-bit mode for the calling thread on, or off if ``wanted`` is False."""
     # Older versions have it among what is experimental.
     library: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     made: contextlib.AbstractContextManager[object] = library.enable_x64(wanted)
@@ -20,7 +20,7 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
 
 
 def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function that makes context managers. If ``wide``, they turn JAX's 64-bit mode on. Else they do nothing."""
+    """Returns a function that makes context managers. They turn JAX's 64-bit mode on if ``wide``, and do nothing otherwise."""
     return enable_x64 if wide else contextlib.nullcontext
 
 
