@@ -1,1 +1,1 @@
-"""Threads beside the worker's loop, and how they communicate with the loop."""
+"""Threads that a worker has besides its main loop, and how they communicate with the loop."""

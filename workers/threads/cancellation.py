@@ -1,7 +1,7 @@
-"""Cancels a long piece of work, such as loading a model, whose result is not needed any more.
+"""Cancels a long operation in another thread, such as loading a model, when nobody needs its result any more.
 
-The loop cancels; the work checks between its steps (``check``), and registers a function to be called if a step can be cut short
-(``interrupting``). A step that cannot be cut short runs to its end.
+The worker's loop calls ``cancel``. The operation calls ``check`` between its steps, and uses ``interrupting`` for a step that
+can be stopped. A step that cannot be stopped runs to its end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REASON = "it was unloaded, or another load of it came, before it was ready"
 
 
 class Cancellation:
-    """The cancellation of one load of a model version. Any thread may use it."""
+    """Says whether one load of a model version is cancelled, and cancels it. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,9 +42,9 @@ class Cancellation:
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Calls ``interrupt`` if the load is cancelled during the ``with`` block, in the thread that cancels the load.
+        """Calls ``interrupt`` if the load is cancelled during the ``with`` block. The thread that cancels the load calls it.
 
-        Raises Cancelled at the start of the block if the load is cancelled already.
+        Raises Cancelled at the start of the block if the load is already cancelled.
         """
         with self._lock:
             self.check()

@@ -1,4 +1,4 @@
-"""Runs coroutines of a model's code in a thread with an event loop, which starts with the first coroutine."""
+"""Runs the coroutines of a model's code in a separate thread, which has an event loop and starts with the first coroutine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class CoroutineThread:
     """The thread that runs the coroutines of one instance of a model. Only the instance's own thread may use this object."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """The first use starts the thread, under the name ``name``.
+        """Does not start the thread yet. ``name`` is the thread's name.
 
-        ``code``: returns a context manager, which surrounds the model's code in the thread.
+        ``code`` returns a context manager. All of the model's code in the thread runs within its ``with`` block.
         """
         self._name = name
         self._code = code

@@ -1,4 +1,4 @@
-"""Passes calls from other threads to the worker's loop: an eventfd wakes the loop, which runs the calls in order."""
+"""Lets other threads call functions in the worker's loop. An eventfd wakes the loop, which calls the functions in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Inbox:
-    """A queue of functions. Any thread adds functions (``post``), and the worker's loop calls them (``drain``)."""
+    """A queue of functions for the worker's loop. Any thread adds functions (``post``), and the loop calls them (``drain``)."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -28,7 +28,7 @@ class Inbox:
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
         """Queues a function, which the worker's loop calls in its own thread. Wakes the loop if it sleeps.
 
-        ``soon``: if False, the loop is not woken while it reads the queue by itself anyway, as ``look`` tells this object.
+        If ``soon`` is False, the loop is not woken after ``look(True)``, because it will call ``run`` by itself.
         """
         self._calls.append(call)
         # Who drains says so before it looks.
@@ -40,9 +40,9 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, comes: bool) -> bool:
-        """Sets whether the worker's loop calls ``run`` soon even if ``post`` does not wake the loop.
+        """Stores whether the worker's loop will soon call ``run`` by itself (``comes``), so that ``post`` need not wake it.
 
-        Returns True if the loop must call ``run`` now, because functions were added while ``post`` did not wake the loop.
+        Returns True if the loop must call ``run`` now: ``comes`` is False, and functions are in the queue.
         """
         self._looks = comes
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.

@@ -1,4 +1,4 @@
-"""Lets one long job run at a time. If a step of the job takes too long, the next job no longer waits for it."""
+"""Lets threads do long work one after the other. If a step of the work takes too long, the next thread does not wait for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BESIDE = 3
 
 
 class Turns:
-    """Lets one thread after the other do some work, in the order in which the threads asked.
+    """Lets threads work one at a time, in the order in which they asked.
 
-    If a thread's work takes very long, another thread may work at the same time. At most four do.
+    If a step of a thread's work takes too long, the next thread may work at the same time. At most four threads do.
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """If one step of a thread's work takes more than ``long_seconds``, the next thread begins meanwhile. 0 means never."""
+        """``long_seconds`` is how long a step of a thread's work may take until the next thread begins. 0 means no limit."""
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
@@ -30,10 +30,10 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits for the calling thread's turn, which lasts until the end of the ``with`` block.
+        """Waits until the calling thread may work. It may work until the end of the ``with`` block.
 
-        Yields a function. The thread calls it whenever a step of its work begins, so that the time of the step is measured.
-        Raises Cancelled: ``cancellation`` was cancelled during the wait.
+        Yields a function. The thread must call it when a step of its work begins, because the time of each step is limited.
+        Raises Cancelled if ``cancellation`` is cancelled during the wait.
         """
         mine = object()
         self._wait(mine, cancellation)

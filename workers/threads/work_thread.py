@@ -1,4 +1,4 @@
-"""Runs long jobs, such as loading models, one after the other in a thread beside the loop, which gets their results."""
+"""Runs long functions, such as loading a model, one by one in a thread, and passes their results to the worker's loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_ASIDE = 16
 
 
 class WorkThread:
-    """A thread that calls functions one after the other. It starts with the first function."""
+    """A thread that calls functions one after the other. It is started when the first function is queued."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -34,7 +34,7 @@ class WorkThread:
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Has the thread call ``job``. The worker's loop then calls ``done`` with the result or the exception."""
+        """Queues ``job`` for the thread. When it has ended, the worker's loop calls ``done`` with its result or exception."""
         if not self._threads:
             self._start()
         self.pending += 1
@@ -56,14 +56,14 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Schedules ``call`` on the worker's loop, and returns at once. A function that this thread runs may use it."""
+        """Makes the worker's loop call ``call`` later. Functions that this thread runs may use it. Does not wait."""
         self._inbox.post(call)
 
     @contextlib.contextmanager
     def standing_aside(self, always: bool = False) -> Iterator[None]:
         """Lets another thread run queued functions while the calling function waits in the ``with`` block.
 
-        A thread is started for that unless many functions wait in such blocks already, or if ``always`` is True in any case.
+        If 16 functions are in such blocks already, no other thread is started, unless ``always`` is True.
         """
         with self._lock:
             stands = always or self._aside < _MAX_ASIDE
