@@ -442,7 +442,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of ``lease``. If that fails, frees the lease and returns the error as an answer, else None."""
+        """Announces a lease's segment and returns None. On failure, frees the lease and returns the error as an answer."""
         try:
             self.announce(lease[0])
         except Unavailable as error:

@@ -3,9 +3,9 @@
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |
     the region                      | 0 ...................... byte_size |
 
-``open_object`` opens only regular files of the shared-memory file system: no path with directories, symbolic link, FIFO,
-device, directory or semaphore. ``tensord.workers.regions.region_table`` decides whose objects are accepted. An object is opened
-once by its name. The client may then unlink it or reuse the name.
+``open_object`` opens only regular files of the shared-memory file system. It refuses paths with directories, symbolic links,
+FIFOs, devices, directories and semaphores. ``tensord.workers.regions.region_table`` decides whose objects are accepted. An
+object is opened once by its name. The client may then unlink it or reuse the name.
 
 A region is used in one of three ways (docs/shared-memory.md says what each costs and promises):
 

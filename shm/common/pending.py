@@ -260,7 +260,10 @@ class Pending(Generic[T]):
             self.cancel()
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Calls ``callback`` with this request when the request ends, in any thread, or at once if it has already ended."""
+        """Calls ``callback`` with this request when the request ends. If the request has already ended, calls it at once.
+
+        The call may come in any thread.
+        """
         with self._lock:
             done = self.done()
             if not done:
