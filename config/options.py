@@ -171,7 +171,7 @@ class Arenas(Section, frozen=True):
     byte_size: ArenaSize = 32 << 20
     max_byte_size: ArenaSize = msgspec.field(default_factory=control_groups.arena_byte_size)
     keep_byte_size: ByteSize = 256 << 20
-    inline_byte_size: Annotated[int, Meta(ge=0, le=8192)] = 4096
+    inline_byte_size: Annotated[int, Meta(ge=0, le=32768)] = 32768
     wait: Seconds = 5.0
     connection_share: Share = 0.25
     client_share: Share = 0.5

@@ -8,8 +8,9 @@
 
 A row vary-PROTOCOL-KIND-cN has N connections, of which each sends, waits for its whole answer and sends the next request of a
 pool in which no two are the same. KIND says what differs: id; trace, a trace header, and over gRPC a deadline, in header blocks
-that use the HPACK table; shape; models, three in turn; new, a connection for each request; all, ids, trace headers, values and
-the heads of four clients in turn; rnn, steps of sequences of one to forty steps, each of which one connection sends in order.
+that use the HPACK table; shape; size, tensors of 6 to 16 KiB; models, three in turn; new, a connection for each request; all,
+ids, trace headers, values and the heads of four clients in turn; rnn, steps of sequences of one to forty steps, each of which
+one connection sends in order.
 Before a row is measured each request is sent once to each server and the answers are checked in full; then every answer is
 compared with the first, byte for byte. The client is one thread in C (client.c); its own time for each answer is printed.
 

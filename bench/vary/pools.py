@@ -4,7 +4,7 @@
     trace   a trace header that never repeats, over gRPC          new     like "trace"; the client connects for each request
             a deadline too
     shape   one to eight rows                                     all     id, trace header and values differ, and four clients'
-                                                                          ways of writing a request come in turn
+    size    tensors of 6, 10 or 16 KiB                                    ways of writing a request come in turn
     rnn     sequences of one to forty steps of a recurrent network, with random ids
     mlp     pictures for a network of three layers
 
@@ -39,6 +39,8 @@ _GRPC_WRITERS = (
     grpc_requests.reordered,
 )
 _MOST_ROWS = 8
+#: The numbers in a tensor of kind "size".
+_COUNTS = (1536, 2560, 4096)
 _MOST_STEPS = 40
 #: Calls whose header blocks are of one table: it is full after seventy of them.
 _CALLS_OF_A_TABLE = 120
@@ -91,8 +93,8 @@ class Numbers:
         a, b = self._operand(rows, 16), self._operand(rows, 16)
         return Asked("addsub", id, {"INPUT0": a, "INPUT1": b}, {"OUTPUT0": a + b, "OUTPUT1": a - b})
 
-    def identity(self, id: str = "") -> Asked:
-        values = self._operand(32)
+    def identity(self, id: str = "", count: int = 32) -> Asked:
+        values = self._operand(count)
         return Asked("identity", id, {"INPUT0": values}, {"OUTPUT0": values})
 
     def post(self, id: str = "") -> Asked:
@@ -172,6 +174,10 @@ def _shapes(numbers: Numbers) -> Iterator[Asked]:
     return (numbers.addsub(rows=numbers.rows()) for _ in count())
 
 
+def _sizes(numbers: Numbers) -> Iterator[Asked]:
+    return (numbers.identity(count=count) for count in itertools.cycle(_COUNTS))
+
+
 def _mlps(numbers: Numbers) -> Iterator[Asked]:
     return (numbers.mlp() for _ in count())
 
@@ -236,6 +242,7 @@ KINDS: dict[str, dict[str, Callable[[Numbers], Iterator[Exchange]]]] = {
         "trace": _http_trace,
         "all": _http_all,
         "shape": lambda numbers: map(_http, _shapes(numbers)),
+        "size": lambda numbers: map(_http, _sizes(numbers)),
         "models": lambda numbers: (_http(replace(asked, id="")) for asked in _models(numbers)),
         "new": _http_trace,
         "rnn": _http_rnn,
@@ -245,6 +252,7 @@ KINDS: dict[str, dict[str, Callable[[Numbers], Iterator[Exchange]]]] = {
         "trace": _grpc_trace,
         "models": lambda numbers: map(_grpc, _models(numbers)),
         "shape": lambda numbers: map(_grpc, _shapes(numbers)),
+        "size": lambda numbers: map(_grpc, _sizes(numbers)),
         "mlp": lambda numbers: map(_grpc, _mlps(numbers)),
     },
     "stream": {"all": _stream_all, "rnn": _stream_rnn},

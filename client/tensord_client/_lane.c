@@ -530,7 +530,7 @@ static int append_attribute(PyObject *list, PyObject *object, PyObject *name) {
 
 /* Appends what is said of an input to its request's kind, and its bytes to the contents. Returns whether it travels inside; -1 with an
  * exception. */
-static int put_small(PyObject *name, PyObject *array, Py_ssize_t limit, Py_ssize_t *room, PyObject *kind, PyObject *contents) {
+static int put_small(PyObject *name, PyObject *array, Py_ssize_t *room, PyObject *kind, PyObject *contents) {
     if ((PyObject *)Py_TYPE(array) != ndarray)
         return 0;
     PyObject *number = PyObject_GetAttr(array, attr.nbytes);
@@ -538,7 +538,7 @@ static int put_small(PyObject *name, PyObject *array, Py_ssize_t limit, Py_ssize
     Py_XDECREF(number);
     if (size < 0)
         return -1;
-    if (size > limit || size > *room)
+    if (size > *room)
         return 0;
     *room -= size;
     int is = is_its_own(array);
@@ -554,9 +554,9 @@ static int put_small(PyObject *name, PyObject *array, Py_ssize_t limit, Py_ssize
 
 static PyObject *small_inputs(PyObject *module, PyObject *arguments) {
     PyObject *inputs, *name, *array, *answer = NULL;
-    Py_ssize_t limit, room, at = 0;
+    Py_ssize_t room, at = 0;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!nn", &PyDict_Type, &inputs, &limit, &room))
+    if (!PyArg_ParseTuple(arguments, "O!n", &PyDict_Type, &inputs, &room))
         return NULL;
     PyObject *kind = PyList_New(0), *contents = PyList_New(0);
     int is = kind == NULL || contents == NULL ? -1 : 1;
@@ -564,7 +564,7 @@ static PyObject *small_inputs(PyObject *module, PyObject *arguments) {
     while (is > 0 && PyDict_Next(inputs, &at, &name, &array)) {
         Py_INCREF(name);
         Py_INCREF(array);
-        is = put_small(name, array, limit, &room, kind, contents);
+        is = put_small(name, array, &room, kind, contents);
         Py_DECREF(name);
         Py_DECREF(array);
     }

@@ -130,14 +130,11 @@ def records(
 
 # ----------------------------------------------------------------------------------------------------------------- arrays
 
-def small_inputs(inputs: dict[str, Array], limit: int, room: int, /) -> tuple[tuple[Any, ...], list[bytes]] | None:
+def small_inputs(inputs: dict[str, Array], most: int, /) -> tuple[tuple[Any, ...], list[bytes]] | None:
     """Returns the names, dtypes and shapes of the inputs in one tuple, and the inputs' bytes.
 
-    Returns None if an input is too large, or may lie in shared memory because it is a view of anything but a plain array.
-
-    Args:
-      limit: the most bytes of an input.
-      room: the most bytes of all inputs together.
+    Returns None if the inputs have together more than ``most`` bytes, or if an input may lie in shared memory because it is a
+    view of anything but a plain array.
     """
 
 def arrays(

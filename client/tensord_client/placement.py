@@ -1,7 +1,7 @@
 """Puts the inputs of requests where workers can read them.
 
     an array in this connection's shared memory   is used where it lies
-    an array of at most 4 KiB                     travels inside the request
+    small arrays, together at most 16 KiB         travel inside the request
     any other array                               is copied once, into a slot that the next request of the same kind uses again
 
 Requests of one kind have the same model, parameters and outputs, and inputs with the same names, datatypes, shapes and places
@@ -24,8 +24,8 @@ from tensord_client.memory import Memory, Place
 from tensord_client.native import wire
 from tensord_client.worker_lane import ClientLane, OpenedModel
 
-#: The most bytes of an array that travels inside its request, and of all such arrays of one request together.
-INLINE, _ALL_INLINE = 4096, 32 << 10
+#: The most bytes of all arrays together that travel inside one request.
+INLINE = 16 << 10
 #: The most kinds of requests that are cached.
 _MAX_KINDS = 256
 #: Free slots have together at most this part of the memory that the daemon allows.
@@ -166,7 +166,7 @@ class Placement:
         """
         kind: tuple[Any, ...] | None = None
         if not (call.outputs or call.places or call.parameters):
-            small = wire.small_inputs(call.inputs, INLINE, _ALL_INLINE)
+            small = wire.small_inputs(call.inputs, INLINE)
             if small is not None:
                 kind, contents = small
                 prepared = model.small.get(kind)
@@ -206,7 +206,7 @@ class Placement:
         Raises InvalidArgument if an input has no datatype in the protocol, or the array for an output does not fit the output.
         """
         layout = Layout(call, model)
-        room = _ALL_INLINE
+        room = INLINE
         for name, array in call.inputs.items():
             datatype = datatype_of(array.dtype, model.datatypes.get(name, ""))
             if datatype is None:
@@ -215,7 +215,7 @@ class Placement:
             if datatype == "BYTES":
                 layout.has_strings = True
                 content = encode_strings(array)
-                if len(content) <= min(INLINE, room):
+                if len(content) <= room:
                     room -= len(content)
                     layout.inline.append(content)
                 else:
@@ -225,7 +225,7 @@ class Placement:
                 place = self.memory.locate(array)
                 if place is not None:
                     note_segment(layout.segments, place)
-                elif array.nbytes <= min(INLINE, room):
+                elif array.nbytes <= room:
                     room -= array.nbytes
                     layout.inline.append(array)
                 else:

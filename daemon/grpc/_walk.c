@@ -132,6 +132,7 @@ static PyObject *tensors(PyObject *content, const char *message, Py_ssize_t star
         Py_ssize_t at = own->at[number], size = own->size[number];
         PyObject *raw;
         if (size <= inline_size) {
+            inline_size -= size;
             raw = PyBytes_FromStringAndSize(message + at, size);
         } else {
             raw = view_of(content, start + at, size);

@@ -214,7 +214,8 @@ class ArrivingMessage(Receiver):
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
         """Returns (all other fields, id, tensors, lease) of a ModelInferRequest that has arrived completely.
 
-        A tiny tensor is returned as bytes, any other as a slice of the arena. The caller then owns the lease of the slices.
+        A tensor that goes into the record is returned as bytes, any other as a slice of the arena. The caller then owns the lease
+        of the slices.
         Raises RefusedRequest if the message is no valid request, or if the arena had no memory for it.
         """
         if self._error is not None:
@@ -223,16 +224,17 @@ class ArrivingMessage(Receiver):
             raise RefusedRequest(self._error.error, self._error.client_id)
         lease = self._lease
         assert lease is not None
-        segment, offset, inline = lease.place.segment, lease.place.offset, self._submitter.inline_byte_size
-        raws = tuple(
-            [
-                bytes(lease.view[begin : begin + size]) if size <= inline else Slice(segment, offset + begin, size)
-                for begin, size in self._raws
-            ]
-        )
+        segment, offset, left = lease.place.segment, lease.place.offset, self._submitter.inline_byte_size
+        raws: list[bytes | Slice] = []
+        for begin, size in self._raws:
+            if size <= left:
+                left -= size
+                raws.append(bytes(lease.view[begin : begin + size]))
+            else:
+                raws.append(Slice(segment, offset + begin, size))
         self._submitter.arrived(lease)
         self._lease, self.rest = None, NOWHERE
-        return bytes(self.cutter.head), bytes(self.cutter.client_id), raws, lease
+        return bytes(self.cutter.head), bytes(self.cutter.client_id), tuple(raws), lease
 
     def drop(self) -> None:
         self._content = self._on_room = self.on_placed = None

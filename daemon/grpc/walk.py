@@ -23,8 +23,8 @@ _TAGS = frozenset((0x0A, 0x12, 0x1A, 0x22, 0x2A, 0x32, 0x3A))
 #: A field is shorter than a message, which is below 2^32.
 _MAX_SHIFT = 28
 
-# ``walk(content, start, end, inline)`` cuts the complete message ``content[start:end]``. Raw tensors of up to ``inline`` bytes
-# are bytes, larger ones views of ``content``. None: a field is unknown or cut short, or they are very many or long.
+# ``walk(content, start, end, inline)`` cuts the complete message ``content[start:end]``. Raw tensors of together up to
+# ``inline`` bytes are bytes, others views of ``content``. None: a field is unknown or cut short, or they are very many or long.
 # ``walk_beginning(content, start, end)`` reads the beginning of a message; offsets count from ``start``. None: no raw tensor
 # begins there, or a field before it is unknown, cut short or too long.
 try:

@@ -166,14 +166,14 @@ class PlacedBody:
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
-    def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
+    def place(self, head_size: int, part: BinaryPart, most: int) -> Content:
         """Returns where ``part``, a binary tensor of the body, lies in the arena.
 
-        Returns a copy of the tensor instead if it has at most ``inline_byte_size`` bytes.
+        Returns a copy of the tensor instead if it has at most ``most`` bytes.
         ``head_size``: the number of bytes of JSON before the first tensor.
         """
         start = self._start + head_size + part.offset
-        if part.byte_size <= inline_byte_size:
+        if part.byte_size <= most:
             return bytes(self.lease.view[start : start + part.byte_size])
         slice_ = self.lease.place
         return Slice(slice_.segment, slice_.offset + start, part.byte_size)
@@ -188,19 +188,21 @@ def located(
 ) -> list[InputContent | Unconverted]:
     """Returns the content of each input tensor of a request, in the order of ``sources``.
 
-    For a ``BinaryPart``, this is the tensor's place in the arena, or its bytes if it is small or the body is not in the arena.
-    Any other element of ``sources`` is returned unchanged.
+    For a ``BinaryPart``, this is the tensor's place in the arena, or its bytes if they go into the record or the body is not in
+    the arena. Any other element of ``sources`` is returned unchanged.
     Args:
       sources: where the JSON says that the data of each tensor is.
       json_size: the number of bytes of JSON in the body before its binary tensors.
-      inline_byte_size: the size in bytes up to which a tensor is small.
+      inline_byte_size: the most bytes of all tensors together that go into the record.
     """
     found: list[InputContent | Unconverted] = []
+    left = inline_byte_size
     for source in sources:
         if type(source) is not BinaryPart:
             found.append(source)  # type: ignore[arg-type]
         elif type(body) is PlacedBody:
-            found.append(body.place(json_size, source, inline_byte_size))
+            found.append(body.place(json_size, source, left))
+            left -= source.byte_size if source.byte_size <= left else 0
         else:
             start = json_size + source.offset
             found.append(memoryview(body.whole())[start : start + source.byte_size])  # type: ignore[union-attr]

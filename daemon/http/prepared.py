@@ -52,7 +52,7 @@ class PreparedRequests:
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Creates the caches of prepared requests. Each cache holds at most ``count`` entries.
 
-        ``inline_byte_size``: a tensor of up to this many bytes is sent to the worker inside the request's record.
+        ``inline_byte_size``: the most bytes of a request's tensors that are sent to the worker inside the request's record.
         """
         self._inline_byte_size = inline_byte_size
         #: The fields that all requests of a kind share -> the kind.
@@ -167,7 +167,7 @@ class PreparedKind:
     Args:
       head: the HTTP head of the first such request.
       asked: the decoded JSON of that request.
-      inline_byte_size: the most bytes of a tensor that is sent to a worker within the request's record.
+      inline_byte_size: the most bytes of a request's tensors that are sent to a worker within the request's record.
     """
 
     __slots__ = (
@@ -212,7 +212,7 @@ class PreparedKind:
         #: The binary parts, if none is small enough for the record and all lie in the arena; None: each must be looked at.
         self.placed: list[BinaryPart] | None = None
         if not self.has_values:
-            if max(sizes, default=0) <= inline_byte_size:
+            if self.tail_size <= inline_byte_size:
                 self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
             elif min(sizes) > inline_byte_size:
                 self.placed = parts

@@ -94,12 +94,14 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
     """Returns how many bytes of the arena ``contents``, the tensors of a request, need.
 
-    Tensors in shared memory, and tensors of at most ``inline_byte_size`` bytes, need none.
+    Tensors in shared memory need none, nor do those that go into the record (see ``place``).
     """
-    size = 0
+    size, left = 0, inline_byte_size
     for content in contents:
         if isinstance(content, _BYTES):
-            if len(content) > inline_byte_size:
+            if len(content) <= left:
+                left -= len(content)
+            else:
                 size += -(-len(content) // ALIGNMENT) * ALIGNMENT
         elif not isinstance(content, _PLACES):
             size += -(-content.byte_size // ALIGNMENT) * ALIGNMENT
@@ -111,18 +113,20 @@ def place(
 ) -> tuple[Content, ...]:
     """Returns the contents of a request's input tensors for the request's record, without the tensors that lie in regions.
 
-    A tensor of at most ``inline_byte_size`` bytes is returned as bytes. A larger tensor is copied into ``lease``, and its place
-    in the arena is returned. A tensor that lies in the arena already is not copied. For a tensor in JSON, a part of ``lease``
-    is kept free, into which ``fill`` later writes the tensor. ``lease`` may be None if no tensor needs it.
+    If a tensor and those returned as bytes before it have together at most ``inline_byte_size`` bytes, it is returned as bytes.
+    Otherwise it is copied into ``lease``, and its place in the arena is returned. A tensor that lies in the arena already is not
+    copied. For a tensor in JSON, a part of ``lease`` is kept free, into which ``fill`` later writes the tensor. ``lease`` may be
+    None if no tensor needs it.
     """
-    used = 0
+    used, left = 0, inline_byte_size
     placed: list[Content] = []
     for content in contents:
         if isinstance(content, RegionSlice):
             continue
         if isinstance(content, Slice):
             placed.append(content)
-        elif isinstance(content, _BYTES) and len(content) <= inline_byte_size:
+        elif isinstance(content, _BYTES) and len(content) <= left:
+            left -= len(content)
             placed.append(bytes(content))
         else:
             assert lease is not None

@@ -87,7 +87,7 @@ class Submitter:
         self._refuses = False
         self._timeout = options.requests.timeout
         arenas = options.arenas
-        #: Tensors up to this size travel inside their record.
+        #: The most bytes of a request's tensors together that travel inside its record.
         self.inline_byte_size = arenas.inline_byte_size
         #: The numbers of prepared requests, which clients repeat.
         self.numbers: Numbers[PreparedRequest] = Numbers(on_number, options.expert.max_prepared)

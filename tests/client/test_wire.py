@@ -352,15 +352,15 @@ _TABLE = np.arange(600, dtype=np.float32)
         ({"a": _TABLE.reshape(20, 30).T, "b": _TABLE[3:9]}, True),
         ({"a": np.array(7.5), "b": np.array([b"ab"]), "c": _TABLE.astype(">f4")}, True),
         ({"a": np.frombuffer(b"abcd", np.uint8)}, False),
-        ({"a": np.zeros(1025, np.float32)}, False),
-        ({str(number): np.zeros(1024, np.float32) for number in range(8)}, True),
-        ({str(number): np.zeros(1024, np.float32) for number in range(9)}, False),
+        ({"a": np.zeros(4097, np.float32)}, False),
+        ({str(number): np.zeros(1024, np.float32) for number in range(4)}, True),
+        ({str(number): np.zeros(1024, np.float32) for number in range(4)} | {"4": np.zeros(1, np.int8)}, False),
         ({"a": np.ma.array([1.0])}, False),
         ({"a": [1.0]}, False),
     ],
 )
 def test_small_inputs_are_seen(inputs: dict[str, Any], is_seen: bool) -> None:
-    found = wire.small_inputs(inputs, 4096, 32 << 10)
+    found = wire.small_inputs(inputs, 16 << 10)
     assert (found is not None) == is_seen
     if found is not None:
         assert found[1] == [array.tobytes() for array in inputs.values()]

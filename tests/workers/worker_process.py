@@ -245,7 +245,7 @@ class WorkerProcess:
 
 def small_arenas(byte_size: int = 1 << 20, max_byte_size: int = 2 << 20, wait: float = PATIENCE_S) -> Arenas:
     """Returns options for arenas that are soon full."""
-    return Arenas(byte_size=byte_size, max_byte_size=max_byte_size, keep_byte_size=0, wait=wait)
+    return Arenas(byte_size, max_byte_size, 0, inline_byte_size=4096, wait=wait)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -36,8 +36,6 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 Content = bytes | Array
 #: The most characters of an error that a client gets.
 _MAX_MESSAGE = 8192
-#: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
-_INLINE_TENSORS = 8
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
@@ -109,19 +107,19 @@ def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, 
 def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
     """Chooses a place for each output: the answer's record, its region, or memory that it reserves in the response arena.
 
-    Returns None if the arena has no room now. ``sizes``: output name -> bytes. An output of more than ``inline_byte_size``
-    bytes never goes into the answer's record.
+    Returns None if the arena has no room now. ``sizes``: output name -> bytes. ``inline_byte_size``: the most bytes of all
+    outputs together that go into the answer's record.
     Raises Internal: an output does not fit into its region. Raises InvalidArgument: the outputs are larger than the arena.
     """
     in_regions = _fit(request, sizes)
-    inline_left = inline_byte_size * _INLINE_TENSORS
+    left = inline_byte_size
     offsets: dict[str, int] = {}
     needed = 0
     for name, size in sizes.items():
         if name in in_regions:
             continue
-        if size <= inline_byte_size and size <= inline_left:
-            inline_left -= size
+        if size <= left:
+            left -= size
         else:
             offsets[name] = needed
             needed += -(-size // ALIGNMENT) * ALIGNMENT
@@ -168,7 +166,7 @@ def complete(
     Args:
       result: the outputs by name.
       version: the model's version, for the answer.
-      inline_byte_size: the most bytes of an output that goes in the answer's record itself.
+      inline_byte_size: the most bytes of all outputs together that go in the answer's record itself.
       places: the places reserved for the outputs, or None if this function shall reserve them. An error releases them.
       final: whether this is the last answer.
     Raises Internal if an output does not fit into its region, or if its dtype has no datatype.

@@ -159,11 +159,11 @@ def _sequence(protocol: str, exchange: Exchange) -> tuple[int, bool, bool]:
 
 
 def test_rows() -> None:
-    kinds = ("id", "trace", "all", "shape", "models", "new")
+    kinds = ("id", "trace", "all", "shape", "size", "models", "new")
     expected = {f"vary-http-{kind}-c{count}" for kind in kinds for count in (4, 16)}
     expected |= {f"vary-http-all-c{count}" for count in (64, 256, 3000)}
     expected |= {
-        f"vary-grpc-{kind}-c{count}" for kind in ("id", "trace", "models", "shape", "mlp") for count in (4, 16)
+        f"vary-grpc-{kind}-c{count}" for kind in ("id", "trace", "models", "shape", "size", "mlp") for count in (4, 16)
     }
     expected |= {f"vary-{protocol}-rnn-c{count}" for protocol in ("http", "stream") for count in (4, 16)}
     expected |= {"vary-stream-rnn-c64"} | {f"vary-stream-all-c{count}" for count in (4, 16)}

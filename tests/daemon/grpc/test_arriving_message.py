@@ -191,17 +191,18 @@ class Arrival:
             head, client_id, places = split(content)
             return head, client_id, [content[begin:end] for begin, end in places]
         head, client_id, raws, lease = self.message.take()
-        found, taken = [], 0
+        found, taken, left = [], 0, INLINE
         for raw in raws:
             if isinstance(raw, Slice):
                 begin = raw.offset - lease.place.offset
                 assert raw.segment == lease.place.segment
-                assert raw.byte_size > INLINE
+                assert raw.byte_size > left
                 assert taken <= begin <= begin + raw.byte_size <= lease.place.byte_size
                 taken = begin + raw.byte_size
                 raw = bytes(lease.view[begin:taken])
             else:
-                assert len(raw) <= INLINE
+                assert len(raw) <= left
+                left -= len(raw)
             found.append(raw)
         self._submitter.give_back(lease)
         return head, client_id, found

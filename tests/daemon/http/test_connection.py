@@ -90,7 +90,7 @@ def test_any_size_both_ways(client: Client, worker: EchoWorker, size: int) -> No
 
 
 def test_large_parts_are_aligned(client: Client, worker: EchoWorker) -> None:
-    for size in (8193, 100_000, 2 * MIB):
+    for size in (32_769, 100_000, 2 * MIB):
         client.send(binary_request(bytes(size)))
         request = worker.next()
         place = request.inputs[0].place
