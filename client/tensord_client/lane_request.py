@@ -29,7 +29,7 @@ from tensord_client.errors import (
     Unavailable,
 )
 from tensord_client.native import wire
-from tensord_client.worker_lane import UNTAKEN, ClientLane, OpenedModel
+from tensord_client.worker_lane import ClientLane, OpenedModel
 
 if TYPE_CHECKING:
     from tensord_client._lane import AnswerRecord
@@ -131,7 +131,7 @@ class LaneRequest(Submission, Pending[Answer]):
         known = self._connection.known(self.call)
         return known is not None and self.may_be_elsewhere(refusal.code, refusal.message, known.is_told)
 
-    def lane_ended(self, left: bool, error: ServingError) -> None:
+    def lane_ended(self, left: bool, error: ServingError, untaken: bool = False) -> None:
         """Sends this request again, or ends it with an error, because its lane ended before its last answer came.
 
         The request is sent again if the worker cannot have run it, or if running it twice does no harm.
@@ -139,13 +139,14 @@ class LaneRequest(Submission, Pending[Answer]):
         Args:
           left: whether the request had been sent, so that the worker may have run it.
           error: why the lane ended.
+          untaken: whether the worker closed the lane before its first message. The request is sent again only once after that.
         """
         reason: ServingError | None = error
         if self._connection.is_closed:
             reason = Cancelled(CLOSED)
-        elif not (self._given_up or (self._was_refused and error.message == UNTAKEN)):
+        elif not (self._given_up or (self._was_refused and untaken)):
             # As after a worker's refusal, it is sent once more.
-            self._was_refused |= error.message == UNTAKEN
+            self._was_refused |= untaken
             known = self._connection.known(self.call)
             is_pure = known is not None and known.description.pure and not self.call.scheduling.sequence_id
             reason = self.after_end(error.message, left, is_pure)

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
 _TRUNCATED = int(socket.MSG_TRUNC)
 _DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
-#: Why a lane ended on which the worker's first message had not come: nothing that was sent on it has run.
-UNTAKEN = "the worker has ended, or could not open another lane"
 #: The most datagrams that an event loop receives in one iteration.
 _TURN = 64
 #: Seconds in which a worker that refuses requests is not asked about again.
@@ -325,7 +323,9 @@ class ClientLane:
         fds = descriptors_in(ancillary) if ancillary else []
         try:
             if not size:
-                self.end(Unavailable(UNTAKEN if self.exchange is None else "the worker process ended"))
+                untaken = self.exchange is None
+                why = "the worker has ended, or could not open another lane" if untaken else "the worker process ended"
+                self.end(Unavailable(why), untaken)
                 return
             if flags & _TRUNCATED:
                 raise ValueError(f"a datagram has more than {wire.MAX_DATAGRAM} bytes")
@@ -537,10 +537,11 @@ class ClientLane:
 
     # ---------------------------------------------------------------------------------------------------------- end
 
-    def end(self, error: ServingError) -> None:
+    def end(self, error: ServingError, untaken: bool = False) -> None:
         """Closes the lane, and calls ``lane_ended`` of every request in flight. Idempotent.
 
         The caller has the lock ``reading``. ``error`` is why the lane ends, unless ``close`` gave another reason.
+        If ``untaken`` is True, the worker closed the lane before its first message, and nothing that was sent has run.
         """
         with self.lock:
             if self.ended:
@@ -548,7 +549,7 @@ class ClientLane:
             # Whoever sees that the lane has ended may ask when.
             self.ended_at = time.monotonic()
             self.ended = self.socket.closing = True
-            error, untaken = self._why or error, error.message == UNTAKEN
+            error = self._why or error
             unsent = self.socket.take_unsent()
             unsent.update([request_id for _, request_id in self._outgoing])
             unsent.update(self.queued)
@@ -561,7 +562,7 @@ class ClientLane:
         self._end_exchange()
         for request_id, request in lost.items():
             if request is not None:
-                request.lane_ended(not untaken and request_id not in unsent, error)
+                request.lane_ended(not untaken and request_id not in unsent, error, untaken)
         self.promote()
         self._thread_waiter.put(None)
 

@@ -17,7 +17,7 @@ from tensord_client.errors import Internal, Unavailable
 from tensord_client.lane_request import LaneRequest, Sender
 from tensord_client.memory import Memory
 from tensord_client.native import wire
-from tensord_client.worker_lane import UNTAKEN, ClientLane
+from tensord_client.worker_lane import ClientLane
 
 from tensord.shm.messages import WIRE_VERSION, AnswerRecord, PrepareAnswer, PreparedAnswer, PreparedTensor, WireVersion
 from tests.raw_lane import packed
@@ -187,10 +187,11 @@ def test_no_answer_of_a_malformed_datagram_is_taken(ends: Ends, wrong: str) -> N
 def test_a_request_on_lanes_that_were_not_taken(ends: Ends) -> None:
     """The request is sent once more, and then ends with an error after which its caller may send it again."""
     request, _ = ends.submit()
-    request.lane_ended(False, Unavailable(UNTAKEN))
+    error = Unavailable("the worker could open no lane")
+    request.lane_ended(False, error, untaken=True)
     assert request.claim()
-    request.lane_ended(False, Unavailable(UNTAKEN))
-    with pytest.raises(Unavailable, match="could not open another lane"):
+    request.lane_ended(False, error, untaken=True)
+    with pytest.raises(Unavailable, match="could open no lane"):
         request.result(0)
 
 
