@@ -22,7 +22,7 @@ _PATIENCE = 120.0
 
 def test_held_results_are_bounded_and_given_back(connect: Callable[..., LaneConnection]) -> None:
     connection = connect(max_results=3)
-    values = np.zeros(5000, np.float32)
+    values = np.zeros(10_000, np.float32)
     held = [connection.ask(identity(values + n)).result(_PATIENCE) for n in range(3)]
     with pytest.raises(ResultsHeld, match="3 results are held"):
         connection.ask(identity(values))
@@ -60,7 +60,7 @@ def test_what_refers_to_an_answer_at_the_end_of_its_block_keeps_it(
 ) -> None:
     """JAX on a processor takes aligned memory as it is, as other libraries do: the numbers must not become later answers'."""
     connection = connect(max_results=2)
-    values = np.arange(5000, dtype=np.float32)
+    values = np.arange(10_000, dtype=np.float32)
     for n in range(3):
         with connection.ask(identity(values + n)).result(_PATIENCE) as answer:
             kept, expected = keep(answer["OUTPUT0"]), np.array(answer["OUTPUT0"])
@@ -78,7 +78,7 @@ def test_what_refers_to_an_answer_at_the_end_of_its_block_keeps_it(
 
 def two_fit(connection: LaneConnection) -> bool:
     """Returns whether the program may hold two more answers."""
-    values = np.zeros(5000, np.float32)
+    values = np.zeros(10_000, np.float32)
     try:
         held = [connection.ask(identity(values)).result(_PATIENCE) for _ in range(2)]
     except ResultsHeld:

@@ -53,18 +53,18 @@ def used(placement: Placement) -> int:
 
 
 def test_as_many_requests_as_before_use_the_same_slots(placement: Placement, model: OpenedModel) -> None:
-    first = placed(placement, model, 8192, 64)
+    first = placed(placement, model, 17_000, 64)
     assert len({request.prepared for request in first}) == 64
     answer(first)
-    again = placed(placement, model, 8192, 64)
+    again = placed(placement, model, 17_000, 64)
     assert set(slots(again)) == set(slots(first))
     assert {slot.arrays["x"][0] for slot in slots(again)} == set(range(64))
 
 
 def test_a_slot_is_for_requests_of_its_kind(placement: Placement, model: OpenedModel) -> None:
-    (first,) = placed(placement, model, 8192, 1)
+    (first,) = placed(placement, model, 17_000, 1)
     answer([first])
-    (other,) = placed(placement, model, 8193, 1)
+    (other,) = placed(placement, model, 17_001, 1)
     assert other.slot is not first.slot
 
 
@@ -98,18 +98,18 @@ def test_a_slot_larger_than_that_is_used_again(placement: Placement, model: Open
 
 
 def test_kinds_are_bounded(placement: Placement, model: OpenedModel) -> None:
-    kinds = [placed(placement, model, 8192 + at, 1) for at in range(300)]
+    kinds = [placed(placement, model, 17_000 + at, 1) for at in range(300)]
     for requests in kinds:
         answer(requests)
-    found = [slots(placed(placement, model, 8192 + at, 1)) == slots(kinds[at]) for at in range(300)]
+    found = [slots(placed(placement, model, 17_000 + at, 1)) == slots(kinds[at]) for at in range(300)]
     assert found == [False] * 44 + [True] * 256
 
 
 def test_a_forked_process_waits_for_no_lock_of_the_parent(placement: Placement, model: OpenedModel) -> None:
-    requests = placed(placement, model, 8192, 2)
+    requests = placed(placement, model, 17_000, 2)
     answer(requests[:1])
     with placement.slots._lock:
         placement.slots.forget()
         # The child's own end of a request that was the parent's.
         answer(requests[1:])
-    assert slots(placed(placement, model, 8192, 1)) == slots(requests[1:])
+    assert slots(placed(placement, model, 17_000, 1)) == slots(requests[1:])

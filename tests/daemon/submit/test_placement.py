@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,8 +29,8 @@ MIB = 1 << 20
 class Setting:
     """A submitter with one worker, on the running loop."""
 
-    def __init__(self, **arenas: float) -> None:
-        self.submitter = Submitter(INCARNATION, Options(arenas=Arenas(**arenas)), ModelStates())
+    def __init__(self, **arenas: Any) -> None:
+        self.submitter = Submitter(INCARNATION, Options(arenas=Arenas(inline_byte_size=4096, **arenas)), ModelStates())
         ours, theirs = pair()
         self.worker = EchoWorker(ours, 1)
         pages = [os.dup(self.worker.page.fd), os.dup(self.worker.sequences.fd)]
