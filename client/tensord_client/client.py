@@ -41,6 +41,11 @@ _NAME, _VALUE = (
     re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"),
     re.compile(r"[!-~\x80-\xff]([ -~\t\x80-\xff]*[!-~\x80-\xff])?"),
 )
+#: Matches header fields by which HTTP, or the client, says how a request or its answer is to be read.
+_OWN = re.compile(
+    "accept-encoding|connection|content-.*|expect|host|inference-.*|te|tensord-.*|traceparent|trailer|transfer-.*|upgrade",
+    re.IGNORECASE,
+)
 _PAUSE = 0.1
 
 Place = Union[str, "os.PathLike[str]"]
@@ -147,7 +152,7 @@ def connect(
         headers, and a server that requires a key for inference gives no lanes.
 
     Raises: Unavailable: no server answers; the message lists the addresses that were tried.  InvalidArgument: ``address`` has
-      none of these forms, or ``headers`` has a malformed name or value.
+      none of these forms, or ``headers`` has a malformed name or value, or a field that the client writes by itself.
     """
     return Client(connection(address, wait, patience, headers))
 
@@ -195,6 +200,10 @@ def _usual() -> Iterator[str]:
 
 
 def _field(name: str, value: str) -> bytes:
+    if _OWN.fullmatch(name):
+        raise InvalidArgument(
+            f"'{name}' is a header that the client writes by itself, or that would change how it is read"
+        )
     if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
         raise InvalidArgument(
             f"'{name}' is no header of HTTP that can be sent, or its value has other than visible characters"

@@ -69,3 +69,9 @@ async def test_they_are_sent_from_an_event_loop_too(tmp_path: Path) -> None:
 def test_what_is_no_header_is_refused(name: str, value: str) -> None:
     with pytest.raises(tensord_client.InvalidArgument, match="is no header"):
         tensord_client.connect("localhost:1", headers={name: value})
+
+
+@pytest.mark.parametrize("name", ["Content-Length", "transfer-encoding", "HOST", "Expect", "Tensord-Sequence"])
+def test_a_header_that_the_client_writes_itself_is_refused(name: str) -> None:
+    with pytest.raises(tensord_client.InvalidArgument, match=f"'{name}' is a header that the client writes by itself"):
+        tensord_client.connect("localhost:1", headers={name: "1"})
