@@ -8,6 +8,7 @@ cotangents  64 cotangents by vmap beside one (at most 3); cotangents-numpy: 64 r
 peer        the gradient beside tesseract-jax, which asks its own server of the same function (at most 0.1); peer-layer: of the
             function with 64 outputs; peer-gateway: tesseract-jax at the gateway beside tesseract-jax at its own server
 sums        the gradient of a number by 16 MiB beside the value's call and a copy of 16 MiB (at most 1.2), without JAX;
+            sums-alone: the same in one process without a server, which is the processor's share of it;
             scaled: 16 MiB pulled back to 16 MiB, which takes 16 MiB besides, beside the same
 
 All sides are asked in turn in each round. Gradients are compared. Figures are medians of the rounds, of medians of calls.
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import functools
 import json
+import runpy
 import socket
 import statistics
 import sys
@@ -46,6 +48,7 @@ _ROWS = {
     "peer-layer": (0.1, "layer grad", ("peer layer",)),
     "peer-gateway": (1, "gateway energy", ("peer energy",)),
     "sums": (1.2, "sums grad", ("sums", "copy")),
+    "sums-alone": (1.2, "sums alone grad", ("sums alone", "copy")),
     "scaled": (1.2, "scaled grad", ("scaled", "copy")),
 }
 #: First words of the names of slow calls, how many of these are measured in a turn, and how many of all others.
@@ -68,6 +71,9 @@ def calls(client: tensord_client.Client) -> dict[str, Callable[[], Any]]:
     np.testing.assert_allclose(gradient(row), gradient_alone(row), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(products(row, many)[63], product_alone(row, row), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(sums.value_and_gradient({"x": x})[1]["x"], x)
+    apply, params = runpy.run_path(str(MODELS / "sums" / "1" / "model.py"))["create"](None, None, None)
+    sum_alone = jax.jit(lambda x: apply(params, {"x": x})["y"])
+    sum_grad_alone, put = jax.jit(jax.value_and_grad(sum_alone)), jax.device_put(x)
     return {
         "value": lambda: value(row),
         "grad": lambda: gradient(row),
@@ -84,6 +90,8 @@ def calls(client: tensord_client.Client) -> dict[str, Callable[[], Any]]:
         "64 rows": lambda: layer.pull_back({"x": many}, {"y": many}),
         "sums": lambda: sums({"x": x}),
         "sums grad": lambda: sums.value_and_gradient({"x": x}),
+        "sums alone": lambda: sum_alone(put),
+        "sums alone grad": lambda: sum_grad_alone(put),
         "scaled": lambda: scaled({"x": x}),
         "scaled grad": lambda: scaled.pull_back({"x": x}, {"y": y}),
         "copy": lambda: np.copyto(to, x),
