@@ -314,7 +314,8 @@ class Lifecycle:
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
         wanted = [version for version in wanted if version.belongs(device)]
         # Versions that may have killed a worker come last and alone.
-        return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
+        out = [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
+        return out + self._send_postponed(worker)
 
     def _homes(self, version: VersionEntry) -> set[int]:
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
@@ -494,6 +495,7 @@ class Lifecycle:
         """Returns instructions to send a worker its postponed loads, as far as they can run now.
 
         A load is postponed while it must not run beside the worker's other loads, or while models of an ensemble are missing.
+        A load that can run on no worker any more is ended.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,19 @@ def test_who_killed_the_worker() -> None:
     assert retries(out) == [("bad", FIRST_RETRY)]
     assert [i.record.name for i in lifecycle.worker_joined(4, "cpu:4") if isinstance(i, Send)] == ["good"]
     assert settled(lifecycle.loaded(4, Loaded("good", 1))) == [(2, "")]
+
+
+def test_an_ensemble_is_not_awaited_whose_models_have_gone() -> None:
+    """1. A worker loads it. 2. Its model is unloaded. 3. The worker dies, and another one comes, which has nothing to load."""
+    lifecycle = serving(1)
+    lifecycle.load(dataclasses.replace(found("e", 1), members=(("m", 1),)), 2)
+    lifecycle.unload("m", 3)
+    lifecycle.unloaded(1, "m", 1)
+    assert not settled(lifecycle.worker_left(1))
+    ((token, error),) = settled(lifecycle.worker_joined(2, "cpu:2"))
+    assert token == 2
+    assert "a model that it is made of is not there any more" in error
+    lifecycle.check_invariants()
 
 
 def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
