@@ -21,7 +21,7 @@ import contextlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count, takewhile
 
 from tensord.config.options import Options
@@ -41,7 +41,7 @@ from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, Worke
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane, response_byte_size
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, TraceContext
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, SequenceId, TraceContext
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.seldom import Seldom
@@ -616,7 +616,8 @@ class Submitter:
     def _time_out(self) -> None:
         self._timer = None
         now = self._loop.time()
-        for request in self._without_worker_since(now):
+        late = self._without_worker_since(now)
+        for request in late:
             if not request.cancelled:
                 self.refusals.note(request.prepared.model, Refusal.NO_WORKER)
             self._fail(request, self._no_worker(request.prepared))
@@ -626,6 +627,8 @@ class Submitter:
             else:
                 self.refusals.note(request.prepared.model, Refusal.ANSWERS_HELD)
                 self._fail(request, error)
+                late.append(request)
+        self._miss(late)
         for request in self._throttle.let_all_go():
             self._send_again(request)
         room_wanted = self._space.expire(now)
@@ -643,6 +646,20 @@ class Submitter:
                 if not ended:
                     late.append(request)
         return late
+
+    def _miss(self, unsent: Iterable[InFlight]) -> None:
+        """Fails the steps of sequences that wait behind one of ``unsent``, which were not sent: they would run on another state."""
+        last = {_sequence(request): request.record.request_id for request in unsent if request.record.sequence_id}
+        for request in list(self._in_flight.values()) if last else ():
+            sequence, record = _sequence(request), request.record
+            if sequence not in last or request.worker is not None or record.request_id < last[sequence]:
+                continue
+            if record.sequence_start:
+                del last[sequence]
+            elif (state := self._routing.state_of(request.prepared)) is None or state.sticky:
+                self._fail(
+                    request, Cancelled(f"a request of sequence {record.sequence_id} before this one did not run")
+                )
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
         """Returns the error for a request that has waited too long for a worker."""
@@ -687,3 +704,7 @@ class Submitter:
         if forgotten := self._arena.statistics()["leases"] - held:
             _log.warning("%d leases of the request arena belong to no request and were never given back", forgotten)
         self._arena.close()
+
+
+def _sequence(request: InFlight) -> tuple[str, int, SequenceId]:
+    return request.prepared.model, request.prepared.version, request.record.sequence_id

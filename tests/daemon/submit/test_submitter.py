@@ -543,6 +543,31 @@ def test_where_a_sequence_is_is_found_in_what_was_sent_before(setting: Setting, 
     assert second.next().request_id == step.request_id
 
 
+def test_steps_that_wait_behind_one_that_finds_no_worker_do_not_run(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    1. Steps wait until the front has read something. 2. The time of the first is over. 3. The front has read it.
+    Result: the step behind the first would run on another state; what begins anew, and another sequence, are run.
+    """
+    worker = setting.open_worker()
+    setting.ready(worker, **STICKY)
+    admit(worker, 5)
+    setting.behind, now = True, setting.loop.time()
+    monkeypatch.setattr(setting.loop, "time", lambda: now)
+    late = setting.ask(sequence_id=5)
+    now += 0.08
+    behind = setting.ask(sequence_id=5)
+    others = [setting.ask(sequence_id=who, sequence_start=True) for who in (6, 5)]
+    now += 0.03
+    setting.turn()
+    assert [final.code for final in (*late.finals, *behind.finals)] == ["UNAVAILABLE", "CANCELLED"]
+    assert behind.finals[0].message == "a request of sequence 5 before this one did not run"
+    setting.has_read()
+    setting.turn()
+    assert [worker.next().request_id for _ in others] == [other.request_id for other in others]
+
+
 def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: Any) -> EchoWorker:
     """Lets a worker die while it executes these requests; returns the worker that takes its place."""
     first.page.begin(0, [(INCARNATION, asked.request_id) for asked in executing], 1, 1)
