@@ -26,6 +26,8 @@ _SERVICE = "/inference.GRPCInferenceService"
 _HEALTH = "/grpc.health.v1.Health"
 _UNARY, _STREAM, _WATCH = f"{_SERVICE}/ModelInfer", f"{_SERVICE}/ModelStreamInfer", f"{_HEALTH}/Watch"
 _GOAWAY, _HEAD_SIZE, _PREFIX_SIZE = 7, 9, 5
+#: A connection of which so many bytes do not come within so many ns is closed: the preface, and the head of the first frame.
+_OPENING_SIZE, _OPENING_NS = 24 + _HEAD_SIZE, 10 * SECOND
 _CANCEL, _REFUSED_STREAM = 8, 7
 _TIMEOUTS = {0.5: "500m", 5.0: "5S"}
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -71,6 +73,9 @@ class GrpcConnection(Connection):
         self._buffer = b""
         #: The connection's calls have no answer because its client was too slow.
         self._is_blamed = False
+        #: When its preface had left; 0: it has not. And whether the daemon has acknowledged it.
+        self._preface_ns = 0
+        self._is_acknowledged = False
 
     def unanswered(self) -> Iterator[Item]:
         for call in self._calls.values():
@@ -166,6 +171,12 @@ class GrpcConnection(Connection):
         if content or item is not None:
             self.put(content, item)
 
+    def _send(self) -> bool:
+        did = super()._send()
+        if not self._preface_ns and self._sent >= _OPENING_SIZE:
+            self._preface_ns = self.scheduler.clock.now_ns
+        return did
+
     def leave(self, item: Item) -> bool:
         call = next((call for call in self._calls.values() if item in call.asked), None)
         if call is None:
@@ -215,6 +226,7 @@ class GrpcConnection(Connection):
                 if each.unsent:
                     self._pump(each)
             return
+        self._is_acknowledged |= isinstance(event, h2.events.SettingsAcknowledged)
         number = getattr(event, "stream_id", None)
         call = self._calls.get(number) if number else None
         if isinstance(event, h2.events.DataReceived):
@@ -322,6 +334,15 @@ class GrpcConnection(Connection):
         for item in waiting:
             self.clients.ask_again(item)
 
+    @property
+    def _opens_late(self) -> bool:
+        """Returns whether the daemon may have closed it because its preface did not come."""
+        came_ns = self._preface_ns or self.scheduler.clock.now_ns
+        return not self._is_acknowledged and came_ns - self.opened_ns > _OPENING_NS * 0.9
+
+    def refused_now(self, item: Item) -> str:
+        return super().refused_now(item) or ("its preface did not come" if self._opens_late else "")
+
     def lost(self) -> None:
         for item in list(self.unanswered()):
             if self._is_blamed or self.clients.cut:
@@ -331,7 +352,7 @@ class GrpcConnection(Connection):
             else:
                 self.scheduler.defect(f"{self} is closed, and {item} has no answer")
                 return
-        if self.watched() and not (self.clients.stopped_ns or self._is_blamed or self.slept_ns > 9 * SECOND):
+        if self.watched() and not (self.clients.stopped_ns or self._is_blamed or self._opens_late):
             self.scheduler.defect(f"{self} is closed while its client watches the daemon's health")
 
 

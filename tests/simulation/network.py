@@ -59,8 +59,8 @@ class Connection:
         self._partial_ns = self._slowest_ns = 0
         #: The longest time for which its client did nothing.
         self.slept_ns = 0
-        #: When it last brought something.
-        self.used_ns = self.scheduler.clock.now_ns
+        #: When it was opened, and when it last brought something.
+        self.opened_ns = self.used_ns = self.scheduler.clock.now_ns
 
     @property
     def usable(self) -> bool:
@@ -111,7 +111,7 @@ class Connection:
                 self.scheduler.defect(f"{self} is refused by a front that serves")
             self._over()
             return
-        self.sock = sock
+        self.sock, self.opened_ns = sock, self.scheduler.clock.now_ns
         self.client.opened(self, sock)
         self.begin()
 
