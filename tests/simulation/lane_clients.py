@@ -256,12 +256,13 @@ class LaneClients:
 
     def excuse(self, ask: Ask, code: str, message: str, deaths: int, troubled: bool) -> str:
         """Returns what a request over a lane may have failed of; "": nothing."""
-        # A program may send to a worker that has died just before.
-        died = deaths > ask.deaths or self._clients.history.deaths[-1:] > [ask.begun_ns - SECOND]
+        history = self._clients.history
+        # A program may send to a worker that has died just before. One that cannot map a segment ends the lane.
+        died = deaths > ask.deaths or history.deaths[-1:] > [ask.begun_ns - SECOND] or history.lacked(ask.begun_ns)
         if code == "UNAVAILABLE" and troubled:
             return "a worker was missing"
         if code == "INTERNAL" and died and ("may not be run twice" in message or "was given up" in message):
-            return "its worker has died"
+            return "its worker has died, or has ended the lane for want of a descriptor"
         if code == ResultsHeld.code or "no room for an answer" in message:
             return "its program has held answers"
         if ask.front.leaves and message == CLOSED:
