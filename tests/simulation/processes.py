@@ -224,7 +224,7 @@ class FrontProcess(ChildProcess):
         self.path = f"\0tensord simulation {os.getpid()} {next(_NUMBERS)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.path)
-        listener.listen(100)
+        listener.listen(socket.SOMAXCONN)
         #: It serves clients, and was not told to stop.
         self.opens = False
         #: Its sockets to clients.

@@ -48,6 +48,7 @@ sequence_batching {
 _IDS = 6
 _IDLE_NS = 100 * SECOND
 _LOST, _NO_START = "was lost when its worker died", "must specify the START flag"
+_MISSED = "before this one did not run"
 
 
 @dataclass(eq=False)
@@ -69,6 +70,9 @@ class Run:
     push: int = -1
     #: It need not be there any more.
     broken: bool = False
+    #: What its client had under that id before; and its START has failed: steps that were sent behind it are of that one.
+    before: Run | None = None
+    refused: bool = False
     #: A client was told that it is lost.
     lost: bool = False
     #: The next step is a START.
@@ -92,8 +96,9 @@ class Sequence:
     in_flight: int = 0
     #: The connection over which was asked last.
     route: Any = None
-    #: A step was cancelled, which overtakes nothing on that connection.
-    cancelled: bool = False
+    #: The number of the ask that began its newest run, as a step was cancelled, which overtakes nothing on that connection; 0: none
+    #: was. Runs up to that one may be cancelled with it: they are one as long as they wait.
+    cancelled: int = 0
     #: A step was an END, behind which a START of the same id would be another sequence.
     ends: bool = False
 
@@ -135,7 +140,7 @@ class Sequences:
         run = sequence.run
         start = run is None or (run.over and not (run.lost and chance.random() < 0.5)) or chance.random() < 0.03
         if run is None or start:
-            run = sequence.run = Run(sequence.number, number, now_ns)
+            run = sequence.run = Run(sequence.number, number, now_ns, before=run)
         run.drawn += 1
         step = Step(sequence, run, start, chance.random() < 0.1, run.drawn)
         run.over |= step.end
@@ -145,7 +150,7 @@ class Sequences:
     def _renumber(self, sequence: Sequence) -> None:
         """Gives the client's next sequence another id, because nobody knows what still comes of this one."""
         sequence.number += _IDS
-        sequence.cancelled, sequence.run = False, None
+        sequence.cancelled, sequence.run = 0, None
 
     def closed(self, step: Step, outcome: str) -> None:
         """Notes that a step has its end."""
@@ -155,10 +160,9 @@ class Sequences:
         step.run.unsure += 1
         step.run.broken = step.run.over = True
         if outcome == "cancelled":
-            step.sequence.cancelled = True
-            # What was begun anew behind it is one with it as long as it waits.
-            if step.sequence.run is not None:
-                step.sequence.run.broken = step.sequence.run.over = True
+            newest = step.sequence.run or step.run
+            step.sequence.cancelled = newest.start
+            newest.broken = newest.over = True
         elif step.sequence.run is not None and step.sequence.run.number == step.run.number:
             self._renumber(step.sequence)
 
@@ -175,6 +179,8 @@ class Sequences:
         """Returns what is wrong with an answer that is not an error; "": nothing."""
         _, first, steps, files, push = values
         run = step.run
+        while run.refused and run.before is not None:
+            run = run.before
         if run.lost and not run.overtakes:
             return "its client was told that the sequence is lost"
         if first != run.start:
@@ -183,6 +189,8 @@ class Sequences:
         least, most = run.answered, run.answered + run.unsure
         if run.overtakes:
             least, most = step.index - run.unsure - run.failed, step.index
+            if run is not step.run:
+                least, most = 1, run.drawn + most
         if not least <= steps <= most:
             return f"it is step {steps}, and {run.answered} were answered"
         if run.files >= 0 and files != run.files:
@@ -193,7 +201,8 @@ class Sequences:
         elif not run.overtakes and (push != run.push or not self._reloaded(run)):
             why = self._why_not_moved(run, push, begun_ns)
         run.files, run.push = files, push
-        step.sequence.cancelled &= not step.start
+        if step.start and run.start > step.sequence.cancelled:
+            step.sequence.cancelled = 0
         return f"it is of push {push}: {why}" if why else ""
 
     def _reloaded(self, run: Run) -> bool:
@@ -217,7 +226,7 @@ class Sequences:
         run.failed += 1
         # A client may begin it anew on a dead worker, until the supervisor knows.
         died = len(history.deaths) > len(history.fences) or history.fences[-1:] > [run.begun_ns]
-        broken = run.broken or step.sequence.cancelled
+        broken = run.broken or step.sequence.cancelled > 0
         was_lost, had_none = _LOST in message, _NO_START in message
         unloaded = any(each.kind == "unload" and each.may_last(run.begun_ns) for each in history.changes[MODEL])
         excuse = ""
@@ -229,7 +238,10 @@ class Sequences:
             excuse = "it was silent too long"
         elif code == "CANCELLED" and broken:
             excuse = "a step of its sequence was cancelled"
+        elif _MISSED in message and run.failed > 1:
+            excuse = "a step before it has failed"
         run.lost |= was_lost
+        run.refused |= step.start
         run.over |= was_lost or had_none or step.start
         run.broken |= step.start or step.end
         return excuse
