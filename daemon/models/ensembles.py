@@ -165,6 +165,8 @@ class Ensembles:
             built, versions = self._built[name], named(self._models, name, -1)
             awaited = any(version.awaited for version in versions)
             idle = versions and name not in gone and not self._busy(name)
+            # One that was given up itself, because workers died of it, is tried again at its own time.
+            built.down |= bool(idle) and any(version.awaited and not version.deaths for version in versions)
             if idle and (built.down or awaited) and awaited != bool(self.awaits(built.found.members)):
                 built.down = True
                 gone.append(name)

@@ -21,7 +21,15 @@ from dataclasses import dataclass
 
 from tensord.config.options import Workers
 from tensord.daemon.models.repository import FoundModel, isolated_fraction, load_error
-from tensord.daemon.models.versions import IndexState, ModelEntry, Operation, VersionEntry, awaits, has_members
+from tensord.daemon.models.versions import (
+    IndexState,
+    ModelEntry,
+    Operation,
+    VersionEntry,
+    awaits,
+    has_members,
+    member_given_up,
+)
 from tensord.shm.control_records import CancelLoad, Load, Loaded, ModelGone, ModelState, Unload
 from tensord.shm.device_names import model_of
 
@@ -275,8 +283,9 @@ class Lifecycle:
         for number, version in zip(model.bringing, brought, strict=True):
             waits = version.state is IndexState.LOADING and not version.ready and version.postponed
             if waits and not awaits(self.models, version):
-                version.postponed = set()
-                out += self._failed(name, number, version, "a model that it is made of is not there any more")
+                version.postponed, version.given_up = set(), member_given_up(self.models, version)
+                why = version.given_up or "a model that it is made of is not there any more"
+                out += self._failed(name, number, version, why)
         # Without any worker the load waits for the first one: it cannot be said to have succeeded.
         if any(awaits(self.models, v) or (v.state is IndexState.LOADING and not v.ready) for v in brought):
             return out
@@ -507,6 +516,9 @@ class Lifecycle:
                     out += self._send_load(worker, version)
                 elif not awaits(self.models, version):
                     out += self._after_answer(name)
+                    if worker not in version.postponed:
+                        # Another ensemble may have waited for this one.
+                        return out + self._send_postponed(worker)
         return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:

@@ -153,6 +153,22 @@ def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
     )
 
 
+def member_given_up(models: Mapping[str, ModelEntry], version: VersionEntry) -> str:
+    """Returns which model of an ensemble was given up until its next try, and why.
+
+    Returns "" if there is none, or if there is also a model that is not tried again. ``models``: all models, by name.
+    """
+    found = ""
+    for name, number in version.members:
+        versions = named(models, name, number)
+        if any(each.state is IndexState.READY for each in versions):
+            continue
+        if not (given_up := [each.given_up for each in versions if each.awaited]):
+            return ""
+        found = found or f"model '{name}': {given_up[-1]}"
+    return found
+
+
 def named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
     """Returns the entry of a model's version ``number`` or, if ``number`` is -1, the entries of all versions, newest last."""
     versions = models[name].versions if name in models else {}

@@ -325,6 +325,25 @@ def test_an_ensemble_is_not_awaited_whose_models_have_gone() -> None:
     lifecycle.check_invariants()
 
 
+def test_an_ensemble_waits_no_longer_for_a_model_that_was_given_up() -> None:
+    """
+    1. A worker dies as it loads an ensemble. 2. Two die of its model. 3. Another one comes, on which the model is not tried yet.
+    Result: the ensemble, and one of which it is a part, are given up like the model, and are to come back with it.
+    """
+    lifecycle = serving(1)
+    for token, name, member in ((2, "e", "m"), (3, "outer", "e")):
+        lifecycle.load(dataclasses.replace(found(name, 1), members=((member, 1),)), token)
+    lifecycle.worker_left(1)
+    for worker in (2, 3):
+        lifecycle.worker_joined(worker, "cpu:0")
+        lifecycle.worker_left(worker)
+    ended = settled(lifecycle.worker_joined(4, "cpu:0"))
+    assert [token for token, _ in ended] == [2, 3]
+    assert "model 'm': 2 worker processes died while loading it" in ended[0][1]
+    assert all(lifecycle.models[name].versions[1].awaited for name in ("m", "e", "outer"))
+    lifecycle.check_invariants()
+
+
 def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
     lifecycle = of(1, 2)
     lifecycle.load(found("m", 1), 1)
