@@ -110,13 +110,20 @@ class Operations:
         except ServingError as error:
             self._audit.note(operation, None if by_model else peer, error)
             # A load that failed has changed something, too.
-            await self._fronts.settled()
+            await self._settled(operation)
             raise
         self._audit.note(operation, None if by_model else peer, result=result)
-        if isinstance(operation, ChangeLog | ChangeTrace) and operation.changes():
+        await self._settled(operation)
+        return result
+
+    async def _settled(self, operation: Operation) -> None:
+        """Waits until all fronts act upon an operation, and all workers where their clients' lanes have to know of it."""
+        # A worker that has yet to read that it is to unload something would go on answering for it.
+        if isinstance(operation, LoadModel | UnloadModel) or (
+            isinstance(operation, ChangeLog | ChangeTrace) and operation.changes()
+        ):
             await self._workers.settled()
         await self._fronts.settled()
-        return result
 
     async def _carry_out(self, operation: Operation, peer: Peer, end: int) -> bytes:
         match operation:

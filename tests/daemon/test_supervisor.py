@@ -162,6 +162,27 @@ def test_a_setting_is_answered_for_when_every_worker_has_it(
         assert int(json.loads(first.answer()["result"])[named]) == value
 
 
+def test_an_unload_is_answered_when_no_worker_takes_requests_for_the_model(
+    two_fronts: tuple[FakeDaemon, list[Any]],
+) -> None:
+    """
+    1. The worker is stopped (SIGSTOP); a model is unloaded through one front, as the other knows. 2. The worker goes on.
+    3. Again, and now it is killed.
+    Result: the answer comes when the worker has read it, or is dead: before that it answers whoever has a lane of his own.
+    """
+    daemon, (first, second) = two_fronts
+    for end in (signal.SIGCONT, signal.SIGKILL):
+        first.send("LoadModel", name="good")
+        assert first.answer()["code"] == ""
+        worker = daemon.workers[0].pid
+        os.kill(worker, signal.SIGSTOP)
+        first.send("UnloadModel", name="good")
+        daemon.wait(lambda: second.ask()["models"]["good/1"]["state"] == "UNLOADING", "unload")
+        assert not first.has_answer()
+        os.kill(worker, end)
+        assert first.answer()["code"] == ""
+
+
 @pytest.mark.parametrize("kind", ["worker", "front"])
 def test_a_reload_is_done_when_every_process_has_its_settings(
     two_fronts: tuple[FakeDaemon, list[Any]], kind: str
