@@ -648,7 +648,7 @@ class Submitter:
         return late
 
     def _miss(self, unsent: Iterable[InFlight]) -> None:
-        """Fails the steps of sequences that wait behind one of ``unsent``, which were not sent: they would run on another state."""
+        """Fails the steps of sequences that wait behind one of ``unsent``, which have failed: they would run on another state."""
         last = {_sequence(request): request.record.request_id for request in unsent if request.record.sequence_id}
         for request in list(self._in_flight.values()) if last else ():
             sequence, record = _sequence(request), request.record

@@ -96,8 +96,8 @@ class Sequence:
     in_flight: int = 0
     #: The connection over which was asked last.
     route: Any = None
-    #: The number of the ask that began its newest run, as a step was cancelled, which overtakes nothing on that connection; 0: none
-    #: was. Runs up to that one may be cancelled with it: they are one as long as they wait.
+    #: A step was cancelled, which overtakes nothing on that connection: the number of the ask that had begun the newest run then,
+    #: else 0. Runs up to that one may be cancelled with it: they are one as long as they wait.
     cancelled: int = 0
     #: A step was an END, behind which a START of the same id would be another sequence.
     ends: bool = False
