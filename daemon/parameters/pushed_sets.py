@@ -38,7 +38,7 @@ class Content:
     #: When it was pushed (seconds since the epoch), and by whom; 0: it is the repository's.
     pushed_at: float = 0.0
     pushed_by: Peer | None = None
-    #: How many workers have died, not for others' doing, while they were given these parameters again.
+    #: How many workers have died, not for others' doing, while they were given these parameters again and nothing else.
     deaths: int = 0
 
     def close(self) -> None:

@@ -27,7 +27,8 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,13 @@ class _NoWorker(Exception):
     """Raised if no worker is left that serves the version."""
 
 
+@dataclass(slots=True, eq=False)
+class _Given:
+    """Parameters that a worker is given. ``shared``: meanwhile others were given to it, or it loaded a model."""
+
+    shared: bool
+
+
 class Parameters:
     """Carries out clients' operations on parameter sets: push, revert, drop and list."""
 
@@ -102,6 +110,8 @@ class Parameters:
         self._held: set[tuple[int, VersionKey]] = set()
         #: Worker and version that is being restored -> answers to its loads, in order.
         self._restoring: dict[tuple[int, VersionKey], deque[Loaded]] = {}
+        #: Worker -> the parameters that it is given now.
+        self._given: dict[int, list[_Given]] = {}
         #: Versions that a replaced worker could not be given everything of -> why.
         self._lacking: dict[VersionKey, str] = {}
         #: Set, and replaced, by ``tell``.
@@ -374,7 +384,7 @@ class Parameters:
         staged: set[int] = set()
         try:
             while missing := [worker for worker in self._serving(key) if worker.incarnation not in staged]:
-                calls = [self._call(worker, stage, memory) for worker in missing]
+                calls = [self._stage(worker, stage, memory) for worker in missing]
                 for worker, result in zip(missing, await asyncio.gather(*calls, return_exceptions=True), strict=True):
                     if not isinstance(result, BaseException):
                         staged.add(worker.incarnation)
@@ -400,6 +410,26 @@ class Parameters:
         put()
         commit = CommitParameters(stage.push, move_sequences)
         await asyncio.gather(*(self._carry_out(worker, commit) for worker in workers))
+
+    async def _stage(self, worker: WorkerProcess, stage: StageParameters, memory: int) -> None:
+        with self._giving(worker):
+            await self._call(worker, stage, memory)
+
+    @contextlib.contextmanager
+    def _giving(self, worker: WorkerProcess) -> Iterator[_Given]:
+        """Notes, in a ``with`` block, that a worker is given parameters."""
+        others = self._given.setdefault(worker.incarnation, [])
+        given = _Given(shared=bool(others or worker.owed))
+        for other in others:
+            other.shared = True
+        others.append(given)
+        try:
+            yield given
+        finally:
+            given.shared |= bool(worker.owed)
+            others.remove(given)
+            if not others:
+                self._given.pop(worker.incarnation, None)
 
     @staticmethod
     async def _call(worker: WorkerProcess, operation: Operation, memory: int = -1) -> None:
@@ -542,14 +572,16 @@ class Parameters:
                     return f"{what} is not given to another worker: {content.deaths} died of it"
                 memory = -1
                 try:
-                    memory = await self._copied(key, name, content, worker)
-                    if memory < 0:
-                        most = f"at most {self.sets.limit} are kept of all models (supervisor.parameter_byte_size)"
-                        changed = ", and its file is another one now" if content.file is not None else ""
-                        return f"{what} was not kept: {content.byte_size} bytes, {most}{changed}"
-                    await self._call(worker, StageParameters(push, *key, name, content.number), memory)
+                    with self._giving(worker) as given:
+                        memory = await self._copied(key, name, content, worker)
+                        if memory < 0:
+                            most = f"at most {self.sets.limit} are kept of all models (supervisor.parameter_byte_size)"
+                            changed = ", and its file is another one now" if content.file is not None else ""
+                            return f"{what} was not kept: {content.byte_size} bytes, {most}{changed}"
+                        await self._call(worker, StageParameters(push, *key, name, content.number), memory)
                 except (_NoWorker, ServingError, OSError) as error:
-                    content.deaths += worker.ended_by_work
+                    # What else it died of may be a push, a load or another set: then a further worker is given these once more.
+                    content.deaths += worker.ended_by_work and not given.shared
                     return f"{what} cannot be restored: {str(error) or 'the worker died'}"
                 finally:
                     if memory >= 0:

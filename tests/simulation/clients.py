@@ -351,7 +351,7 @@ class Clients:
                 unavailable and "within" in message and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask)
             )
             or (unavailable and "cannot be served now" in message and deaths >= 2)
-            # A set of parameters is blamed for every worker that dies while it is given it, also of something else.
+            # Two workers may be killed while they are given a set of parameters again, and nothing else: it is blamed for that.
             or (not_found and "died of it" in message and deaths >= 2)
             or (internal and "was given up" in message and deaths - ask.deaths >= 2)
             or (unavailable and "is draining" in message and self.history.drained)

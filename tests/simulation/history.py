@@ -147,7 +147,7 @@ class History:
             return "the model was not loaded"
         if self.lacked_for(str(change.error), change.begun_ns):
             return "there was no descriptor"
-        if "cannot be served now" in str(change.error) and len(self.deaths) >= 2:
+        if any(said in str(change.error) for said in ("cannot be served now", "died of it")) and len(self.deaths) >= 2:
             return "workers had died"
         if "one is being replaced" in str(change.error) and self.deaths:
             return "a worker had died"

@@ -58,6 +58,8 @@ class Worker:
     alive = True
     #: Whether it died by itself.
     ended_by_work = False
+    #: The loads that it has not answered.
+    owed: tuple[tuple[str, int], ...] = ()
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -404,16 +406,21 @@ async def test_a_push_that_a_worker_dies_of_is_not_given_to_the_next(tmp_path: P
         assert (await w.joins(3)).sets["main"] == (1, b"number one")
 
 
-async def test_what_is_in_force_is_given_to_two_workers_that_die_of_it(tmp_path: Path) -> None:
-    """As a request is; then the version is not served, and says why, until something else is pushed."""
+@pytest.mark.parametrize("beside", [False, True])
+async def test_what_is_in_force_is_given_to_two_workers_that_die_of_it(tmp_path: Path, beside: bool) -> None:
+    """
+    As a request is; then the version is not served, and says why, until something else is pushed.
+    ``beside``: those that die load another model meanwhile, of which they may have died.
+    """
     async with world(tmp_path, workers=1) as w:
         await w.push(b"deadly one")
         w.dies(1)
         for number in (2, 3, 4):
             worker = w.workers[number] = Worker(number)
+            worker.owed = (("other", 1),) if beside and number < 4 else ()
 
             def before(operation: Any, number: int = number, worker: Worker = worker) -> None:
-                if isinstance(operation, StageParameters) and operation.number == 1:
+                if isinstance(operation, StageParameters) and operation.number == 1 and not (beside and number == 4):
                     worker.ended_by_work = True
                     w.dies(number)
 
@@ -426,6 +433,9 @@ async def test_what_is_in_force_is_given_to_two_workers_that_die_of_it(tmp_path:
                 await asyncio.sleep(0)
         assert worker.alive
         ((_, answer),) = w.heard
+        if beside:
+            assert (answer.reason, worker.sets["main"]) == ("", (1, b"deadly one"))
+            return
         assert answer.reason == "parameter set 'main' number 1 is not given to another worker: 2 died of it"
         pushing = asyncio.create_task(w.push(b"a better one"))
         await asyncio.sleep(0.01)
