@@ -250,7 +250,9 @@ class Lifecycle:
         """
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
-        version.wanted, version.given_up, version.reason = bool(given_up), given_up, given_up or version.reason
+        version.wanted, version.given_up = bool(given_up), given_up
+        # Nobody awaits any more what was given up.
+        version.reason = given_up or ("unloaded" if was_awaited else version.reason)
         version.postponed, version.due = set(), False
         forget, version.outdated = Forget(name, number), False
         if version.state is not IndexState.READY:

@@ -81,7 +81,7 @@ class _NoWorker(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Given:
-    """Parameters that a worker is given. ``shared``: meanwhile others were given to it, or it loaded a model."""
+    """Parameters that a worker is given. ``shared``: meanwhile others were given to it, or it loaded a model, or it was dead."""
 
     shared: bool
 
@@ -419,7 +419,7 @@ class Parameters:
     def _giving(self, worker: WorkerProcess) -> Iterator[_Given]:
         """Notes, in a ``with`` block, that a worker is given parameters."""
         others = self._given.setdefault(worker.incarnation, [])
-        given = _Given(shared=bool(others or worker.owed))
+        given = _Given(shared=bool(others or worker.owed or not worker.alive))
         for other in others:
             other.shared = True
         others.append(given)

@@ -353,6 +353,7 @@ class Clients:
             or (unavailable and "cannot be served now" in message and deaths >= 2)
             # Two workers may be killed while they are given a set of parameters again, and nothing else: it is blamed for that.
             or (not_found and "died of it" in message and deaths >= 2)
+            or (not_found and ask.model == ensembles.MODEL and bool(self.history.blamed) and deaths >= 2)
             or (internal and "was given up" in message and deaths - ask.deaths >= 2)
             or (unavailable and "is draining" in message and self.history.drained)
             or (code == "DEADLINE_EXCEEDED" and ask.timeout is not None and waited >= ask.timeout * SECOND)
@@ -403,6 +404,8 @@ class Clients:
     def change_ended(self, change: Change, error: str) -> None:
         error = error.replace(f"{self.lanes.path.parent}/", "")
         change.error, change.ended_ns = error, self.scheduler.clock.now_ns
+        if not error:
+            self.history.blamed.discard(change.model)
         self.scheduler.tell(f"{change} is answered: {error or 'done'}")
         if error and not self.stopped_ns:
             if not self.history.why_failed(change):

@@ -65,6 +65,8 @@ class History:
         self.fences: list[int] = []
         #: When somebody has last been stopped, or time has jumped.
         self.trouble_ns = 0
+        #: The models that are not served because workers have died of what was pushed into them.
+        self.blamed: set[str] = set()
         #: Somebody lacks descriptors; and when they were back.
         self.lacking = False
         self.lacked_ns = 0

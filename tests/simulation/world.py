@@ -74,6 +74,8 @@ class Defects(logging.Handler):
         self._scheduler = scheduler
         #: Called with what is said where something does not end in its time.
         self.on_late: Callable[[str], None] = lambda text: None
+        #: Called with each model that is refused because of what was pushed into it.
+        self.on_blame: Callable[[str], None] = lambda model: None
 
     def emit(self, record: logging.LogRecord) -> None:
         text, current = record.getMessage(), self._scheduler.current
@@ -82,6 +84,8 @@ class Defects(logging.Handler):
         self._scheduler.tell(f"    {current}: {text}")
         if any(said in text for said in _TOO_LATE):
             self.on_late(f"{current}: {text}")
+        if "died of it" in text and text.startswith("model '"):
+            self.on_blame(text.split("'")[1])
         if record.exc_info and not isinstance(record.exc_info[1], ServingError):
             self._scheduler.defect(f"{text}: {logging.Formatter().formatException(record.exc_info)}")
 
@@ -119,6 +123,7 @@ class World:
         self.daemon.pure = PLAIN[:1]
         self.counts = self.clients.counts
         self._handler.on_late = self.clients.late
+        self._handler.on_blame = self.history.blamed.add
         self.daemon.on_end = self._ended
         self.daemon.on_open = self._opened
         self.daemon.on_fence = lambda: self.history.fences.append(self.scheduler.clock.now_ns)
