@@ -198,24 +198,22 @@ class Sequences:
         why = ""
         if run.push < 0:
             why = self._history.why_not_push(MODEL, push, begun_ns)
-        elif not run.overtakes and (push != run.push or not self._reloaded(run)):
+        elif not run.overtakes:
             why = self._why_not_moved(run, push, begun_ns)
         run.files, run.push = files, push
         if step.start and run.start > step.sequence.cancelled:
             step.sequence.cancelled = 0
         return f"it is of push {push}: {why}" if why else ""
 
-    def _reloaded(self, run: Run) -> bool:
-        return any(each.kind == "load" and each.may_last(run.begun_ns) for each in self._history.changes[MODEL])
-
     def _why_not_moved(self, run: Run, push: int, begun_ns: int) -> str:
         """Returns why a step after the first may not have run with that push."""
         moving = [each for each in self._history.changes[MODEL] if each.moves and each.may_last(run.begun_ns)]
         if push != run.push and not any(each.number == push and not each.error for each in moving):
             return f"the sequence had push {run.push}, and nothing moved it"
-        found = next(
-            (each for each in self._history.changes[MODEL] if each.kind == "push" and each.number == push), None
-        )
+        changes = self._history.changes[MODEL]
+        if any(each.kind == "load" and each.may_last(run.begun_ns) for each in changes):
+            return ""  # pushes are of the load, and leave a sequence alone that began on another one
+        found = next((each for each in changes if each.kind == "push" and each.number == push), None)
         since_ns = max(run.begun_ns, 0 if found is None else found.ended_ns or found.begun_ns)
         missed = next((each for each in moving if each.begun_ns > since_ns and each.ended_before(begun_ns)), None)
         return "" if missed is None else f"{missed} had moved it before it was asked"
