@@ -29,7 +29,8 @@ class TritonPythonModel:
             x = pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy())
             if {streams}:
                 sender = request.get_response_sender()
-                sender.send(pb_utils.InferenceResponse([x]))
+                if {responses}:
+                    sender.send(pb_utils.InferenceResponse([x]))
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         return None if {streams} else [pb_utils.InferenceResponse([x])]
 """
@@ -45,9 +46,9 @@ RAW = {"Inference-Header-Content-Length": "0"}
 
 
 def start(start_daemon: Callable[..., DaemonProcess], tmp_path: Path, seconds: float) -> DaemonProcess:
-    """Starts a daemon with two models that finish loading when the file ``gate`` exists."""
-    for name, streams in (("one", False), ("many", True)):
-        source = GATED.format(gate=str(tmp_path / "gate"), streams=streams)
+    """Starts a daemon with three models that finish loading when the file ``gate`` exists."""
+    for name, streams in (("one", False), ("many", True), ("never", True)):
+        source = GATED.format(gate=str(tmp_path / "gate"), streams=streams, responses=name != "never")
         repositories.write_model(tmp_path / "models", name, source, CONFIG.format(streams=str(streams).lower()))
     daemon = start_daemon(tmp_path / "models", requests={"worker_wait": seconds})
     daemon.wait_log(r"grpc-0 \(process \d+\) is up")
@@ -71,14 +72,15 @@ def over_grpc(daemon: DaemonProcess, model: str) -> str:
 def test_they_wait_and_are_answered(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
     """By each way, also where only a loaded model says what it may be asked."""
     daemon = start(start_daemon, tmp_path, PATIENCE)
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(8) as pool:
         ways = {
             "infer": pool.submit(daemon.request, "POST", "/v2/models/one/infer", INFER),
             "generate": pool.submit(daemon.request, "POST", "/v2/models/one/generate", GENERATE),
             "streamed": pool.submit(daemon.request, "POST", "/v2/models/many/generate_stream", GENERATE),
             "decoupled": pool.submit(daemon.request, "POST", "/v2/models/many/infer", INFER),
+            "unanswered": pool.submit(daemon.request, "POST", "/v2/models/never/infer", INFER),
         }
-        calls = {name: pool.submit(over_grpc, daemon, name) for name in ("one", "many")}
+        calls = {name: pool.submit(over_grpc, daemon, name) for name in ("one", "many", "never")}
         try:
             assert daemon.get("/v2/models/one")[0] == daemon.get("/v2/models/one/config")[0] == 503
             assert daemon.get("/v2/models/one/ready")[0] != 200
@@ -87,10 +89,11 @@ def test_they_wait_and_are_answered(start_daemon: Callable[..., DaemonProcess], 
             (tmp_path / "gate").touch()
         assert ways["infer"].result(PATIENCE)[0] == ways["generate"].result(PATIENCE)[0] == 200
         assert ways["streamed"].result(PATIENCE)[0] == 200
-        status, body = ways["decoupled"].result(PATIENCE)
-        assert (status, "decoupled transaction policy" in str(body)) == (501, True)
+        for way, model in (("decoupled", "many"), ("unanswered", "never")):
+            status, body = ways[way].result(PATIENCE)
+            assert (status, "decoupled transaction policy" in str(body)) == (501, True)
+            assert calls[model].result(PATIENCE).startswith("UNIMPLEMENTED: ModelInfer RPC doesn't support")
         assert calls["one"].result(PATIENCE) == "OK"
-        assert calls["many"].result(PATIENCE).startswith("UNIMPLEMENTED: ModelInfer RPC doesn't support")
     assert daemon.request("POST", "/v2/models/none/infer", INFER)[0] == 404
 
 
