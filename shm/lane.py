@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import select
 import socket
+from collections.abc import Callable
 from typing import Any, get_args
 
 from tensord.shm import descriptors
@@ -298,6 +299,10 @@ class SubmitterLane(LaneEnd):
                 prepared, record = LAST, self._unreachable(record.request_id, record.lease)
             answers.append((prepared, record))
         return answers
+
+    def pinned(self, contents: tuple[Content, ...]) -> Callable[[Slice], memoryview]:
+        """Returns what to call in place of ``view`` for the tensors of an answer, also once this lane is closed."""
+        return {content: self.view(content) for content in contents if type(content) is Slice}.__getitem__
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
         self.channel.put(Release((lease,)))

@@ -456,13 +456,14 @@ class Exchange(InFlight):
         assert self._asked is not None
         asked = self._asked.asked
         self._version = prepared.version
-        answer = prepared, record.contents, self._head.model, self._client_id, asked, lane.view
+        answer = prepared, record.contents, self._head.model, self._client_id, asked
         if record.lease is not None and response_codec.large_texts(prepared, record.contents, asked):
-            steps = response_codec.encode_in_steps(*answer)
+            # Its worker may be gone before the last step, and the lane closed.
+            steps = response_codec.encode_in_steps(*answer, lane.pinned(record.contents))
             self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
             return
         try:
-            head, parts = response_codec.encode(*answer)
+            head, parts = response_codec.encode(*answer, lane.view)
         except Exception as error:
             self._refused(error)
             return

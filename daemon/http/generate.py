@@ -18,6 +18,7 @@ import logging
 import struct
 import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -38,7 +39,7 @@ from tensord.shm import trace_stamps
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable, Unsupported, from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, is_mark
+from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, Slice, is_mark
 from tensord.shm.tracer import Trace
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ _SIZES = struct.Struct("<IQ")
 #: Bytes of an error that are logged.
 _MAX_SAID = 1000
 _encode = msgspec.json.Encoder().encode
+#: Returns the bytes of a slice of the response arena; None: the answer is an error of this process.
+View = Callable[[Slice], memoryview] | None
 
 
 class Generation(InFlight):
@@ -75,7 +78,7 @@ class Generation(InFlight):
     #: The request was submitted, and its last response has not come.
     _running: bool = False
     #: The head of the answer, and perhaps more, was written.
-    _begun: bool = False
+    begun: bool = False
     #: The client has not taken all that was written.
     _blocked: bool = False
     #: The body, until the request is submitted or refused.
@@ -91,8 +94,8 @@ class Generation(InFlight):
     _trace: Trace | None = None
     #: The status and text to refuse the request with; None: nothing is wrong so far.
     _error: tuple[int, str] | None = None
-    #: Responses that came while the client did not take what was written.
-    _held: deque[tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None]] = msgspec.field(default_factory=deque)
+    #: Responses that came while the client did not take what was written, each with its lane and what shows its tensors.
+    _held: deque[tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None, View]] = msgspec.field(default_factory=deque)
 
     def __post_init__(self) -> None:
         serving, head, order = self._serving, self._head, self._order
@@ -225,19 +228,20 @@ class Generation(InFlight):
                 self._trace.completed(prepared.version, record.trace)
             else:
                 self._trace.responded(prepared.version)
-        self._take(prepared, record, lane)
+        self._take(prepared, record, lane, None if lane is None else lane.view)
 
-    def _take(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def _take(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None, view: View) -> None:
         if self._blocked:
-            self._held.append((prepared, record, lane))
+            # Its worker may be gone before the client reads on, and the lane closed.
+            self._held.append((prepared, record, lane, None if lane is None else lane.pinned(record.contents)))
             return
         if prepared.final:
             self._running = False
         try:
             if record.code:
                 self._fail(from_code(record.code, record.message), prepared.final)
-            elif lane is not None and not (prepared.final and is_mark(prepared, record)):
-                self._answer(prepared, record, lane)
+            elif view is not None and not (prepared.final and is_mark(prepared, record)):
+                self._answer(prepared, record.contents, view)
             if prepared.final and not (self._answered or self._gone):
                 self._end()
         except ServingError as error:
@@ -262,7 +266,9 @@ class Generation(InFlight):
         elif record.lease is not None:
             self._serving.submitter.release(lane, record.lease)
 
-    def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
+    def _answer(
+        self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
+    ) -> None:
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
@@ -276,7 +282,7 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------- bytes
 
     def _write(self, part: bytes) -> None:
-        self._begun = True
+        self.begun = True
         self._blocked = not self._order.answer_part(part)
 
     def _write_whole(self, status: int, body: bytes, media_type: bytes = _JSON) -> None:
@@ -307,7 +313,7 @@ class Generation(InFlight):
     def _meet_defect(self) -> None:
         """Logs the current exception, and answers 500. If the answer has begun already, aborts the connection instead."""
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
-        if self._begun:
+        if self.begun:
             self._gone = True
             self._let_go()
             self._order.transport.abort()
@@ -340,7 +346,7 @@ class Generation(InFlight):
             self._running = False
             self._serving.submitter.cancel(self)
         while self._held:
-            self._release(*self._held.popleft())
+            self._release(*self._held.popleft()[:3])
 
     def _drop_body(self) -> None:
         reception, self._reception = self._reception, None
@@ -365,13 +371,13 @@ class Generate(Generation):
             self._joined = generate_codec.JoinedAnswers(state, self._serving.options.http.max_body_byte_size)
         super()._submit(reception, state)
 
-    def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
+    def _answer(
+        self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
+    ) -> None:
         if self._joined is not None:
-            self._joined.add(prepared, record.contents, lane.view)
+            self._joined.add(prepared, contents, view)
         elif self._object is None:
-            self._object = ResponseLayout(prepared, self._head.model, self._client_id).encode(
-                record.contents, lane.view
-            )
+            self._object = ResponseLayout(prepared, self._head.model, self._client_id).encode(contents, view)
         else:
             raise InvalidArgument(_NOT_ONE)
 
@@ -405,11 +411,13 @@ class GenerateStream(Generation):
     #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
     _kept: bytearray | None = None
 
-    def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
+    def _answer(
+        self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
+    ) -> None:
         layout = self._layout
         if layout is None or layout.prepared is not prepared:
             layout = self._layout = ResponseLayout(prepared, self._head.model, self._client_id)
-        self._say(b"data: %b\n\n" % layout.encode(record.contents, lane.view), 200)
+        self._say(b"data: %b\n\n" % layout.encode(contents, view), 200)
 
     def _fail(self, error: ServingError, final: bool) -> None:
         if not self._status and final and not isinstance(error, Internal):
@@ -470,10 +478,12 @@ class InferStream(GenerateStream):
         text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else body.whole()[:json_size])
         return request_codec.decode(text, size - json_size, head.model)
 
-    def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
-        decoded, contents = self._decoded, record.contents
+    def _answer(
+        self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
+    ) -> None:
+        decoded = self._decoded
         assert decoded is not None
-        said, parts = response_codec.encode(prepared, contents, self._head.model, self._client_id, decoded, lane.view)
+        said, parts = response_codec.encode(prepared, contents, self._head.model, self._client_id, decoded, view)
         self._say(_response(said, parts), 200)
 
     def _fail(self, error: ServingError, final: bool) -> None:

@@ -233,6 +233,18 @@ def test_a_body_is_asked_for_once_its_model_is_known(client: Client, worker: Ech
     assert answer.error == "so it is"
 
 
+def test_a_body_that_is_refused_behind_its_answer_gets_no_second_one(
+    served: tuple[FrontProcess, EchoWorker],
+) -> None:
+    """The client would take it for the answer to what it sends next."""
+    head = "POST /v2/models/nope/generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n"
+    with served[0].client() as client:
+        client.send(head.encode())
+        assert client.answer().status == 404
+        client.send(b"%x\r\n" % (MIB + 1))
+        assert client.ends()
+
+
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_model_that_is_being_loaded_is_waited_for(endpoint: str, comes: bool) -> None:
@@ -273,3 +285,22 @@ def test_a_client_that_takes_nothing_holds_its_model_up() -> None:
         assert list(each) == []
         assert client.ends()
         until(lambda: worker.leases == 0)
+
+
+def test_responses_are_read_after_the_death_of_their_worker() -> None:
+    """
+    1. Responses that lie in the worker's memory wait for a slow client. 2. The worker dies. 3. The client reads on.
+    Result: it gets all of them, and then an error.
+    """
+    content, count = bytes(range(256)) * 64, 50
+    with serving(send_buffer=SMALL_BUFFER) as (front, (worker,)), front.client(SMALL_BUFFER) as client:
+        client.send(asked("generate_stream", b'{"x":1}'))
+        request = worker.next()
+        for _ in range(count):
+            worker.answer(request, content, final=False)
+        front.sync()
+        worker.die()
+        front.fence(worker)
+        _, _, each = events(client)
+        assert [len(next(each)["y"]) for _ in range(count)] == [len(content)] * count  # type: ignore[arg-type]
+        assert [str(event["error"])[:23] for event in each] == ["the worker process died"]
