@@ -114,7 +114,12 @@ class Lingering(asyncio.Protocol):
 
 def is_quiet(transport: asyncio.Transport) -> bool:
     """Returns whether the client took all bytes written to ``transport``, and no bytes of the client wait to be read."""
-    return not (_waiting(transport, termios.TIOCOUTQ) or _waiting(transport, termios.FIONREAD))
+    return not (_waiting(transport, termios.TIOCOUTQ) or has_unread(transport))
+
+
+def has_unread(transport: asyncio.Transport) -> bool:
+    """Returns whether bytes of the client wait to be read."""
+    return bool(_waiting(transport, termios.FIONREAD))
 
 
 def _waiting(transport: asyncio.Transport, request: int) -> int:

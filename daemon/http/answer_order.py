@@ -188,11 +188,13 @@ class AnswerOrder:
     def announce_end(self) -> None:
         """Makes the newest unanswered request, if there is one, the last request of the connection.
 
-        The answer to that request says ``Connection: close``.
+        The answer to that request says ``Connection: close``. Where its head was sent before, nothing is changed.
         """
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return
+        if isinstance(last, Generation) and last.begun and not self.ended:
+            return  # its head has left: its client would not know that what it has sent behind it is not read
         if self._ends_with is not None:
             self._ends_with.keep_alive = True
         last.keep_alive = False
@@ -293,19 +295,23 @@ class AnswerOrder:
     def refuse(self, status: int, message: str) -> None:
         """Refuses the arriving request with the error ``status`` and ``message``, and closes the connection afterwards.
 
-        The error is written after the answers to earlier requests. Bytes that still arrive are discarded. Does nothing if the
-        connection is closing already.
+        The error is written after the answers to earlier requests, and not at all if the arriving request was answered before.
+        Bytes that still arrive are discarded. Does nothing if the connection is closing already.
         """
         if self.closing:
             return
         self.closing = True
-        self._serving.answered.failed(str(status), message, account=self.account)
-        self._refusal = error_response(status, message, CLOSE + self.origin_lines)
         if self.reader is not None:
             # Before the lease that it fills is given back.
             self.reader.stop()
         receiving, self.receiving = self.receiving, None
-        if receiving is not None and receiving in self.requests:
+        if receiving is not None and receiving not in self.requests:
+            # It was answered before its body was whole, and a second answer would be taken for that of the next request.
+            self._hang_up()
+            return
+        self._serving.answered.failed(str(status), message, account=self.account)
+        self._refusal = error_response(status, message, CLOSE + self.origin_lines)
+        if receiving is not None:
             self.requests.remove(receiving)
             receiving.abandon()
         if not self.requests:

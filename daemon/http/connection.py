@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
+from tensord.daemon.front.lingering_close import has_unread
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
@@ -262,7 +263,9 @@ class Http1Connection(asyncio.Protocol):
         """
         order = self.order
         if self.idle:
-            order.leave()
+            # What came while its client did not take the last answer is read first.
+            if not has_unread(self.transport):
+                order.leave()
             return
         order.announce_end()
         if not order.closing and not order.flow.read_paused and order.times.stopped(monotonic(), self._came()):

@@ -36,6 +36,26 @@ def test_stop_answers_all_that_was_sent_ahead() -> None:
         assert front.process.wait(PATIENCE_SECONDS) == 0
 
 
+def test_stop_answers_what_was_sent_behind_a_stream() -> None:
+    """An answer whose head was sent before the stop cannot say that it is the last one."""
+    with serving() as (front, (worker,)), front.client() as client:
+        body = b'{"x":1}'
+        client.send(b"POST /v2/models/echo/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: 7\r\n\r\n" + body)
+        request = worker.next()
+        worker.respond(request.request_id, b"\1", False)
+        assert "connection" not in client.answer().headers
+        front.stop(PATIENCE_SECONDS)
+        time.sleep(0.1)
+        worker.respond(request.request_id, b"", True)
+        assert len(list(client.chunks())) == 1
+        client.send(json_request(b"\2"))
+        worker.echo(worker.next())
+        answer = client.answer()
+        assert (answer.values, answer.headers["connection"]) == (b"\2", "close")
+        assert client.ends()
+        assert front.process.wait(PATIENCE_SECONDS) == 0
+
+
 def test_stop_ends_a_connection_that_always_has_a_request_in_flight() -> None:
     """
     1. A client has a request in flight; the front is told to stop. 2. Much later it sends the next one on the same connection.
