@@ -173,8 +173,9 @@ class Region(_ObjectRegion):
         If the region has at most ``populate`` bytes, its existing pages are mapped at once. Otherwise each page is mapped at
         its first use. If this raises, ``fd`` is closed.
 
-        Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
-          Unavailable: this process has as many guarded mappings as it can have (``tensord.shm.guard``).
+        Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or may not be written to.
+          Unavailable: the range cannot be mapped now, or this process has as many guarded mappings as it can have
+          (``tensord.shm.guard``).
         """
         guard.install()
         super().__init__(name, fd, offset, byte_size)
@@ -200,8 +201,11 @@ class Region(_ObjectRegion):
         except ValueError:  # mmap looks at the size itself: its owner has cut the object down since we did
             needs = f"offset {offset} and byte_size {byte_size} need {offset + byte_size}"
             raise refused(self.name, f"its object has {os.fstat(self.fd).st_size} bytes now, {needs}") from None
-        except OSError as error:  # sealed against writing, or no address space left
-            raise refused(self.name, f"it cannot be mapped: {os.strerror(error.errno or 0)}") from None
+        except (
+            OSError
+        ) as error:  # sealed against writing; or there is no address space or descriptor left, which passes
+            kind = InvalidArgument if error.errno in (errno.EPERM, errno.EACCES) else Unavailable
+            raise refused(self.name, f"it cannot be mapped: {os.strerror(error.errno or 0)}", kind) from None
         # Only existing pages are mapped: populating a sparse object would allocate memory nobody asked for.
         if self.backed and byte_size <= populate:
             # The first request then pays no page faults. Kernels without this call, and full memory, are no errors here.
