@@ -260,8 +260,10 @@ class AnswerOrder:
 
     def forgo_body(self, request: HttpRequest) -> None:
         """Ensures that no ``100 Continue`` is sent for ``request``, because the answer to ``request`` has begun."""
-        if self.receiving is request:
+        if self.receiving is request and self._expects_continue:
             self._expects_continue = False
+            # Its client may send the body all the same, from now on.
+            self.times.held_up(monotonic())
 
     @property
     def holds_up(self) -> bool:
