@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.simulation import ensembles, sequences
+from tests.simulation import ensembles, sequences, streamed
 from tests.simulation.history import Change, History
 from tests.simulation.lane_clients import LaneClients, Program
 from tests.simulation.network import Connection, Item, Network
@@ -21,6 +21,10 @@ from tests.simulation.sequences import Sequences, Step
 
 #: An answer is x * OF_X + (number of the files) * OF_FILES + (number of the push).
 OF_X, OF_FILES = 1_000_000_000, 10_000
+#: The most values of a request that gets several responses.
+_MOST_OF_SEVERAL = 1000
+#: The most bytes of a request over a socket.
+MOST_BODY = 1 << 16
 #: How long a request waits for a worker, in seconds.
 WORKER_WAIT = 5.0
 #: How long it waits for room in the arena, in seconds; and what it is told if none came.
@@ -61,6 +65,15 @@ class Ask:
     timeout: float | None = None
     #: Over a lane: how its program waits.
     way: str = ""
+    #: Over HTTP: the endpoint that it is sent to.
+    endpoint: str = ""
+    #: What the daemon says of what is wrong with it; "": nothing is.
+    wrong: str = ""
+    #: Over gRPC: it wants a mark behind its last response.
+    marked: bool = False
+    #: Of several responses: how many it has got, and of which files and push they are.
+    got: int = 0
+    made: tuple[int, int] = (0, 0)
     request: Any = None
 
     @property
@@ -99,6 +112,7 @@ class Clients:
         self.ask_over(self.network.route(front), model, size, deadly)
 
     def ask_over(self, connection: Connection, model: str, size: int, deadly: bool = False) -> None:
+        size = min(size, _MOST_OF_SEVERAL) if model == streamed.MODEL else size
         ask = Ask(len(self.asks) + 1, model, connection.front, self.scheduler.clock.now_ns, size, deadly=deadly)
         ask.connection = connection
         self._begin(ask, "deadly" if deadly else f"{size * 8} bytes")
@@ -111,6 +125,9 @@ class Clients:
     def ask_over_lane(self, program: Program, model: str, size: int, chance: random.Random, way: str = "") -> None:
         ask = Ask(len(self.asks) + 1, model, program, self.scheduler.clock.now_ns, size)
         drawn, ask.timeout = self.lanes.draw(program, chance)
+        if model == streamed.MODEL:
+            ask.size = min(size, _MOST_OF_SEVERAL)
+            drawn = way = chance.choice(("stream", "await stream"))
         ask.way = way or drawn
         self._begin(ask, f"{ask.way}, {size * 8} bytes{'' if ask.timeout is None else f', for {ask.timeout} s'}")
 
@@ -242,6 +259,8 @@ class Clients:
                 sequence.route = self.network.route(front)
             connection = item.connection = sequence.route
         item.front, item.sent_ns = connection.front, 0
+        if isinstance(item, Ask):
+            item.got = 0
         self.scheduler.tell(f"{item} is asked again at {connection}")
         connection.queue(item)
 
@@ -283,23 +302,62 @@ class Clients:
             self.scheduler.defect(f"{ask} got another end, after: {ask.outcome}")
         return bool(ask.outcome)
 
+    def judge_response(self, ask: Ask, outputs: Sequence[Any]) -> None:
+        """Judges a response of several: its output, and which one it is."""
+        if self._is_second(ask) or not self._is_whole(ask, outputs[:1]):
+            return
+        values, at = outputs
+        if at.tolist() != [ask.got]:
+            self.scheduler.defect(f"{ask} got response {at} where {ask.got} was next")
+        x, rest = divmod(int(values[0]), OF_X)
+        made = divmod(rest, OF_FILES)
+        if not ask.got:
+            self._judge_made(ask, ask.model, x, *made)
+        elif x != ask.input or made != ask.made:
+            self.scheduler.defect(f"{ask} got response {at} of {x} by {made}, and the first by {ask.made}")
+        ask.got, ask.made = ask.got + 1, made
+        if streamed.leaves(x, ask.got):
+            self.cancel(ask)
+
+    def judge_end(self, ask: Ask) -> None:
+        """Judges that no further response follows."""
+        if self._is_second(ask):
+            return
+        if ask.got != streamed.count(ask.input) or streamed.fails(ask.input):
+            self.scheduler.defect(f"{ask} has ended after {ask.got} responses")
+        self._close(ask, "answered")
+
+    def judge_lost_end(self, ask: Ask) -> None:
+        """Judges that the worker of a request has died behind its last response, and before it has said that it was the last."""
+        if len(self.history.deaths) <= ask.deaths:
+            self.scheduler.defect(f"{ask} has lost its end, and no worker has died")
+
     def judge_values(self, ask: Ask, outputs: Sequence[Any]) -> None:
         """Judges an answer that is no error: its outputs, of an ensemble those of both steps."""
-        for values in outputs:
-            if len(values) != ask.size or (values != values[0]).any():
-                self.scheduler.defect(f"{ask} got other values than it asked for: {values}")
+        if not self._is_whole(ask, outputs):
+            return
         if ask.model == ensembles.MODEL:
             each = zip(ensembles.STEPS, ensembles.steps_of(outputs[0], outputs[1], OF_X), strict=True)
         else:
             each = zip((ask.model,), (int(outputs[0][0]),), strict=True)
         for model, value in each:
             x, rest = divmod(value, OF_X)
-            files, push = divmod(rest, OF_FILES)
-            self._judge_files(ask, model, x, files)
-            if why := self.history.why_not_push(model, push, ask.begun_ns):
-                self.scheduler.defect(f"{ask} got an answer of push {push} of '{model}': {why}")
-            self.scheduler.tell(f"{ask} is answered by load {files}, push {push}")
+            self._judge_made(ask, model, x, *divmod(rest, OF_FILES))
         self._close(ask, "answered")
+
+    def _is_whole(self, ask: Ask, outputs: Sequence[Any]) -> bool:
+        if ask.wrong:
+            self.scheduler.defect(f"{ask} is answered, and was wrong: {ask.wrong}")
+        wrong = [values for values in outputs if len(values) != ask.size or (values != values[0]).any()]
+        if wrong:
+            self.scheduler.defect(f"{ask} got other values than it asked for: {wrong}")
+        return not (wrong or ask.wrong)
+
+    def _judge_made(self, ask: Ask, model: str, x: int, files: int, push: int) -> None:
+        self._judge_files(ask, model, x, files)
+        if why := self.history.why_not_push(model, push, ask.begun_ns):
+            self.scheduler.defect(f"{ask} got an answer of push {push} of '{model}': {why}")
+        self.scheduler.tell(f"{ask} is answered by load {files}, push {push}")
 
     def _judge_files(self, ask: Ask, model: str, x: int, files: int) -> None:
         history, defect = self.history, self.scheduler.defect
@@ -359,7 +417,17 @@ class Clients:
             or (code == "DEADLINE_EXCEEDED" and ask.timeout is not None and waited >= ask.timeout * SECOND)
             or any(said in message and waited >= _ROOM_WAIT * SECOND * 0.9 for said in _NO_ROOM)
             or (unavailable and self.history.lacked_for(message, ask.begun_ns))
+            or bool(ask.wrong and ask.wrong in message)
         )
+        if ask.model == streamed.MODEL:
+            single = ask.endpoint == "generate"
+            died = internal and deaths > ask.deaths and "may not be run twice" in message
+            # Every worker that had it may have begun it, also one that had died before its front knew.
+            fenced = [] if ask.way else [at for at in ask.front.fenced if at >= ask.begun_ns]
+            lost = internal and "was given up" in message and len(fenced) >= 2
+            excused |= bool(
+                streamed.why_error(message, ask.input, ask.got, single) or (died and (ask.got or single)) or lost
+            )
         if ask.way:
             troubled = ask.begun_ns < self.calm_ns or any(at >= self.calm_ns for at in self.history.deaths[-1:])
             excused = excused or bool(self.stopped_ns or self.lanes.excuse(ask, code, message, deaths, troubled))

@@ -16,6 +16,8 @@ KINDS = {
     "kill program": 0.4,
     "program leaves": 0.2,
     "cancel": 4,
+    "read nothing": 2,
+    "between responses": 8,
     "load": 5,
     "unload": 2,
     "push": 4,
@@ -37,6 +39,10 @@ KINDS = {
     "descriptors run out": 0.6,
     "descriptors are back": 0.6,
 }
+
+
+#: What happens to a request between two of its responses, besides to its client.
+TROUBLES = ("kill worker", "kill worker", "kill front", "kill client", "load", "unload", "push", "stop", "drain")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,13 +13,15 @@ from urllib.parse import unquote
 import h2.config
 import h2.connection
 import h2.events
+import h2.settings
 import numpy as np
 
 from tensord.daemon.front.status import NAMES
 from tensord.protocol import grpc_service_pb2, health_pb2
-from tests.simulation.clients import Ask
+from tests.simulation import streamed
+from tests.simulation.clients import MOST_BODY, Ask
 from tests.simulation.history import Change
-from tests.simulation.http_clients import outputs_of
+from tests.simulation.http_clients import deflated, outputs_of
 from tests.simulation.network import Connection, Item
 from tests.simulation.scheduler import SECOND
 
@@ -28,7 +31,10 @@ _UNARY, _STREAM, _WATCH = f"{_SERVICE}/ModelInfer", f"{_SERVICE}/ModelStreamInfe
 _GOAWAY, _HEAD_SIZE, _PREFIX_SIZE = 7, 9, 5
 #: A connection of which so many bytes do not come within so many ns is closed: the preface, and the head of the first frame.
 _OPENING_SIZE, _OPENING_NS = 24 + _HEAD_SIZE, 10 * SECOND
-_CANCEL, _REFUSED_STREAM = 8, 7
+_CANCEL, _REFUSED_STREAM, _ENHANCE_YOUR_CALM = 8, 7, 11
+_CODINGS = {"gzip": 31, "deflate": 15}
+_TOO_LARGE, _BROKEN, _NO_CODING = "larger than max", "a message is not valid", "message encoding"
+_FINAL, _MARKED = "triton_final_response", "triton_enable_empty_final_response"
 _TIMEOUTS = {0.5: "500m", 5.0: "5S"}
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 #: How the daemon says that a message came too slowly.
@@ -43,6 +49,12 @@ class Call:
     stream: int
     #: Requests without an answer, in their order.
     asked: deque[Item] = field(default_factory=deque)
+    #: Requests with several responses that have not ended, by their numbers.
+    several: dict[int, Ask] = field(default_factory=dict)
+    #: Those that have got all they wait for, and want no mark: their workers may still die.
+    unmarked: dict[int, Ask] = field(default_factory=dict)
+    #: How its messages may be compressed.
+    coding: str = ""
     #: What waits for the daemon to grant a window: bytes, and the request that ends with them.
     unsent: deque[tuple[bytes, Item | None]] = field(default_factory=deque)
     #: Its client sends no more.
@@ -53,6 +65,10 @@ class Call:
     trailers: dict[str, str] = field(default_factory=dict)
     #: A watch: whether the daemon said last that it serves. None: it has said nothing.
     serving: bool | None = None
+
+    @property
+    def open(self) -> list[Item]:
+        return [*self.asked, *self.several.values()]
 
 
 class GrpcConnection(Connection):
@@ -79,7 +95,7 @@ class GrpcConnection(Connection):
 
     def unanswered(self) -> Iterator[Item]:
         for call in self._calls.values():
-            yield from call.asked
+            yield from call.open
 
     def watched(self) -> list[bool | None]:
         return [call.serving for call in self._calls.values() if call.path == _WATCH]
@@ -88,6 +104,8 @@ class GrpcConnection(Connection):
 
     def begin(self) -> None:
         self._h2.initiate_connection()
+        if self.scheduler.chance.random() < 0.3:
+            self._h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2000})
         if not self.private and self.scheduler.chance.random() < 0.3:
             call = self._open(_WATCH)
             self._say(call, health_pb2.HealthCheckRequest().SerializeToString(), None)
@@ -103,11 +121,23 @@ class GrpcConnection(Connection):
             self._ask(self._open(f"{_SERVICE}/RepositoryModel{verb}"), item, message, ends=True)
             return
         message = _request(item)
+        item.wrong = _TOO_LARGE if message.ByteSize() > MOST_BODY else ""
         # Steps of a sequence keep their order in calls of one kind.
         streams = item.step.run.number % 2 if item.step else chance.random() < 0.5
+        if item.model == streamed.MODEL:
+            streams = chance.random() < 0.9
+            item.wrong = "" if streams else streamed.REFUSED
+            item.marked = not streamed.count(item.input) or chance.random() < 0.5
+            if item.marked:
+                message.parameters[_MARKED].bool_param = True
+        if item.wrong and streams:
+            self._ask(self._open(_STREAM), item, message, ends=True)
+            return
         if not streams:
             if item.step is not None:
                 item.step.run.overtakes = True
+            elif not item.wrong and chance.random() < 0.02:
+                item.wrong = _BROKEN
             elif chance.random() < 0.15:
                 item.timeout = chance.choice(tuple(_TIMEOUTS))
             self._ask(self._open(_UNARY, item.timeout), item, message, ends=True)
@@ -124,19 +154,32 @@ class GrpcConnection(Connection):
         fields.append(("content-type", "application/grpc"))
         if timeout is not None:
             fields.append(("grpc-timeout", _TIMEOUTS[timeout]))
+        chance, coding = self.scheduler.chance, ""
+        if chance.random() < 0.3:
+            coding = chance.choice(tuple(_CODINGS))
+            fields += [("grpc-encoding", coding), ("grpc-accept-encoding", "gzip, deflate")]
         self._h2.send_headers(number, fields)
-        call = self._calls[number] = Call(path, number)
+        call = self._calls[number] = Call(path, number, coding=coding)
         return call
 
     def _ask(self, call: Call, item: Item, message: Any, ends: bool) -> None:
-        call.asked.append(item)
+        if isinstance(item, Ask) and item.model == streamed.MODEL and call.path == _STREAM:
+            call.several[item.number] = item
+        else:
+            call.asked.append(item)
         self._say(call, message.SerializeToString(), item)
         if ends:
             self._half_close(call)
         self._flush()
 
     def _say(self, call: Call, content: bytes, item: Item | None) -> None:
-        call.unsent.append((struct.pack(">BI", 0, len(content)) + content, item))
+        flag, is_broken = 0, False
+        if isinstance(item, Ask) and item.wrong == _BROKEN:
+            is_broken, item.wrong = True, _BROKEN if call.coding else _NO_CODING
+        if is_broken or (call.coding and self.scheduler.chance.random() < 0.7):
+            flag, content = 1, deflated(content, _CODINGS.get(call.coding, 31))
+            content = content[:-1] if is_broken else content
+        call.unsent.append((struct.pack(">BI", flag, len(content)) + content, item))
         self._pump(call)
 
     def _half_close(self, call: Call) -> None:
@@ -178,7 +221,7 @@ class GrpcConnection(Connection):
         return did
 
     def leave(self, item: Item) -> bool:
-        call = next((call for call in self._calls.values() if item in call.asked), None)
+        call = next((call for call in self._calls.values() if item in call.open), None)
         if call is None:
             return True
         if self.sock is None or self.scheduler.chance.random() < 0.3:
@@ -186,7 +229,7 @@ class GrpcConnection(Connection):
         self._h2.reset_stream(call.stream, _CANCEL)
         self._flush()
         self._forget(call)
-        for other in call.asked:
+        for other in call.open:
             self.clients.cancelled(other)
         return True
 
@@ -246,6 +289,9 @@ class GrpcConnection(Connection):
             self._forget(call)
             if event.error_code == _REFUSED_STREAM:
                 self._ended(call, "REFUSED", "")
+            elif event.error_code == _ENHANCE_YOUR_CALM and self.unread:
+                for item in call.open:
+                    self.clients.left(item)
             else:
                 self.scheduler.defect(f"{self} resets a call with error {event.error_code}: {call}")
 
@@ -257,6 +303,8 @@ class GrpcConnection(Connection):
             if end > len(received):
                 return
             content = bytes(received[_PREFIX_SIZE:end])
+            if received[0]:
+                content = zlib.decompress(content, _CODINGS[call.trailers["grpc-encoding"]])
             del received[:end]
             if call.path == _STREAM:
                 self._answered(call, grpc_service_pb2.ModelStreamInferResponse.FromString(content))
@@ -267,6 +315,13 @@ class GrpcConnection(Connection):
                 call.messages.append(content)
 
     def _answered(self, call: Call, answer: Any) -> None:
+        number = int(answer.infer_response.id or 0)
+        if number in call.several:
+            self._one_of_several(call, call.several[number], answer)
+            return
+        if "may not be run twice" in answer.error_message and number in call.unmarked:
+            self.clients.judge_lost_end(call.unmarked.pop(number))
+            return
         if not call.asked:
             self.scheduler.defect(f"{self} brings an answer that nobody asked for: {answer}")
             return
@@ -279,10 +334,25 @@ class GrpcConnection(Connection):
         else:
             self._judge(ask, answer.infer_response)
 
+    def _one_of_several(self, call: Call, ask: Ask, answer: Any) -> None:
+        response, parameters = answer.infer_response, answer.infer_response.parameters
+        if answer.error_message:
+            del call.several[ask.number]
+            self.clients.judge_error(ask, "", answer.error_message)
+            return
+        is_last, x = not response.outputs, ask.input
+        if _FINAL not in parameters or parameters[_FINAL].bool_param is not is_last or (is_last and not ask.marked):
+            self.scheduler.defect(f"{ask} got a response whose mark is wrong: {response}")
+        if not is_last:
+            self.clients.judge_response(ask, _outputs(ask, response))
+        if is_last or not (ask.marked or streamed.fails(x) or ask.got < streamed.count(x)):
+            del call.several[ask.number]
+            if not is_last:
+                call.unmarked[ask.number] = ask
+            self.clients.judge_end(ask)
+
     def _judge(self, ask: Ask, answer: Any) -> None:
-        raws = zip(answer.outputs, answer.raw_output_contents, strict=True)
-        values = {output.name: np.frombuffer(content, np.int64) for output, content in raws}
-        self.clients.judge(ask, [values[name] for name in outputs_of(ask)])
+        self.clients.judge(ask, _outputs(ask, answer))
 
     def _ended(self, call: Call, code: str, message: str) -> None:
         """Judges the end of a call."""
@@ -291,8 +361,8 @@ class GrpcConnection(Connection):
                 self.scheduler.defect(f"a watch over {self} ends, told last {call.serving}: {code}: {message}")
             return
         if code == "OK" and call.path == _STREAM:
-            if call.asked or not call.half_closed:
-                self.scheduler.defect(f"a stream over {self} ends with requests that have no answer: {call.asked}")
+            if call.open or not call.half_closed:
+                self.scheduler.defect(f"a stream over {self} ends with requests that have no answer: {call.open}")
             return
         if code == "OK":
             item = call.asked.popleft()
@@ -307,7 +377,7 @@ class GrpcConnection(Connection):
                 self._judge(item, answer)
             return
         slow = self.clients.was_slow(self) and any(said in message for said in _TOO_SLOW)
-        for item in call.asked:
+        for item in call.open:
             if slow and item.sent_ns:
                 # Those of a stream that had come before are given up with it.
                 self.clients.left(item)
@@ -328,7 +398,7 @@ class GrpcConnection(Connection):
                 self.scheduler.defect(f"{self} is ended with error {code}: {reason.decode()}")
         for call in [call for call in self._calls.values() if call.stream > last]:
             self._forget(call)
-            for item in call.asked:
+            for item in call.open:
                 self.clients.not_taken(item, "its call was not looked at")
         waiting, self.waiting = self.waiting, deque()
         for item in waiting:
@@ -345,7 +415,7 @@ class GrpcConnection(Connection):
 
     def lost(self) -> None:
         for item in list(self.unanswered()):
-            if self._is_blamed or self.clients.cut:
+            if self._is_blamed or self.clients.cut or self.unread:
                 self.clients.left(item)
             elif self.refused_now(item):
                 self.clients.not_taken(item, "its connection has ended")
@@ -354,6 +424,12 @@ class GrpcConnection(Connection):
                 return
         if self.watched() and not (self.clients.stopped_ns or self._is_blamed or self._opens_late):
             self.scheduler.defect(f"{self} is closed while its client watches the daemon's health")
+
+
+def _outputs(ask: Ask, answer: Any) -> list[Any]:
+    raws = zip(answer.outputs, answer.raw_output_contents, strict=True)
+    values = {output.name: np.frombuffer(content, np.int64) for output, content in raws}
+    return [values.get(name, np.empty(0, np.int64)) for name in outputs_of(ask)]
 
 
 def _request(ask: Ask) -> Any:

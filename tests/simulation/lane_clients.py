@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,13 +169,22 @@ class LaneClients:
                 program.repeated.setdefault((ask.way, ask.model, ask.size), (prepared, x))
                 self._answered(ask, answer)
                 return
-            if ask.way in ("await", "await prepared"):
+            if ask.way.startswith("await"):
                 program.model(ask.model)
                 program.loop.call_soon_threadsafe(self._begin, ask)
                 return
             model = program.model(ask.model)
             model = Model(model._connection, model._description, 0, ask.timeout)
             inputs = {"x": np.full(ask.size, ask.input, np.int64)}
+            if ask.way == "stream":
+                with contextlib.closing(model.stream(inputs)) as responses:  # type: ignore[type-var]
+                    for response in responses:
+                        self._responded(ask, response)
+                        self._pause(ask)
+                        if ask.gone:
+                            return
+                self._streamed(ask)
+                return
             if ask.way == "call":
                 self._answered(ask, model(inputs))
                 return
@@ -206,11 +217,34 @@ class LaneClients:
             else:
                 model = program.asynchronous(ask.model)
                 model.timeout = ask.timeout
+                if ask.way == "await stream":
+                    stream = model.stream({"x": np.full(ask.size, ask.input, np.int64)})
+                    async with contextlib.aclosing(stream) as responses:  # type: ignore[type-var]
+                        async for response in responses:
+                            self._responded(ask, response)
+                    self._streamed(ask)
+                    return
                 answer = await model({"x": np.full(ask.size, ask.input, np.int64)})
         except ServingError as error:
             self._failed(ask, error)
         else:
             self._answered(ask, answer)
+
+    def _pause(self, ask: Ask) -> None:
+        """Has a program do something else between two responses, now and then."""
+        chance = self.scheduler.chance
+        if chance.random() < 0.1:
+            time.sleep(chance.choice((0.0001, 0.001, 0.1, 3.0)))
+
+    def _responded(self, ask: Ask, answer: Any) -> None:
+        if self.scheduler.chance.random() < 0.3:
+            ask.front.held.append(answer)
+        if self._awaits(ask):
+            self._clients.judge_response(ask, [np.array(answer[name]) for name in ("y", "at")])
+
+    def _streamed(self, ask: Ask) -> None:
+        if self._awaits(ask):
+            self._clients.judge_end(ask)
 
     def _ended(self, ask: Ask, future: Any) -> None:
         if future.cancelled():

@@ -57,8 +57,12 @@ class Connection:
         self._chops = self.scheduler.chance.random() < 0.3
         #: Since when a part of a request has left and the rest has not, and the longest of such times.
         self._partial_ns = self._slowest_ns = 0
-        #: The longest time for which its client did nothing.
+        #: The longest time for which its client did nothing, or did not read.
         self.slept_ns = 0
+        #: Since when and until when its client does not read it; 0: it has always read it.
+        self.rests_since_ns = self.rests_until_ns = 0
+        #: When its client has last looked in vain for what it waits for.
+        self.looked_ns = 0
         #: When it was opened, and when it last brought something.
         self.opened_ns = self.used_ns = self.scheduler.clock.now_ns
 
@@ -198,6 +202,23 @@ class Connection:
         if self.sock is not None:
             self.sock.close()
 
+    def rest(self, seconds: float) -> None:
+        """Has its client read nothing for so long."""
+        now_ns = self.rests_since_ns = self.scheduler.clock.now_ns
+        self.rests_until_ns = now_ns + int(seconds * SECOND)
+        self.client.resting[self] = None
+
+    def go_on(self, now_ns: int) -> None:
+        """Has its client read again if it is time."""
+        if self.rests_until_ns <= now_ns:
+            del self.client.resting[self]
+            self.slept_ns = max(self.slept_ns, now_ns - self.rests_since_ns)
+
+    @property
+    def unread(self) -> bool:
+        """Returns whether its client has not read for so long that the daemon may cut it off."""
+        return self.slept_ns > _UNREAD_NS * 0.9
+
     def refused_now(self, item: Item) -> str:
         """Returns why the daemon may close the connection without an answer to a request; "": it may not."""
         clients = self.clients
@@ -205,7 +226,7 @@ class Connection:
             sent_ns = item.sent_ns
             if not sent_ns or sent_ns > clients.stopped_ns + LAST_CALL_NS:
                 return "the daemon is stopping"
-        return "its client does not read" if self.slept_ns > _UNREAD_NS * 0.9 else ""
+        return "its client does not read" if self.unread else ""
 
     # --------------------------------------------------------------------------------------------- what a protocol does
 
@@ -249,6 +270,10 @@ class NetworkClient(Process):
         self.connections: dict[int, Connection] = {}
         #: Those with something to do, also without an event.
         self.busy: dict[Connection, None] = {}
+        #: Those that it does not read for a while.
+        self.resting: dict[Connection, None] = {}
+        #: Those that wait for the daemon before they send on.
+        self.awaiting: dict[Connection, None] = {}
         self._turn_ns = scheduler.clock.now_ns
         self._epoll = select.epoll()
 
@@ -258,6 +283,8 @@ class NetworkClient(Process):
 
     def closed(self, connection: Connection, sock: socket.socket | None) -> None:
         self.busy.pop(connection, None)
+        self.resting.pop(connection, None)
+        self.awaiting.pop(connection, None)
         if sock is not None:
             self._epoll.unregister(sock.fileno())
             del self.connections[sock.fileno()]
@@ -277,7 +304,13 @@ class NetworkClient(Process):
         if slept_ns > SECOND:
             for each in self.connections.values():
                 each.slept_ns = max(each.slept_ns, slept_ns)
-        readable = {self.connections[fd]: True for fd, _ in self._epoll.poll(0)}
+        for each in list(self.resting):
+            each.go_on(now_ns)
+        found = (self.connections[fd] for fd, _ in self._epoll.poll(0))
+        readable = {connection: True for connection in found if connection not in self.resting}
+        for each in self.awaiting:
+            if each not in readable and each not in self.resting:
+                each.looked_ns = now_ns
         able = [*readable, *(each for each in self.busy if each not in readable)]
         if not able:
             return False
@@ -288,7 +321,7 @@ class NetworkClient(Process):
         return did or len(able) > 1
 
     def due_ns(self) -> int | None:
-        return None
+        return min((each.rests_until_ns for each in self.resting), default=None)
 
     def sockets(self) -> list[socket.socket]:
         return []

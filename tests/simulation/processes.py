@@ -31,7 +31,7 @@ from tensord.daemon.grpc import infer
 from tensord.daemon.grpc import server as grpc_server
 from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.server import GrpcFront
-from tensord.daemon.http import answer_order, exchange, parser_feed
+from tensord.daemon.http import answer_order, compression, exchange, parser_feed
 from tensord.daemon.http import connection as http_connection
 from tensord.daemon.http import server as http_server
 from tensord.daemon.http.connection import Http1Connection
@@ -42,6 +42,7 @@ from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned
 from tensord.daemon.processes.watchdog import Watchdog
 from tensord.daemon.submit.sequences import SequenceRouting
+from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.supervisor import Supervisor
 from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel, pair
@@ -57,12 +58,13 @@ from tensord.workers.imports import import_system
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.loading import loader as loader_module
 from tensord.workers.loading.target import LoadTarget
-from tensord.workers.models import author_error
+from tensord.workers.models import author_error, host_model
 from tensord.workers.models import instance as instance_module
 from tensord.workers.models.execution import run as execution_run
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.parameter_pushes import ParameterPushes
 from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.threads import work_thread
 from tensord.workers.worker import Worker
 from tests.simulation.scheduler import SECOND, Death, Loop, Process, Scheduler, Thread, eventfd, shuffled
@@ -77,6 +79,8 @@ _NUMBERS = itertools.count()
 DEVICE_NAME = DeviceName("cpu", 0)
 DEVICE = DEVICE_NAME.open()
 _FIRST_PID = 1 << 28
+#: So many bytes are compressed or decompressed in a step, that the small bodies here take several.
+_STEP = 4096
 
 
 class Popen:
@@ -111,7 +115,7 @@ class ChildProcess(Process):
         if not self.alive:
             return
         # What its threads would have done may own descriptors, which only the kernel closes.
-        self.scheduler.cut_short |= any(thread.has_work for thread in self.threads)
+        self.scheduler.cut_short |= any(thread.is_busy for thread in self.threads)
         self.alive, self.status, self.ended_ns = False, status, self.scheduler.clock.now_ns
         for sock in self.sockets():
             with contextlib.suppress(OSError):
@@ -229,6 +233,8 @@ class FrontProcess(ChildProcess):
         self.opens = False
         #: Its sockets to clients.
         self.accepted: list[Any] = []
+        #: When it has given requests of dead workers to others.
+        self.fenced: list[int] = []
         self._place = FrontPlace((listener,), SharedCounters(counters), row)
 
     @property
@@ -361,6 +367,8 @@ class WorkerProcess(ChildProcess):
         """Ends the process while it runs a batch, as its status page goes on to say."""
         for instance in self.instances():
             instance._page = Muted()
+        # What runs batches makes an answer of whatever is raised.
+        self.dies = True
         raise Death
 
     def sockets(self) -> list[socket.socket]:
@@ -368,6 +376,12 @@ class WorkerProcess(ChildProcess):
         return [self.control, *(submitter.lane.channel._sock for submitter in lanes)]
 
     def bury(self) -> None:
+        for instance in self.instances():
+            instance._page = Muted()
+        self.dies, self.scheduler.current = True, self
+        for thread in self.threads:
+            thread.end()
+        self.scheduler.current = None
         super().bury()
         if self.worker is not None and self.status != 0:
             # The modules of its models would go on to refer to all of it.
@@ -563,7 +577,24 @@ class Daemon:
             deadly = any(self.is_deadly(request.own.client_id) for request in execution.requests)
             if isinstance(process, WorkerProcess) and (process.dies_in_run or deadly):
                 process.dies_running()
+            pause()
             execution_run(model, execution, check)
+
+        def pause() -> None:
+            process = scheduler.current
+            if process is not None and process.running is not None and scheduler.chance.random() < 0.3:
+                process.running.pause()
+
+        def paused(call: Callable[..., None]) -> Callable[..., None]:
+            def around(*words: Any, **named: Any) -> None:
+                process = scheduler.current
+                pause()
+                if isinstance(process, WorkerProcess) and process.dies_in_run and scheduler.chance.random() < 0.3:
+                    process.dies_running()
+                call(*words, **named)
+                pause()
+
+            return around
 
         original_publish = fronts.Fronts.publish
 
@@ -571,6 +602,13 @@ class Daemon:
             original_publish(told, record, *fds)
             if isinstance(record, WorkerFenced):
                 self.on_fence()
+
+        original_fence = Submitter.fence
+
+        def fence(submitter: Submitter, record: WorkerFenced) -> None:
+            if isinstance(scheduler.current, FrontProcess):
+                scheduler.current.fenced.append(clock.now_ns)
+            original_fence(submitter, record)
 
         original_flush, original_alone = Channel.flush, Channel.send_alone
 
@@ -627,18 +665,24 @@ class Daemon:
                 (Front, "clock", clock.seconds),
                 (acceptor, "socket", types.SimpleNamespace(SocketType=AcceptedSocket)),
                 (opening, "socket", types.SimpleNamespace(socket=OpenedSocket)),
+                (compression, "_INFLATE_OUT", _STEP),
+                (compression, "_DEFLATE_IN", _STEP),
                 (http_server, "Http1Connection", numbered(Http1Connection)),
                 (grpc_server, "Http2Connection", numbered(Http2Connection)),
                 (os, "pidfd_open", self.pidfd_open),
                 (signal, "pidfd_send_signal", self.send_signal),
                 (fronts, "spawn", self.spawn_front),
                 (fronts.Fronts, "publish", publish),
+                (Submitter, "fence", fence),
                 (worker_pool, "spawn_worker", self.spawn_worker),
                 (child_process, "enable_stack_report", lambda *fds: descriptors.close(fds)),
                 (log_settings, "configure", lambda *_, **__: None),
                 (process_slots, "random", types.SimpleNamespace(Random=lambda: seeded)),
                 (instance_module, "threading", threads),
                 (instance_module, "run", run),
+                (host_model, "precision", lambda _: contextlib.nullcontext()),
+                (ResponseSender, "send", paused(ResponseSender.send)),
+                (ResponseSender, "finish", paused(ResponseSender.finish)),
                 (work_thread, "threading", threads),
                 (worker_module, "Poller", SimulatedPoller),
                 (worker_module, "extensions", types.SimpleNamespace(available=False, missing=lambda: ())),

@@ -7,6 +7,7 @@ turn, and two connections overtake each other where a process handles what is re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import random
@@ -17,6 +18,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+import greenlet  # type: ignore[import-untyped]
 
 SECOND = 1_000_000_000
 #: The longest that a turn takes, in ns of the simulated clock.
@@ -175,6 +178,8 @@ class Process:
         #: What its other threads are to do.
         self.jobs: deque[Callable[[], None]] = deque()
         self.threads: list[Thread] = []
+        #: The one of them that has this turn.
+        self.running: Thread | None = None
         #: It dies with so many further datagrams that it sends; -1: it does not.
         self.sends_left = -1
         self.dies_sent = False
@@ -229,7 +234,10 @@ class Process:
 
 
 class Thread:
-    """Stands for ``threading.Thread``: what its owner's queue holds is done in turns of the process that has started it."""
+    """Stands for ``threading.Thread``: what its owner's queue holds is done in turns of the process that has started it.
+
+    A batch may be run in several turns: others come between where ``pause`` is called.
+    """
 
     def __init__(self, process: Process, target: Callable[[], None]) -> None:
         self._process = process
@@ -237,6 +245,9 @@ class Thread:
         self._model: Any = None
         self._is_instance = hasattr(self._owner, "_begin")
         self.ident = id(self)
+        #: The job that is paused; None: there is none.
+        self._paused: greenlet.greenlet | None = None
+        self._goes_on: Callable[[], object] = _always
 
     def start(self) -> None:
         if self._is_instance:
@@ -248,19 +259,48 @@ class Thread:
 
     @property
     def has_work(self) -> bool:
-        return not self._owner._jobs.empty()
+        return not self._owner._jobs.empty() if self._paused is None else bool(self._goes_on())
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether it has begun a job or is to begin one."""
+        return self._paused is not None or self.has_work
 
     def turn(self) -> None:
+        job, paused = None, self._paused
+        if paused is None:
+            try:
+                job = self._owner._jobs.get_nowait()
+            except queue.Empty:
+                return
+            if not self._is_instance:
+                job()
+                return
+            paused = greenlet.greenlet(self._serve)
+        self._process.running, self._paused = self, None
         try:
-            job = self._owner._jobs.get_nowait()
-        except queue.Empty:
-            return
-        if not self._is_instance:
-            job()
-            return
-        with self._owner._code():
-            if not self._owner._serve(self._model, job):
-                self._process.threads.remove(self)
+            with self._owner._code():
+                paused.switch(job)
+        finally:
+            self._process.running = None
+
+    def _serve(self, job: Any) -> None:
+        if not self._owner._serve(self._model, job):
+            self._process.threads.remove(self)
+
+    def pause(self, goes_on: Callable[[], object] | None = None) -> None:
+        """Has what runs in this thread go on in a later turn, when ``goes_on()`` is true."""
+        self._paused, self._goes_on = greenlet.getcurrent(), goes_on or _always
+        self._paused.parent.switch()
+        if self._process.dies:
+            raise Death
+
+    def end(self) -> None:
+        """Ends what runs in it: its process is dead."""
+        paused, self._paused = self._paused, None
+        if paused is not None:
+            with contextlib.suppress(Death):
+                paused.throw(Death())
 
     def is_alive(self) -> bool:
         return self in self._process.threads
@@ -268,6 +308,10 @@ class Thread:
     def join(self, timeout: float | None = None) -> None:
         while self.is_alive() and self.has_work:
             self.turn()
+
+
+def _always() -> bool:
+    return True
 
 
 class Scheduler:

@@ -14,6 +14,7 @@ from typing import Any
 from tensord.config.options import (
     Arenas,
     ClientsOptions,
+    Compression,
     ExecutablesOptions,
     Expert,
     Grpc,
@@ -28,21 +29,23 @@ from tensord.config.options import (
 from tensord.daemon.operator.drain import DrainPhase
 from tensord.daemon.processes.shutdown import DaemonPhase
 from tensord.shm.errors import ServingError, Unavailable
-from tests.simulation import ensembles, lacking, sequences, threads
-from tests.simulation.clients import PATIENCE_NS, WORKER_WAIT, Clients
-from tests.simulation.events import Event
+from tests.simulation import ensembles, lacking, sequences, streamed, threads
+from tests.simulation.clients import MOST_BODY, PATIENCE_NS, WORKER_WAIT, Clients
+from tests.simulation.events import TROUBLES, Event
 from tests.simulation.grpc_clients import GrpcConnection
 from tests.simulation.history import Change, History
 from tests.simulation.http_clients import HttpConnection
-from tests.simulation.network import LAST_CALL_NS
+from tests.simulation.network import LAST_CALL_NS, Connection
 from tests.simulation.processes import ChildProcess, Daemon, FrontProcess, WorkerProcess
 from tests.simulation.scheduler import SECOND, Scheduler
 
 #: Models that are asked without further ado, and all.
 PLAIN = ("a", "b")
-MODELS = (*PLAIN, sequences.MODEL)
-#: The models that clients ask with single requests: the plain ones, and the ensemble of these.
-ASKED = (*PLAIN, ensembles.MODEL)
+MODELS = (*PLAIN, sequences.MODEL, streamed.MODEL)
+#: The models that clients ask with single requests: the plain ones, the ensemble of these, and the decoupled one.
+ASKED = (*PLAIN, ensembles.MODEL, streamed.MODEL)
+#: How many values a request has; the last has more than a request may.
+_SIZES = (*[1] * 30, *[100] * 10, *[5000] * 10, 10_000)
 #: Programs ask nothing more while so many requests have no end.
 _MOST_OPEN = 60
 #: What clients speak to fronts.
@@ -98,10 +101,23 @@ class World:
         #: The models' files, beside which the clients' socket is.
         self._folder = folder / "models"
         self._handler = Defects(self.scheduler)
+        compressions: tuple[Compression, ...] = ("none", "low")
+        compression = self.scheduler.chance.choice(compressions)
         options = Options(
             repository=Repository(paths=(str(self._folder),), control_mode="explicit", load=(*MODELS, ensembles.MODEL)),
-            http=Http(port=0, processes=1 + seed % 2),
-            grpc=Grpc(port=0, enabled=seed // 2 % 3 > 0, processes=max(1, seed // 2 % 3)),
+            http=Http(
+                port=0,
+                processes=1 + seed % 2,
+                max_body_byte_size=MOST_BODY,
+                response_compression=compression,
+            ),
+            grpc=Grpc(
+                port=0,
+                enabled=seed // 2 % 3 > 0,
+                processes=max(1, seed // 2 % 3),
+                max_message_byte_size=MOST_BODY,
+                response_compression=compression,
+            ),
             metrics=Metrics(port=0),
             requests=Requests(worker_wait=WORKER_WAIT),
             response_cache=ResponseCacheOptions(byte_size=1 << 20),
@@ -114,7 +130,7 @@ class World:
                 response_byte_size=4 << 20,
             ),
             executables=ExecutablesOptions(),
-            expert=Expert(spin_us=0, place_outputs=False),
+            expert=Expert(spin_us=0, place_outputs=False, max_ahead=4096),
         )
         devices = [f"cpu:{number}" for number in range(1 + seed // 3 % 3)]
         self.daemon = Daemon(self.scheduler, options, devices)
@@ -247,6 +263,9 @@ class World:
         if self._hasty:
             # A worker that has not begun would not hear that it is to stop.
             self.daemon.absent_until_ns = 0
+        for client in self.clients.network.living:
+            for connection in client.resting:
+                connection.rests_until_ns = 0
         self.scheduler.wake()
         self.clients.release()
 
@@ -258,7 +277,7 @@ class World:
             scheduler.tell(f"open: {', '.join(map(str, (*clients.open.values(), *pending())))}")
             return
         self._until(self._has_workers, "there are workers")
-        self._rest()
+        self._calm()
         if scheduler.chance.random() < 0.5:
             self._drain_at_rest()
         # Whoever asks now is answered.
@@ -271,12 +290,12 @@ class World:
             for model in ASKED:
                 clients.ask_over_lane(program, model, 1, scheduler.chance)
         self._until(self._is_quiet, "every request has its end after everything has come to rest")
-        self._rest()
+        self._calm()
         self._judge_watches()
         for program in clients.lanes.living:
             clients.lanes.leave(program)
         self._until(lambda: not any(each.alive for each in clients.lanes.programs), "every program has left")
-        self._rest()
+        self._calm()
         lanes = self.daemon.supervisor.supervisor.lanes
         if lanes._lanes or lanes._connections:
             scheduler.defect(f"programs that have left have something open: {lanes.statistics()}")
@@ -286,6 +305,9 @@ class World:
             figures = front.front.submitter.statistics()
             if busy := [each for each in front.front.open_connections if not each.asks_nothing]:
                 scheduler.defect(f"{front} has connections that wait for something: {busy}")
+            serving: Any = front.front._serving
+            if size := serving.collected_byte_size if front.protocol == "http" else serving.collected:
+                scheduler.defect(f"{front} collects {size} bytes of requests that nobody sends")
             if any(figures[name] for name in _AT_REST):
                 scheduler.defect(f"{front} has something left: { ({name: figures[name] for name in _AT_REST}) }")
         for worker in self.daemon.children(WorkerProcess):
@@ -308,10 +330,10 @@ class World:
         """Drains the daemon, of which nobody asks anything: that ends, whatever calls and connections are open."""
         self._at_supervisor(functools.partial(self._drain, 0.0))
         self._until(lambda: self.history.drained_ns, "a drain has ended")
-        self._rest()
+        self._calm()
         self._judge_watches()
         self._at_supervisor(self._end_drain)
-        self._rest()
+        self._calm()
 
     def _judge_watches(self) -> None:
         """Checks that who watches the daemon's health knows how it is."""
@@ -323,7 +345,7 @@ class World:
                     if told is not serves:
                         self.scheduler.defect(f"a watch over {connection} was told last {told}, and it is {serves}")
 
-    def _rest(self) -> None:
+    def _calm(self) -> None:
         for _ in range(3):
             self.clients.release()
             rests = self.scheduler.clock.now_ns + SECOND
@@ -414,7 +436,7 @@ class World:
         match event.kind:
             case "ask" if fronts:
                 for _ in range(chance.choice((1, 1, 1, 4))):
-                    clients.ask(chance.choice(fronts), chance.choice(ASKED), chance.choice((1, 1, 1, 100, 5000)))
+                    clients.ask(chance.choice(fronts), chance.choice(ASKED), chance.choice(_SIZES))
             case "deadly ask" if fronts:
                 clients.ask(chance.choice(fronts), chance.choice(PLAIN), 1, deadly=True)
             case "ask over a lane" if programs and len(clients.open) < _MOST_OPEN:
@@ -432,6 +454,16 @@ class World:
                     clients.step(fronts, chance)
             case "cancel" if clients.open:
                 clients.cancel(chance.choice(list(clients.open.values())))
+            case "read nothing" if made := [each for each in clients.network.connections() if each.sock is not None]:
+                self._rest(chance.choice(made), chance)
+            case "between responses" if begun := [ask for ask in clients.open.values() if ask.got]:
+                ask, connection = begun[-1], begun[-1].connection
+                if chance.random() < 0.3:
+                    clients.cancel(ask)
+                elif connection is not None and chance.random() < 0.5:
+                    self._rest(connection, chance)
+                else:
+                    self._happen(Event(0, chance.choice(TROUBLES), event.number))
             case "load" | "unload" | "push" | "deadly push" if fronts:
                 kind = event.kind.removeprefix("deadly ")
                 changers = (
@@ -502,6 +534,12 @@ class World:
                 self._troubled()
         if chance.random() < 0.3:
             clients.release()
+
+    def _rest(self, connection: Connection, chance: random.Random) -> None:
+        seconds = chance.choice((0.001, 0.01, 0.1, 3.0, 40.0))
+        if not (connection.private or connection.closed):
+            self.scheduler.tell(f"the client of {connection} reads nothing for {seconds} s")
+            connection.rest(seconds)
 
     def _at_supervisor(self, call: Callable[[], object]) -> None:
         """Has the supervisor's loop call a function, as for an operator."""
@@ -578,5 +616,7 @@ class World:
         if model == sequences.MODEL:
             source = sequences.SOURCE
             (folder.parent / "config.pbtxt").write_text(sequences.CONFIG)
+        elif model == streamed.MODEL:
+            source = streamed.SOURCE
         (folder / "model.py").write_text(source.format(files=number))
         return number
