@@ -175,7 +175,7 @@ class UnaryInfer(InferCall):
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
-        if not prepared.final or is_mark(prepared, record):
+        if not prepared.final or (not prepared.version and is_mark(prepared, record)):
             # It came while its model was being loaded, and nobody knew that this one answers with any number of responses.
             if sent is not None:
                 sent()

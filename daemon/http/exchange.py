@@ -447,7 +447,7 @@ class Exchange(InFlight):
             return
         if record.timing is not None:
             self._timing_line = response_codec.timing_line(record.timing)
-        if not prepared.final or is_mark(prepared, record):
+        if not prepared.final or (not prepared.version and is_mark(prepared, record)):
             # It came while its model was being loaded, and nobody knew that this one answers with any number of responses.
             self._serving.submitter.cancel(self)
             self._refused(Unsupported(DECOUPLED))
