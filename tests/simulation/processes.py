@@ -68,13 +68,12 @@ from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.threads import work_thread
 from tensord.workers.worker import Worker
 from tests.simulation.scheduler import SECOND, Death, Loop, Process, Scheduler, Thread, eventfd, shuffled
+from tests.simulation.sockets import AcceptedSocket, OpenedSocket, scheduler_of_fronts
 
 _log = logging.getLogger(__name__)
 #: What has taken the functions of the clock out of ``time``.
 _CLOCKS = (lingering_close, answer_order, http_connection, parser_feed)
 _CLOCKS_NS = (exchange, infer)
-#: The scheduler whose fronts run.
-_scheduler_of_fronts: list[Scheduler] = []
 _NUMBERS = itertools.count()
 DEVICE_NAME = DeviceName("cpu", 0)
 DEVICE = DEVICE_NAME.open()
@@ -165,44 +164,6 @@ class SimulatedHttpFront(Simulated, HttpFront):
 
 class SimulatedGrpcFront(Simulated, GrpcFront):
     """A front for gRPC."""
-
-
-class Cut:
-    """A front's socket to a client, which takes some of what is sent, or nothing, where it is full."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        process = _scheduler_of_fronts[0].current
-        # Each draws for itself: a front may write to its clients in any order.
-        self._full, self._chance = _scheduler_of_fronts[0].full, random.Random(_scheduler_of_fronts[0].chance.random())
-        self._process = process
-        if isinstance(process, FrontProcess):
-            process.accepted.append(self)
-
-    def _room(self, size: int) -> int:
-        if self._process is not None and self._process.dies:
-            raise Death
-        if self._chance.random() >= self._full:
-            return size
-        count = self._chance.choice((0, 1, self._chance.randrange(size + 1)))
-        if not count:
-            raise BlockingIOError
-        return count
-
-    def send(self, content: Any, flags: int = 0) -> int:
-        return super().send(memoryview(content)[: self._room(len(content))], flags)  # type: ignore[misc, no-any-return]
-
-    def sendmsg(self, pieces: Any, ancillary: Any = (), flags: int = 0) -> int:
-        content = b"".join(pieces)
-        return super().send(content[: self._room(len(content))], flags)  # type: ignore[misc, no-any-return]
-
-
-class AcceptedSocket(Cut, socket.SocketType):  # type: ignore[misc]
-    """As the acceptor makes it."""
-
-
-class OpenedSocket(Cut, socket.socket):  # type: ignore[misc]
-    """As the event loop takes it."""
 
 
 class FrontLoop(Loop):
@@ -656,9 +617,9 @@ class Daemon:
         seeded = random.Random(scheduler.chance.random())
         monotonic = ((owner, "monotonic", clock.seconds) for owner in _CLOCKS)
         monotonic_ns = ((owner, "monotonic_ns", clock.nanoseconds) for owner in _CLOCKS_NS)
-        _scheduler_of_fronts.append(scheduler)
+        scheduler_of_fronts.append(scheduler)
         with contextlib.ExitStack() as stack:
-            stack.callback(_scheduler_of_fronts.clear)
+            stack.callback(scheduler_of_fronts.clear)
             for owner, name, value in (
                 *monotonic,
                 *monotonic_ns,
