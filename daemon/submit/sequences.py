@@ -277,3 +277,25 @@ class LostSequences:
 
     def __repr__(self) -> str:
         return f"<LostSequences {len(self._since)}>"
+
+
+def steps_behind(failed: Iterable[InFlight], in_flight: Iterable[InFlight]) -> list[InFlight]:
+    """Returns the requests that wait for a worker behind failed requests of their sequences, which would run on another state.
+
+    ``failed``: requests that have failed and were never sent to a worker. ``in_flight``: all requests, in order of arrival.
+    A START, and what follows it, is behind no request before it.
+    """
+    last = {_sequence(request): request.record.request_id for request in failed if request.record.sequence_id}
+    behind: list[InFlight] = []
+    for request in in_flight if last else ():
+        sequence, record = _sequence(request), request.record
+        if request.worker is None and record.request_id >= last.get(sequence, record.request_id + 1):
+            if record.sequence_start:
+                del last[sequence]
+            else:
+                behind.append(request)
+    return behind
+
+
+def _sequence(request: InFlight) -> tuple[str, int, int | str]:
+    return request.prepared.model, request.prepared.version, request.record.sequence_id

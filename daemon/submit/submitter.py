@@ -21,7 +21,7 @@ import contextlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count, takewhile
 
 from tensord.config.options import Options
@@ -32,6 +32,7 @@ from tensord.daemon.submit.busy_poll import BusyPoll
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.routing import Routing
+from tensord.daemon.submit.sequences import steps_behind
 from tensord.daemon.submit.throttle import Throttle
 from tensord.shm import descriptors
 from tensord.shm.arena import Arena, LeaseKey
@@ -41,7 +42,7 @@ from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, Worke
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane, response_byte_size
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, SequenceId, TraceContext
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, TraceContext
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.seldom import Seldom
@@ -628,7 +629,11 @@ class Submitter:
                 self.refusals.note(request.prepared.model, Refusal.ANSWERS_HELD)
                 self._fail(request, error)
                 late.append(request)
-        self._miss(late)
+        for request in steps_behind(late, self._in_flight.values()):
+            state = self._routing.state_of(request.prepared)
+            if state is None or state.sticky:
+                why = f"a request of sequence {request.record.sequence_id} before this one did not run"
+                self._fail(request, Cancelled(why))
         for request in self._throttle.let_all_go():
             self._send_again(request)
         room_wanted = self._space.expire(now)
@@ -646,20 +651,6 @@ class Submitter:
                 if not ended:
                     late.append(request)
         return late
-
-    def _miss(self, unsent: Iterable[InFlight]) -> None:
-        """Fails the steps of sequences that wait behind one of ``unsent``, which have failed: they would run on another state."""
-        last = {_sequence(request): request.record.request_id for request in unsent if request.record.sequence_id}
-        for request in list(self._in_flight.values()) if last else ():
-            sequence, record = _sequence(request), request.record
-            if sequence not in last or request.worker is not None or record.request_id < last[sequence]:
-                continue
-            if record.sequence_start:
-                del last[sequence]
-            elif (state := self._routing.state_of(request.prepared)) is None or state.sticky:
-                self._fail(
-                    request, Cancelled(f"a request of sequence {record.sequence_id} before this one did not run")
-                )
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
         """Returns the error for a request that has waited too long for a worker."""
@@ -704,7 +695,3 @@ class Submitter:
         if forgotten := self._arena.statistics()["leases"] - held:
             _log.warning("%d leases of the request arena belong to no request and were never given back", forgotten)
         self._arena.close()
-
-
-def _sequence(request: InFlight) -> tuple[str, int, SequenceId]:
-    return request.prepared.model, request.prepared.version, request.record.sequence_id
