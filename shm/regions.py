@@ -201,9 +201,8 @@ class Region(_ObjectRegion):
         except ValueError:  # mmap looks at the size itself: its owner has cut the object down since we did
             needs = f"offset {offset} and byte_size {byte_size} need {offset + byte_size}"
             raise refused(self.name, f"its object has {os.fstat(self.fd).st_size} bytes now, {needs}") from None
-        except (
-            OSError
-        ) as error:  # sealed against writing; or there is no address space or descriptor left, which passes
+        except OSError as error:
+            # Sealed against writing; or there is no address space or descriptor left, which passes.
             kind = InvalidArgument if error.errno in (errno.EPERM, errno.EACCES) else Unavailable
             raise refused(self.name, f"it cannot be mapped: {os.strerror(error.errno or 0)}", kind) from None
         # Only existing pages are mapped: populating a sparse object would allocate memory nobody asked for.
