@@ -37,8 +37,8 @@ class AnswerOrder:
         self._serving = serving
         self.transport = transport
         self.account = account
-        self.flow = Flow(transport)
         self.times = ClientDeadlines(monotonic())
+        self.flow = Flow(transport, self.times)
         #: The requests that are not answered yet, oldest first.
         self.requests: deque[HttpRequest] = deque()
         #: The request whose body is arriving; it may be answered already.
@@ -58,8 +58,8 @@ class AnswerOrder:
         self.origin_lines = b""
         #: The request whose answer ends the connection, because the server stops.
         self._ends_with: HttpRequest | None = None
-        #: The monotonic time in seconds since when the arriving body waits for room in the arena; 0: it does not wait.
-        self._body_waits_since = 0.0
+        #: The arriving body waits for room in the arena.
+        self._body_waits = False
         #: True while ``_give_turn`` gives requests their turn; ``_next`` is the request whose turn comes next.
         self._turning = False
         self._next: HttpRequest | None = None
@@ -228,22 +228,13 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """Pauses reading from the client if ``pause`` is True, because memory for the body is missing. Otherwise ends the pause.
-
-        The pause does not count towards the time that the client has for sending the body.
-        """
-        if pause:
-            self._body_waits_since = monotonic()
-        elif self._body_waits_since:
-            # It is we who held it up: the client's time runs from now on.
-            if self.times.body_since:
-                self.times.body_since += monotonic() - self._body_waits_since
-            self._body_waits_since = 0.0
+        """Pauses reading from the client if ``pause`` is True, because memory for the body is missing. Else ends the pause."""
+        self._body_waits = pause
         self._steer_reading()
 
     def _steer_reading(self) -> None:
         """Pauses reading from the socket if the client reads no answers, or if a body waits for memory. Else resumes it."""
-        if self.flow.write_paused or self._body_waits_since:
+        if self.flow.write_paused or self._body_waits:
             self.flow.pause_reading()
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
             self.flow.resume_reading()
@@ -276,7 +267,7 @@ class AnswerOrder:
 
         Returns -1 if no body is arriving, or if the client must not send it yet.
         """
-        if self.receiving is None or self._body_waits_since or self._expects_continue:
+        if self.receiving is None or self._body_waits or self._expects_continue:
             return -1
         direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0
         return self.receiving.received + direct
@@ -353,12 +344,17 @@ class AnswerOrder:
 
 
 class Flow:
-    """Pauses and resumes reading from the client of one connection."""
+    """Pauses and resumes reading from the client of one connection.
 
-    __slots__ = ("read_paused", "resting", "transport", "write_paused")
+    ``times``: the client's deadlines. A pause does not count towards them.
+    """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    __slots__ = ("_paused_at", "_times", "read_paused", "resting", "transport", "write_paused")
+
+    def __init__(self, transport: asyncio.Transport, times: ClientDeadlines) -> None:
         self.transport = transport
+        self._times = times
+        self._paused_at = 0.0
         self.read_paused = False
         #: The client is not read, because bytes that came before wait for the next iteration of the loop.
         self.resting = False
@@ -368,7 +364,7 @@ class Flow:
     def pause_reading(self) -> None:
         if not self.read_paused:
             self.read_paused = True
-            self.transport.pause_reading()
+            self._steer()
 
     def resume_reading(self) -> None:
         if self.read_paused:
@@ -382,6 +378,9 @@ class Flow:
 
     def _steer(self) -> None:
         if self.read_paused or self.resting:
+            self._paused_at = self._paused_at or monotonic()
             self.transport.pause_reading()
         elif not self.transport.is_closing():
+            self._times.resumed(self._paused_at, monotonic())
+            self._paused_at = 0.0
             self.transport.resume_reading()

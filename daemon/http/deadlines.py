@@ -59,6 +59,13 @@ class ClientDeadlines:
         if self.body_since:
             self.body_since = now
 
+    def resumed(self, since: float, now: float) -> None:
+        """Moves the deadlines of head and body on by the time from ``since`` to ``now``, in which the server read nothing."""
+        if self.head_since:
+            self.head_since += now - max(since, self.head_since)
+        if self.body_since:
+            self.body_since += now - max(since, self.body_since)
+
     def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
         """Returns the deadline that the client has missed, or None if it has missed none.
 
