@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import random
+import select
 import signal
 import socket
 import threading
@@ -407,13 +408,18 @@ class SupervisorProcess(Process):
     def answers(self, connections: int) -> bool:
         """Returns whether it carries out what a front or a program has asked that has died, or has yet to read that.
 
-        ``connections``: how many the living programs have to it.
+        ``connections``: how many the living programs have to it. One that it has not accepted yet may be anybody's.
         """
         known = {front.pid for front in self.supervisor.fronts if front.alive}
         living = {front.pid for front in self.scheduler.processes if isinstance(front, FrontProcess) and front.alive}
         tasks = (str(task.get_coro()) for task in asyncio.all_tasks(self.loop))
         gone = len(self.supervisor._clients._clients) > connections
-        return gone or known != living or any("Supervisor._answer" in task for task in tasks)
+        listener, unaccepted = self.supervisor._clients._listener, select.poll()
+        assert listener is not None
+        unaccepted.register(listener, select.POLLIN)
+        return (
+            gone or bool(unaccepted.poll(0)) or known != living or any("Supervisor._answer" in task for task in tasks)
+        )
 
     def sockets(self) -> list[socket.socket]:
         return []
