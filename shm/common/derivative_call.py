@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .derivatives import FLOATING, PARAMETER_GRADIENT, PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT, Names
@@ -37,28 +37,31 @@ class DerivativeCall:
         ``more`` has cotangents by the names of the model's outputs, or tangents by the names of the model's inputs. Raises
         InvalidArgument if a value cannot be an array, or if ``more`` lacks a name or has one that is not expected.
         """
-        found, what = arrays(inputs, self._inputs), self._prefix.rstrip("2.")
-        values = flat(more, self._of, what)
-        if wrong := sorted(values.keys() ^ self._of.keys()):
-            fault = "missing" if wrong[0] in self._of else "not known"
-            raise InvalidArgument(f"the {what} of '{wrong[0]}' is {fault}: those of {[*self._of]} are expected")
-        for name, datatype in self._of.items():
-            found[self._prefix + name] = array(self._prefix + name, values[name], datatype)
+        found = arrays(inputs, self._inputs)
+        if self._of or more:
+            what = self._prefix.rstrip("2.")
+            values = flat(more, self._of, what)
+            if wrong := sorted(values.keys() ^ self._of.keys()):
+                fault = "missing" if wrong[0] in self._of else "not known"
+                raise InvalidArgument(f"the {what} of '{wrong[0]}' is {fault}: those of {[*self._of]} are expected")
+            for name, datatype in self._of.items():
+                found[self._prefix + name] = array(self._prefix + name, values[name], datatype)
         return {name: array[None] for name, array in found.items()} if self._lifts else found
 
     def result(self, answer: Answer) -> Answer:
         """Returns a derivative's answer with the model's tensor names, such as "x" for "cotangent.x". Copies no array."""
-        return self._part(answer, answer, self._made)
+        part, begin = Answer(), len(self._made)
+        for name, output in answer.items():
+            part[name[begin:]] = output.reshape(output.shape[1:]) if self._lifts else output
+        vars(part).update(vars(answer))
+        return part
 
     def parts(self, answer: Answer) -> tuple[Answer, Answer]:
         """Splits the answer of a ``value_and_gradient`` into the model's outputs and the gradients, and returns both."""
-        gradients = [name for name in answer if name.startswith(self._made)]
-        values = [name for name in answer if not name.startswith(self._made)]
-        return self._part(answer, values, ""), self._part(answer, gradients, self._made)
-
-    def _part(self, answer: Answer, names: Iterable[str], prefix: str) -> Answer:
-        part, begin = Answer(), len(prefix)
-        for name in names:
-            part[name[begin:]] = answer[name].reshape(answer[name].shape[1:]) if self._lifts else answer[name]
-        vars(part).update(vars(answer))
-        return part
+        values, gradients, begin = Answer(), Answer(), len(self._made)
+        for name, output in answer.items():
+            part, own = (gradients, name[begin:]) if name.startswith(self._made) else (values, name)
+            part[own] = output.reshape(output.shape[1:]) if self._lifts else output
+        vars(values).update(vars(answer))
+        vars(gradients).update(vars(answer))
+        return values, gradients
