@@ -74,6 +74,7 @@ def calls(client: tensord_client.Client) -> dict[str, Callable[[], Any]]:
     apply, params = runpy.run_path(str(MODELS / "sums" / "1" / "model.py"))["create"](None, None, None)
     sum_alone = jax.jit(lambda x: apply(params, {"x": x})["y"])
     sum_grad_alone, put = jax.jit(jax.value_and_grad(sum_alone)), jax.device_put(x)
+    np.testing.assert_array_equal(sum_grad_alone(put)[1], x)
     return {
         "value": lambda: value(row),
         "grad": lambda: gradient(row),

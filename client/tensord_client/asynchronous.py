@@ -416,6 +416,6 @@ async def connect_async(
       headers: header fields that every HTTP request has, such as a key that the server requires.
 
     Raises: Unavailable: no server answers.  InvalidArgument: ``address`` has none of these forms, or ``headers`` has a
-      malformed name or value.
+      malformed name or value, or a field that the client writes by itself.
     """
     return AsyncClient(Client(await asyncio.to_thread(connection, address, wait, patience, headers)))

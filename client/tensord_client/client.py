@@ -167,7 +167,7 @@ def connection(
     ``headers``.
 
     Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no valid address, or ``headers`` has a malformed
-      name or value.
+      name or value, or a field that the client writes by itself.
     """
     fields = b"".join(starmap(_field, (headers or {}).items()))
     until = time.monotonic() + wait

@@ -50,11 +50,7 @@ class DerivativeCall:
 
     def result(self, answer: Answer) -> Answer:
         """Returns a derivative's answer with the model's tensor names, such as "x" for "cotangent.x". Copies no array."""
-        part, begin = Answer(), len(self._made)
-        for name, output in answer.items():
-            part[name[begin:]] = output.reshape(output.shape[1:]) if self._lifts else output
-        vars(part).update(vars(answer))
-        return part
+        return self.parts(answer)[1]
 
     def parts(self, answer: Answer) -> tuple[Answer, Answer]:
         """Splits the answer of a ``value_and_gradient`` into the model's outputs and the gradients, and returns both."""

@@ -67,11 +67,11 @@ class Ask:
     way: str = ""
     #: Over HTTP: the endpoint that it is sent to.
     endpoint: str = ""
-    #: What the daemon says of what is wrong with it; "": nothing is.
+    #: What the daemon says is wrong with the request; "": nothing is.
     wrong: str = ""
     #: Over gRPC: it wants a mark behind its last response.
     marked: bool = False
-    #: Of several responses: how many it has got, and of which files and push they are.
+    #: How many responses the request has got, and of which files and push they are, where it may get several.
     got: int = 0
     made: tuple[int, int] = (0, 0)
     request: Any = None

@@ -41,7 +41,7 @@ KINDS = {
 }
 
 
-#: What happens to a request between two of its responses, besides to its client.
+#: The events that may come between two responses of a request, besides those of its client.
 TROUBLES = ("kill worker", "kill worker", "kill front", "kill client", "load", "unload", "push", "stop", "drain")
 
 

@@ -51,7 +51,7 @@ class Call:
     asked: deque[Item] = field(default_factory=deque)
     #: Requests with several responses that have not ended, by their numbers.
     several: dict[int, Ask] = field(default_factory=dict)
-    #: Those that have got all they wait for, and want no mark: their workers may still die.
+    #: Requests that have got all their responses, and want no mark of the end: their workers may still die.
     unmarked: dict[int, Ask] = field(default_factory=dict)
     #: How its messages may be compressed.
     coding: str = ""

@@ -28,7 +28,7 @@ _CODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _ENDPOINTS = (*["infer"] * 17, "generate", "generate_stream", "infer_stream")
 _DECOUPLED = (*["generate_stream", "infer_stream"] * 4, "generate", "infer")
 _OF_JSON, STREAMS = ("generate", "generate_stream"), ("generate_stream", "infer_stream")
-#: What is said of a body that is compressed and must not be, or is no such stream.
+#: The daemon's errors for a compressed body where none may be compressed, and for one that cannot be decompressed.
 _NO_CODING, _BROKEN = "Unsupported content-encoding", "failed to decompress"
 _SIZES = struct.Struct("<IQ")
 _TEXT_SIZE = re.compile(rb"\r\ninference-header-content-length: *(\d+)", re.IGNORECASE)
@@ -51,11 +51,11 @@ class HttpConnection(Connection):
         #: The requests that may be answered with 100 Continue, and what is sent then of the last one.
         self._expecting: set[Item] = set()
         self._held: bytes | None = None
-        #: Those that were.
+        #: The requests that were answered with 100 Continue.
         self._continued: set[Item | None] = set()
         #: Requests behind one whose answer may have begun: nobody can tell their client that they will not be taken.
         self._behind: set[Item] = set()
-        #: Of an answer that is compressed: how much of it is JSON.
+        #: How many bytes of a compressed answer are JSON, as its head says.
         self._text_size = b""
 
     @property

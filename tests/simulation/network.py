@@ -270,9 +270,9 @@ class NetworkClient(Process):
         self.connections: dict[int, Connection] = {}
         #: Those with something to do, also without an event.
         self.busy: dict[Connection, None] = {}
-        #: Those that it does not read for a while.
+        #: Connections that this client does not read for a while.
         self.resting: dict[Connection, None] = {}
-        #: Those that wait for the daemon before they send on.
+        #: Connections that wait for the daemon before they send on.
         self.awaiting: dict[Connection, None] = {}
         self._turn_ns = scheduler.clock.now_ns
         self._epoll = select.epoll()

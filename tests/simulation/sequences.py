@@ -70,8 +70,9 @@ class Run:
     push: int = -1
     #: It need not be there any more.
     broken: bool = False
-    #: What its client had under that id before; and its START has failed: steps that were sent behind it are of that one.
+    #: The run that its client had under the same id before.
     before: Run | None = None
+    #: Its START has failed: steps that were sent behind the START belong to the run before.
     refused: bool = False
     #: A client was told that it is lost.
     lost: bool = False
