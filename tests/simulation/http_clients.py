@@ -30,6 +30,7 @@ _DECOUPLED = (*["generate_stream", "infer_stream"] * 4, "generate", "infer")
 _OF_JSON, STREAMS = ("generate", "generate_stream"), ("generate_stream", "infer_stream")
 #: The daemon's errors for a compressed body where none may be compressed, and for one that cannot be decompressed.
 _NO_CODING, _BROKEN = "Unsupported content-encoding", "failed to decompress"
+_TOO_LARGE = f"at most {MOST_BODY} are allowed"
 _SIZES = struct.Struct("<IQ")
 _TEXT_SIZE = re.compile(rb"\r\ninference-header-content-length: *(\d+)", re.IGNORECASE)
 #: What a status says; 400 stands for several.
@@ -57,6 +58,8 @@ class HttpConnection(Connection):
         self._behind: set[Item] = set()
         #: How many bytes of a compressed answer are JSON, as its head says.
         self._text_size = b""
+        #: A request was answered whose body is larger than allowed, which was not known yet.
+        self._overlong = False
 
     @property
     def writes(self) -> bool:
@@ -117,7 +120,7 @@ class HttpConnection(Connection):
             fields = b"Inference-Header-Content-Length: %d\r\n" % len(text)
         body = text + tail
         if len(body) > MOST_BODY:
-            ask.wrong = f"at most {MOST_BODY} are allowed"
+            ask.wrong = _TOO_LARGE
         if chance.random() < 0.15:
             coding = chance.choice(tuple(_CODINGS))
             members = 2 if coding != "deflate" and chance.random() < 0.3 else 1
@@ -208,6 +211,8 @@ class HttpConnection(Connection):
             return
         item = self._asked.popleft()
         self.ends |= not response.keep_alive
+        # Its answer has left before its body was seen to be too large, which ends the connection.
+        self._overlong |= isinstance(item, Ask) and item.wrong == _TOO_LARGE and response.keep_alive
         if item in self._expecting:
             # It was not asked for the body, which is a part of the request all the same.
             self._expecting.discard(item)
@@ -318,7 +323,7 @@ class HttpConnection(Connection):
         for item in asked:
             if self.clients.cut:
                 self.clients.left(item)
-            elif self.ends or self.refused_now(item) or self.clients.was_slow(self):
+            elif self.ends or self._overlong or self.refused_now(item) or self.clients.was_slow(self):
                 begun = self._response.begun or self._head
                 if begun and not self.slept_ns:
                     self.scheduler.defect(f"{self} is cut in the middle of the answer to {item}")
