@@ -1,4 +1,4 @@
-"""Measures whether a client reads too slowly. Sans-I/O: the caller passes times, in monotonic seconds, about once a second."""
+"""Measures whether a client reads too slowly. Sans-I/O: the caller passes times, in seconds, about once a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DrainRate:
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
         """Returns True if the client has received at most ``rate * seconds`` bytes in the last ``seconds`` seconds or longer.
 
-        Returns False if no bytes wait for the client. Call this method regularly while bytes wait.
+        Returns False if no bytes wait for the client, and at the first call while they wait. Call it regularly while bytes wait.
         Args:
           since: the time at which bytes began to wait for the client, in seconds like ``now``. It is 0 if no bytes wait.
           left: a number that falls by one with each byte that the client receives, such as the number of bytes that wait.
@@ -30,6 +30,7 @@ class DrainRate:
             return False
         if since > self._since:
             self._since, self._left = since, left
+            return False
         if now - self._since <= seconds:
             return False
         if self._left - left <= rate * seconds:

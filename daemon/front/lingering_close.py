@@ -18,9 +18,9 @@ import asyncio
 import fcntl
 import struct
 import termios
-from time import monotonic
 
 from tensord.daemon.front.drain_rate import DrainRate
+from tensord.daemon.front.running_time import RunningTime
 
 #: Seconds to wait for a client that reads nothing more and does not close.
 LINGER_SECONDS = 5.0
@@ -33,11 +33,12 @@ MOST_DROPPED = 256 << 20
 class LingeringClose:
     """Waits, after the server has ended a connection, until the client closes it too, and then frees the connection.
 
-    A client that receives at most ``min_rate`` bytes a second is not waited for.
+    A client that receives at most ``min_rate`` bytes a second is not waited for. ``clock``: the front's.
     """
 
-    def __init__(self, min_rate: int) -> None:
+    def __init__(self, min_rate: int, clock: RunningTime) -> None:
         self._min_rate = min_rate
+        self.clock = clock
         #: The lingering connections, oldest first.
         self._lingering: dict[Lingering, None] = {}
 
@@ -65,7 +66,7 @@ class LingeringClose:
         former.connection_lost(None)
 
     def check(self, now: float) -> None:
-        """Closes the connections whose clients receive too slowly. ``now``: monotonic seconds."""
+        """Closes the connections whose clients receive too slowly. ``now``: seconds of the front's clock."""
         for lingering in list(self._lingering):
             if lingering.is_late(now, self._min_rate):
                 lingering.cut()
@@ -89,7 +90,7 @@ class Lingering(asyncio.Protocol):
     def __init__(self, lingering_close: LingeringClose, transport: asyncio.Transport) -> None:
         self._lingering_close = lingering_close
         self._transport = transport
-        self._since = monotonic()
+        self._since = lingering_close.clock()
         self._pace = DrainRate()
         self._dropped = 0
 

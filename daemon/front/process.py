@@ -33,6 +33,7 @@ from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.opening import Opening
+from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import child_process
@@ -106,8 +107,8 @@ class Front(ABC):
     #: The clients' connections, and those that wait for their clients to close; set by ``open``.
     open_connections: set[Any]
     lingering: LingeringClose
-    #: Returns the time in seconds that deadlines of connections go by.
-    clock: Callable[[], float] = time.monotonic
+    #: The time by which clients are late; set by ``open``.
+    clock: RunningTime
     #: Modules written in C -> what the front does without them.
     parts: ClassVar[Mapping[str, str]] = {}
 
@@ -174,7 +175,7 @@ class Front(ABC):
     async def _check_connections(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
-            now = self.clock()
+            now = self.clock.look()
             # What has come by now is read first: a client is not late because this process did not run.
             await asyncio.sleep(_READ_SECONDS)
             self._certificates.look()

@@ -64,7 +64,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         #: True where bytes to write may be views of leased memory, which is given back once they have left.
         self.is_plain = True
         self._lost = False
-        #: The loop time since when the client takes nothing; and the rate at which it takes what waits for it.
+        #: Since when, by the front's clock, the client takes nothing; and the rate at which it takes what waits for it.
         self._paused_since = 0.0
         self._pace = DrainRate()
         #: True while received bytes wait for the next iteration of the loop.
@@ -74,7 +74,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._first_page_reads = 0
         #: Memory for the next bytes: the buffer, or the place of a tensor that is arriving.
         self._room = self._buffer
-        self._opened_at = self._checked_at = self.http2.heard_at = self.loop.time()
+        self._opened_at = self._checked_at = self.http2.heard_at = serving.clock()
         #: When it was last of use to its client, as it was noticed, and what had been answered then; when it last had streams.
         self._used_at = self._occupied_at = self._opened_at
         self._answered_before = 0
@@ -132,7 +132,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             return
         direct = room is not self._buffer
         if direct:
-            http2.heard_at = self.loop.time()
+            http2.heard_at = self.serving.clock()
             http2.data_read += nbytes
             self._room = room[nbytes:]
             if nbytes < len(room):
@@ -142,7 +142,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         try:
             if direct:
                 http2.data_was_read()
-            elif http2.receive(room[:nbytes].tobytes(), self.loop.time()):
+            elif http2.receive(room[:nbytes].tobytes(), self.serving.clock()):
                 self._rest()
         except Violation as violation:
             self._fail(violation)
@@ -223,7 +223,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """Stops reading from a client that takes its responses too slowly."""
         assert self._transport is not None
-        self._paused_since = self.loop.time()
+        self._paused_since = self.serving.clock()
         self.http2.room = 0
         if not self._transport.is_closing():
             self._transport.pause_reading()
@@ -285,7 +285,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def announce_end(self) -> None:
         """Tells the client by GOAWAY to open no more streams. Does nothing before the client's preface has come."""
         if self.http2.phase is ConnectionPhase.OPEN:
-            self._ending_at = self.loop.time()
+            self._ending_at = self.serving.clock()
             self.http2.announce_end()
 
     def stop(self) -> None:
@@ -296,7 +296,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
         else:
-            self.http2.stop(self.loop.time())
+            self.http2.stop(self.serving.clock())
 
     def make_room(self) -> None:
         """Ends this idle connection, so that a new connection can be accepted."""
@@ -313,14 +313,14 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def used_at(self) -> float:
-        """Returns when the connection last served a call, in seconds of the event loop's clock."""
+        """Returns when the connection last served a call, in seconds of the front's clock."""
         if self.http2.answered != self._answered_before:
             self._answered_before = self.http2.answered
             self._used_at = max(self._used_at, self.http2.heard_at)
         return self._used_at
 
     def check(self, now: float) -> None:
-        """Ends the connection if one of its deadlines has passed. ``now``: seconds of the event loop's clock."""
+        """Ends the connection if one of its deadlines has passed. ``now``: seconds of the front's clock."""
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
         left = self._transport.get_write_buffer_size()

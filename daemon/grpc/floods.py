@@ -48,7 +48,7 @@ class Floods:
         self._frames_given = _FRAMES_AT_FIRST
         self._resets_given = _RESETS_AT_FIRST
         self._resets = 0
-        #: Pings that came too early, one after the other; when the last ping came, loop time, and what had been answered then.
+        #: Pings that came too early, one after the other; when the last ping came, and what had been answered then.
         self._strikes = 0
         self._pinged_at = 0.0
         self._answers_at_ping = 0

@@ -95,7 +95,7 @@ class Http2:
         self.streams: dict[int, Stream] = {}
         self.numbers = StreamNumbers()
         # --- receiving
-        #: When anything last came from the client. Times are the loop's, in seconds, here and below.
+        #: When anything last came from the client. Times are the front's, in seconds, here and below.
         self.heard_at = 0.0
         #: The beginning of a frame, or what is left for the next iteration; and since when the frame is incomplete.
         self._buffer = b""
@@ -153,7 +153,7 @@ class Http2:
         """Parses ``data``, received bytes, but no more frames than one iteration of the event loop may handle.
 
         Returns True if more frames are left. Then the caller must call again in the next iteration, even without new bytes.
-        ``now``: seconds of the event loop's clock.
+        ``now``: seconds of the front's clock.
         """
         self.heard_at = now
         if self._buffer:
@@ -577,7 +577,7 @@ class Http2:
     def stop(self, now: float) -> None:
         """Ends the connection because the server stops. Each stream ends once its accepted requests are answered.
 
-        ``now``: seconds of the event loop's clock.
+        ``now``: seconds of the front's clock.
         """
         self.end()
         for stream in list(self.streams.values()):
@@ -608,13 +608,13 @@ class Http2:
         """Checks that the client sends few enough frames, and that it sends and reads fast enough.
 
         Args:
-          now: seconds of the event loop's clock.
+          now: seconds of the front's clock.
           seconds: the time since the last check.
           unread: whether reading is paused. If so, a frame that is not complete is not the client's fault.
         Raises Violation if the client sends too many frames, or if a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):
-            stream.check(now, self._read_of(stream))
+            stream.check(now, self._read_of(stream), seconds if unread else 0.0)
         self._floods.second(seconds)
         self._look_for_floods()
         if unread:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -51,8 +50,7 @@ class GrpcFront(Front):
         serving = self._serving = GrpcServing(
             options.grpc, methods, counters, self.submitter.accounts, self.answered, rules, self.submitter
         )
-        self.open_connections, self.lingering = serving.connections, serving.lingering
-        self.clock = asyncio.get_running_loop().time
+        self.open_connections, self.lingering, self.clock = serving.connections, serving.lingering, serving.clock
         certificates = Certificates(options.grpc)
         opening = Opening(lambda owner: Http2Connection(serving, owner), certificates)
         self.accept(certificates, counters, opening, opening.open)

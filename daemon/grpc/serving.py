@@ -12,6 +12,7 @@ from tensord.daemon.front.access import Rule
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
+from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.submit.accounts import Accounts
 
@@ -44,6 +45,8 @@ class GrpcServing:
     #: Tells the load; None: there is nothing to be told.
     submitter: Submitter | None = None
     connections: set[Http2Connection] = field(default_factory=set)
+    #: The time by which clients are late.
+    clock: RunningTime = field(default_factory=RunningTime)
     #: Bytes of incomplete messages, all connections together.
     collected: int = 0
     #: Chooses the connection that is closed when there are too many.
@@ -61,7 +64,7 @@ class GrpcServing:
 
     def __post_init__(self) -> None:
         self.longest_idle = LongestIdle(self.connections, self.options.max_connections)
-        self.lingering = LingeringClose(self.options.min_rate)
+        self.lingering = LingeringClose(self.options.min_rate, self.clock)
         self.max_message = self.options.max_message_byte_size
         self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
         self.read_buffer = memoryview(bytearray(_READ_BYTE_SIZE))

@@ -88,7 +88,7 @@ class Stream:
     #: No window is granted while this is set: the call has enough to do.
     held = False
     half_closed = False
-    #: The loop time since when a message is incomplete; 0: none is.
+    #: Since when a message is incomplete, by the front's clock; 0: none is.
     partial_since = 0.0
     #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
     _begun = b""
@@ -97,7 +97,7 @@ class Stream:
     _kept = 0
     #: Bytes that its client still has to send, where it has said how many; gRPC's clients do not.
     _promised: int | None = None
-    #: While the server stops: what of its message had come, and since when it is so much, loop time.
+    #: While the server stops: what of its message had come, and since when it is so much, by the front's clock.
     _came = -1
     _silent_since = 0.0
     # --- sending
@@ -109,8 +109,8 @@ class Stream:
     #: The data that waits for a window, or for the socket.
     _unsent: deque[Buffer] | None = None
     unsent_size = 0
-    #: The loop time since when some of it has not left, while it is blocked; how much had left then; and the rate at which it
-    #: leaves.
+    #: Since when, by the front's clock, some of it has not left, while it is blocked; how much had left then; and at which rate
+    #: it leaves.
     _blocked_since = 0.0
     _taken = 0
     _pace: DrainRate | None = None
@@ -289,7 +289,7 @@ class Stream:
         elif not kept:
             self.partial_since = 0.0
         if not self.partial_since and (kept or arriving is not None):
-            self.partial_since = self.connection.loop.time()
+            self.partial_since = self.http2.serving.clock()
         serving.collected += kept - self._kept
         self._kept = kept
         if serving.collected > serving.max_collected:
@@ -494,7 +494,7 @@ class Stream:
             if room <= 0:
                 if not self.blocked:
                     self.blocked = True
-                    self._blocked_since = self.connection.loop.time()
+                    self._blocked_since = self.http2.serving.clock()
                 if self.send_window > 0:
                     http2.blocked[self.id] = self
                 else:
@@ -547,12 +547,15 @@ class Stream:
 
     # -------------------------------------------------------------------------------------------------- bounds
 
-    def check(self, now: float, pending: int) -> None:
+    def check(self, now: float, pending: int, unread: float) -> None:
         """Ends the call if the client sends a message too slowly, or takes responses too slowly.
 
-        ``now``: the event loop's time, in seconds.
+        ``now``: seconds of the front's clock.
         ``pending``: how many bytes of an unfinished message the connection has received but not passed to this stream yet.
+        ``unread``: for how many seconds the connection was not read since the last check. A message is not late for them.
         """
+        if self.partial_since:
+            self.partial_since = min(now, self.partial_since + unread)
         options = self.http2.serving.options
         if self._is_stalled(now):
             self.http2.write(frames.rst_stream(self.id, frames.ENHANCE_YOUR_CALM))
@@ -566,7 +569,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether the client receives the stream more slowly than allowed. ``now``: in monotonic seconds."""
+        """Returns whether the client receives the stream more slowly than allowed. ``now``: seconds of the front's clock."""
         if not self.blocked:
             return False
         if self._pace is None:
@@ -583,7 +586,7 @@ class Stream:
         """Ends the call when accepted requests are answered. A stopping server repeats this until the call has ended.
 
         A call whose client stays silent for ``SILENCE_SECONDS``, before the first message or in the middle of one, is ended.
-        ``now``: the event loop's time, in seconds.
+        ``now``: seconds of the front's clock.
         ``pending``: how many bytes of an unfinished message the connection has received but not passed to this stream yet.
         """
         call = self.call

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from time import monotonic
 
 from tensord.daemon.front.each import call_each
 from tensord.daemon.front.lingering_close import is_quiet
+from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.body_reader import BodyReader
 from tensord.daemon.http.deadlines import ClientDeadlines
@@ -37,8 +37,8 @@ class AnswerOrder:
         self._serving = serving
         self.transport = transport
         self.account = account
-        self.times = ClientDeadlines(monotonic())
-        self.flow = Flow(transport, self.times)
+        self.times = ClientDeadlines(serving.clock())
+        self.flow = Flow(transport, self.times, serving.clock)
         #: The requests that are not answered yet, oldest first.
         self.requests: deque[HttpRequest] = deque()
         #: The request whose body is arriving; it may be answered already.
@@ -107,7 +107,7 @@ class AnswerOrder:
         if self.requests or self._refusal or self.times.head_since or self.flow.read_paused:
             self._go_on(answered)
         else:
-            self.times.idle_since = monotonic()
+            self.times.idle_since = self._serving.clock()
 
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
         """Writes the whole answer to the oldest request, and removes that request.
@@ -164,7 +164,7 @@ class AnswerOrder:
         elif self._refusal is not None:
             self._write_refusal()
         else:
-            self.times.idle_since = monotonic() if not self.times.head_since else 0.0
+            self.times.idle_since = self._serving.clock() if not self.times.head_since else 0.0
             if self.flow.read_paused and not self.flow.write_paused:
                 self.flow.resume_reading()
 
@@ -205,7 +205,7 @@ class AnswerOrder:
     def pause_writing(self) -> None:
         """Stops reading requests because the write buffer for the client's answers is full."""
         self.flow.write_paused = True
-        self.times.stalled_since = monotonic()
+        self.times.stalled_since = self._serving.clock()
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
@@ -247,14 +247,14 @@ class AnswerOrder:
         if self._expects_continue and self.receiving is request:
             self._expects_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.times.held_up(monotonic())
+            self.times.held_up(self._serving.clock())
 
     def forgo_body(self, request: HttpRequest) -> None:
         """Ensures that no ``100 Continue`` is sent for ``request``, because the answer to ``request`` has begun."""
         if self.receiving is request and self._expects_continue:
             self._expects_continue = False
             # Its client may send the body all the same, from now on.
-            self.times.held_up(monotonic())
+            self.times.held_up(self._serving.clock())
 
     @property
     def holds_up(self) -> bool:
@@ -346,14 +346,15 @@ class AnswerOrder:
 class Flow:
     """Pauses and resumes reading from the client of one connection.
 
-    ``times``: the client's deadlines. A pause does not count towards them.
+    ``times``: the client's deadlines. A pause does not count towards them. ``clock``: the front's, by which they go.
     """
 
-    __slots__ = ("_paused_at", "_times", "read_paused", "resting", "transport", "write_paused")
+    __slots__ = ("_clock", "_paused_at", "_times", "read_paused", "resting", "transport", "write_paused")
 
-    def __init__(self, transport: asyncio.Transport, times: ClientDeadlines) -> None:
+    def __init__(self, transport: asyncio.Transport, times: ClientDeadlines, clock: RunningTime) -> None:
         self.transport = transport
         self._times = times
+        self._clock = clock
         self._paused_at = 0.0
         self.read_paused = False
         #: The client is not read, because bytes that came before wait for the next iteration of the loop.
@@ -378,9 +379,9 @@ class Flow:
 
     def _steer(self) -> None:
         if self.read_paused or self.resting:
-            self._paused_at = self._paused_at or monotonic()
+            self._paused_at = self._paused_at or self._clock()
             self.transport.pause_reading()
         elif not self.transport.is_closing():
-            self._times.resumed(self._paused_at, monotonic())
+            self._times.resumed(self._paused_at, self._clock())
             self._paused_at = 0.0
             self.transport.resume_reading()

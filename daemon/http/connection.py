@@ -15,7 +15,6 @@ completely are answered instead.
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
 
 from tensord.daemon.front.lingering_close import has_unread
 from tensord.daemon.http.answer_order import AnswerOrder
@@ -69,7 +68,7 @@ class Http1Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         serving, connections = self._serving, self._connections
         counters, limit = serving.counters, serving.options.http.max_connections
-        full = counters.total() >= limit and not serving.longest_idle.make_room(monotonic())
+        full = counters.total() >= limit and not serving.longest_idle.make_room(serving.clock())
         self.transport = transport
         self.order = AnswerOrder(serving, transport, serving.submitter.accounts.open(self._owner))
         if serving.tls and self._speaks_tls:
@@ -135,7 +134,7 @@ class Http1Connection(asyncio.Protocol):
             # Many clients send a head and its body one after the other.
             self._held = data
             order.times.idle_since = 0.0
-            order.times.body_since = order.times.body_since or monotonic()
+            order.times.body_since = order.times.body_since or self._serving.clock()
             return True
         return (
             length - received >= DIRECT_BYTE_SIZE
@@ -155,7 +154,7 @@ class Http1Connection(asyncio.Protocol):
             body.write(first)
         order.append(exchange)
         times = order.times
-        times.body_since = monotonic()
+        times.body_since = self._serving.clock()
         times.idle_since = 0.0
         self._read_rest(body)
         return True
@@ -242,7 +241,7 @@ class Http1Connection(asyncio.Protocol):
     def check(self, now: float) -> None:
         """Answers 408 if a request arrives too slowly. Closes the connection if the client reads too slowly or idles too long.
 
-        ``now``: monotonic seconds.
+        ``now``: seconds of the front's clock.
         """
         http, order = self._serving.options.http, self.order
         if order.holds_up:
@@ -268,7 +267,11 @@ class Http1Connection(asyncio.Protocol):
                 order.leave()
             return
         order.announce_end()
-        if not order.closing and not order.flow.read_paused and order.times.stopped(monotonic(), self._came()):
+        if (
+            not order.closing
+            and not order.flow.read_paused
+            and order.times.stopped(self._serving.clock(), self._came())
+        ):
             order.refuse(503, "the server is stopping, and the rest of the request does not come")
 
     def abort(self) -> None:
@@ -292,7 +295,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns the time at which the connection became idle, in seconds of ``time.monotonic()``.
+        """Returns the time at which the connection became idle, in seconds of the front's clock.
 
         While the head of a request arrives, returns when its first bytes came. From the end of the head to the answer, returns 0.
         """

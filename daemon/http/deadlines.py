@@ -1,4 +1,4 @@
-"""Decides when an HTTP connection has waited too long for its client. Sans-I/O: times are passed in, in monotonic seconds."""
+"""Decides when an HTTP connection has waited too long for its client. Sans-I/O: times are passed in, in seconds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Late(enum.Enum):
 class ClientDeadlines:
     """Notes when a connection began to wait for its client, and finds the deadlines that the client has missed.
 
-    Each attribute says when a wait began, in monotonic seconds, or is 0 if there is no such wait. ``idle_since``: the wait for
-    the next request. ``head_since`` and ``body_since``: the wait for the rest of a head or a body. ``stalled_since``: the wait
-    until the client reads answers. ``now``: the first value of ``idle_since``.
+    Each attribute says when a wait began, in seconds of the front's clock, or is 0 if there is no such wait. ``idle_since``: the
+    wait for the next request. ``head_since`` and ``body_since``: the wait for the rest of a head or a body. ``stalled_since``:
+    the wait until the client reads answers. ``now``: the first value of ``idle_since``.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
@@ -71,7 +71,7 @@ class ClientDeadlines:
 
         Args:
           http: the options that have the time limits.
-          now: monotonic seconds.
+          now: seconds of the front's clock.
           unsent: how many bytes of answers the client has not read yet.
           received: how many bytes of the request's body have arrived, or -1 if the client is not expected to send a body now.
           refused: whether the server has refused the client's request. Then only reading the answer has a deadline.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from time import monotonic
 
 import httptools
 
@@ -80,6 +79,8 @@ class Messages:
         self._forwarded: list[tuple[bytes, bytes]] = []
         #: The request began when the server accepted none any more.
         self._late = False
+        #: When the bytes came that are parsed, in seconds of the front's clock.
+        self.came_at = 0.0
         #: The received bytes of a head that is not complete.
         self.head_size = 0
         #: A message has begun and has not ended.
@@ -111,7 +112,7 @@ class Messages:
         self.inside = True
         times = self._order.times
         if not times.head_since:
-            times.head_since = monotonic()
+            times.head_since = self.came_at
             times.idle_since = 0.0
         self.meaning = None
         self.body_left = 0
@@ -174,7 +175,7 @@ class Messages:
         times = self._order.times
         times.head_since = 0.0
         # Of a request that was held it is known already: whoever sends it by the byte gains no time by that.
-        times.body_since = times.body_since or monotonic()
+        times.body_since = times.body_since or self.came_at
         if self.parser.get_method() == b"CONNECT":
             return 400, "malformed HTTP request"
         if self._late:
@@ -300,10 +301,11 @@ class ParserFeed:
         ``between``: True if ``data`` starts with a new request and the connection has no unanswered request.
         """
         order, messages = self._order, self.messages
+        messages.came_at = self._serving.clock()
         if order.receiving is None:
             messages.head_size += len(data)
             if not order.times.head_since:
-                order.times.head_since = monotonic()
+                order.times.head_since = messages.came_at
                 order.times.idle_since = 0.0
         self._feed(data, between)
         if order.closing or order.flow.resting:

@@ -51,7 +51,7 @@ class HttpFront(Front):
         self._serving.application = application if cross_origin is None else cross_origin.around(application)
         connections: set[Http1Connection] = set()
         self.open_connections = connections
-        self.lingering = self._serving.lingering
+        self.lingering, self.clock = self._serving.lingering, self._serving.clock
         self._serving.longest_idle = LongestIdle(connections, options.http.max_connections)
         self._sockets = SocketWatch(heeds_end=not options.http.answer_half_closed)
         certificates = Certificates(options.http)

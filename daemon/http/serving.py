@@ -16,6 +16,7 @@ from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
+from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.http.conversions import Conversions
 from tensord.daemon.http.heads import Heads
 from tensord.daemon.http.prepared import PreparedRequests
@@ -94,6 +95,8 @@ class HttpServing:
     cross_origin: CrossOrigin | None = None
     tracer: Tracer = field(default_factory=lambda: Tracer(0, TraceFiles()))
     conversions: Conversions = field(default_factory=Conversions)
+    #: The time by which clients are late.
+    clock: RunningTime = field(default_factory=RunningTime)
     #: Bytes of all bodies that are collected in ordinary memory.
     collected_byte_size: int = 0
     #: Finds the connection to close when there are too many.
@@ -114,7 +117,7 @@ class HttpServing:
         self.makes_ids = self.options.requests.make_ids
         self.answered = Answered(self.counters, self.submitter.refusals, "http", self.options.log.access)
         self.prepared = PreparedRequests(expert.max_prepared, self.submitter.inline_byte_size)
-        self.lingering = LingeringClose(http.min_rate)
+        self.lingering = LingeringClose(http.min_rate, self.clock)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
         self.has_rules = not (self.infer_rule is None and self.forwarding is None and self.cross_origin is None)
         self.heads = Heads(

@@ -52,8 +52,6 @@ class HttpConnection(Connection):
         #: The requests that may be answered with 100 Continue, and what is sent then of the last one.
         self._expecting: set[Item] = set()
         self._held: bytes | None = None
-        #: The requests that were answered with 100 Continue.
-        self._continued: set[Item | None] = set()
         #: Requests behind one whose answer may have begun: nobody can tell their client that they will not be taken.
         self._behind: set[Item] = set()
         #: How many bytes of a compressed answer are JSON, as its head says.
@@ -187,7 +185,6 @@ class HttpConnection(Connection):
             if asked not in self._expecting:
                 self.scheduler.defect(f"{self} brings 100 Continue, and {asked} does not expect it")
             self._expecting.discard(asked)
-            self._continued.add(asked)
             self._send_held(asked)
             return self._response
         self._response = HttpResponse(isinstance(asked, Ask) and asked.endpoint in STREAMS)
@@ -219,9 +216,7 @@ class HttpConnection(Connection):
             if response.keep_alive:
                 self._send_held(None)
             self._held = None
-        # A front that did not run may count the time in which it could not write 100 Continue.
-        unjust = item in self._continued and self.clients.history.trouble_ns >= item.begun_ns
-        if response.status == 408 and (unjust or self.clients.was_slow(self)):
+        if response.status == 408 and self.clients.was_slow(self):
             # What it has of the request is thrown away.
             self.clients.not_taken(item, "its client was too slow")
         elif isinstance(item, Change):

@@ -24,7 +24,7 @@ from tensord.config import log as log_settings
 from tensord.config.layers import Configured
 from tensord.config.options import Options
 from tensord.daemon.control.shared_counters import SharedCounters
-from tensord.daemon.front import acceptor, lingering_close, opening
+from tensord.daemon.front import acceptor, opening, running_time
 from tensord.daemon.front import process as front_module
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.process import Front, FrontPlace
@@ -32,8 +32,7 @@ from tensord.daemon.grpc import infer
 from tensord.daemon.grpc import server as grpc_server
 from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.server import GrpcFront
-from tensord.daemon.http import answer_order, compression, exchange, parser_feed
-from tensord.daemon.http import connection as http_connection
+from tensord.daemon.http import compression, exchange
 from tensord.daemon.http import server as http_server
 from tensord.daemon.http.connection import Http1Connection
 from tensord.daemon.http.server import HttpFront
@@ -73,7 +72,6 @@ from tests.simulation.sockets import AcceptedSocket, OpenedSocket, scheduler_of_
 
 _log = logging.getLogger(__name__)
 #: What has taken the functions of the clock out of ``time``.
-_CLOCKS = (lingering_close, answer_order, http_connection, parser_feed)
 _CLOCKS_NS = (exchange, infer)
 _NUMBERS = itertools.count()
 DEVICE_NAME = DeviceName("cpu", 0)
@@ -621,15 +619,13 @@ class Daemon:
 
         collector = types.SimpleNamespace(freeze=_nothing, enable=_nothing, collect=_nothing)
         seeded = random.Random(scheduler.chance.random())
-        monotonic = ((owner, "monotonic", clock.seconds) for owner in _CLOCKS)
         monotonic_ns = ((owner, "monotonic_ns", clock.nanoseconds) for owner in _CLOCKS_NS)
         scheduler_of_fronts.append(scheduler)
         with contextlib.ExitStack() as stack:
             stack.callback(scheduler_of_fronts.clear)
             for owner, name, value in (
-                *monotonic,
+                (running_time, "monotonic", clock.seconds),
                 *monotonic_ns,
-                (Front, "clock", clock.seconds),
                 (acceptor, "socket", types.SimpleNamespace(SocketType=AcceptedSocket)),
                 (opening, "socket", types.SimpleNamespace(socket=OpenedSocket)),
                 (compression, "_INFLATE_OUT", _STEP),

@@ -13,6 +13,7 @@ import pytest
 
 from tensord.daemon.front import lingering_close
 from tensord.daemon.front.lingering_close import LINGER_SECONDS, Lingering, LingeringClose, is_quiet
+from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.front.socket_transport import SocketWatch
 from tensord.daemon.grpc import frames
 from tests.daemon.grpc.frame_client import INFER, FrameClient, request
@@ -196,7 +197,7 @@ async def watch(request: pytest.FixtureRequest) -> AsyncIterator[SocketWatch | N
 
 
 async def test_it_ends_with_its_client(watch: SocketWatch | None) -> None:
-    closing = LingeringClose(0)
+    closing = LingeringClose(0, RunningTime())
     with made(closing) as (pair,):
         await pair.open(watch)
         assert len(closing) == 1
@@ -215,7 +216,7 @@ async def test_what_took_long_enough(monkeypatch: pytest.MonkeyPatch, watch: Soc
     """A client that does not close; one too many; more bytes than are thrown away."""
     monkeypatch.setattr(lingering_close, "MOST_LINGERING", 2)
     monkeypatch.setattr(lingering_close, "MOST_DROPPED", 100)
-    closing = LingeringClose(0)
+    closing = LingeringClose(0, RunningTime())
     with made(closing, 3) as pairs:
         for pair in pairs:
             await pair.open(watch)
@@ -235,7 +236,7 @@ async def test_what_took_long_enough(monkeypatch: pytest.MonkeyPatch, watch: Soc
 
 async def test_who_goes_on_reading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The close waits while the client takes ``min_rate``; the kernel has what it has not taken."""
-    lingering = Lingering(LingeringClose(100), cast(asyncio.Transport, None))
+    lingering = Lingering(LingeringClose(100, RunningTime()), cast(asyncio.Transport, None))
     untaken, now = 1 << 20, asyncio.get_running_loop().time()
     monkeypatch.setattr(lingering_close, "_waiting", lambda *_: untaken)
     assert not lingering.is_late(now, 100)
@@ -246,7 +247,7 @@ async def test_who_goes_on_reading_is_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_whether_anything_is_under_way() -> None:
-    watch, closing = SocketWatch(), LingeringClose(0)
+    watch, closing = SocketWatch(), LingeringClose(0, RunningTime())
     kept = Kept(closing)
     kept.connection_made = lambda transport: setattr(kept, "transport", transport)  # type: ignore[method-assign]
     ours, client = socket.socketpair()

@@ -18,6 +18,7 @@ from tensord.config.options import Options
 from tensord.daemon.front import process
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.process import Front
+from tensord.daemon.front.running_time import RunningTime
 
 # Its library makes a pipe with the first loop of a process, and keeps it.
 uvloop.new_event_loop().close()
@@ -36,6 +37,7 @@ class BusyFront(Front):
         self.checked: list[bool] = []
         self.open_connections = {self}
         self.lingering = Mock(__len__=lambda _: 0)
+        self.clock = RunningTime()
         self._certificates = Mock()  # type: ignore[assignment]
         self._acceptor = SimpleNamespace(close=self._close)  # type: ignore[assignment]
         self._check = Mock()  # type: ignore[assignment]
@@ -77,7 +79,7 @@ class BusyFront(Front):
         checking = asyncio.create_task(self._check_connections())
         await asyncio.sleep(0.01)
         await self._close(0)
-        while not self.checked:
+        while not (self.checked or checking.done()):
             await asyncio.sleep(0.01)
         checking.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 
 import pytest
@@ -260,6 +262,20 @@ def test_silence_is_ended() -> None:
         stream = client.open()
         client.data(stream, prefixed(request())[:7])
         assert "did not arrive within 0.1 s" in client.answer(stream).text
+
+
+def test_a_message_is_not_late_while_the_front_does_not_run() -> None:
+    with serving(grpc={"body_timeout": 3.0}) as (front, (worker,)), front.frames() as client:
+        content, stream = prefixed(request(b"\1")), client.open()
+        client.data(stream, content[:-1])
+        front.sync()
+        os.kill(front.process.pid, signal.SIGSTOP)
+        time.sleep(3.5)
+        os.kill(front.process.pid, signal.SIGCONT)
+        for _ in range(3):
+            front.sync()  # meanwhile it looks who is late
+        client.data(stream, content[-1:], end=True)
+        assert echoed(client, worker, stream) == b"\1"
 
 
 def test_stop_finishes_what_was_begun() -> None:

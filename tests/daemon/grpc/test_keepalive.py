@@ -8,6 +8,7 @@ from typing import cast
 from unittest.mock import Mock
 
 from tensord.config.options import Grpc
+from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.http2 import ConnectionPhase
@@ -19,7 +20,7 @@ def connection(options: Grpc, busy: bool, test: Callable[[Http2Connection, Mock]
     """Runs a test with an open connection, of which something was heard at 1000; ``busy``: it has a stream."""
 
     async def run() -> None:
-        serving = Mock(options=options)
+        serving = Mock(options=options, clock=RunningTime())
         transport = Mock()
         transport.get_write_buffer_size.return_value = 0
         made = Http2Connection(serving, "tcp 127.0.0.1")

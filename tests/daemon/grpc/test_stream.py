@@ -212,6 +212,20 @@ def test_incomplete_messages_of_all_streams_together() -> None:
     assert status(wire) == (RESOURCE_EXHAUSTED, "more than 2048 bytes of request messages are being received at once")
 
 
+def test_a_message_is_not_late_for_what_is_not_read() -> None:
+    """Seconds in which the connection was not read do not count towards ``body_timeout``, nor towards ``min_rate``."""
+    wire, stream, call = opened(body_timeout=10.0, min_rate=1000)
+    receive(stream, prefixed(bytes(500))[:100])
+    begun = stream.partial_since
+    for second in range(1, 21):
+        stream.check(begun + second, 0, 1.0)
+    stream.check(begun + 22.0, 0, 0.0)
+    assert not call.gone
+    stream.check(begun + 23.0, 0, 0.0)
+    assert call.gone
+    assert "a message came at fewer than 1000 bytes a second" in status(wire)[1]
+
+
 @pytest.mark.parametrize(
     ("encoding", "flag", "content", "code", "text"),
     [

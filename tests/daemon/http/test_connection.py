@@ -269,30 +269,39 @@ def test_a_pipelined_body_that_comes_later(
 def test_a_body_that_was_not_read_is_not_late() -> None:
     """
     1. A client sends two requests and, behind them, a part of a third: the front reads no further until the first is answered.
-       Another client sends a part of a request and nothing more.
+       Two others send a part of a request.
     2. The front is stopped (SIGSTOP) for longer than ``body_timeout``; meanwhile the worker answers.
-    3. The front goes on: it reads again, and then looks who is late. The first client sends the rest after that.
-    Result: the other client is late; the time in which the front read nothing of the first one does not count.
+    3. The front goes on: it reads again, and then looks who is late. The first two clients send the rest after that.
+    Result: the third client is late, once the front has run for ``body_timeout``. The time in which it read nothing does not
+    count, neither of the client that it had not gone on reading, nor of the others.
     """
     with (
-        serving(http={"port": 0, "body_timeout": 2.0}) as (front, (worker,)),
+        serving(http={"port": 0, "body_timeout": 3.0}) as (front, (worker,)),
         front.client() as client,
+        front.client() as other,
         front.client() as late,
     ):
-        late.send(post(JSON)[:-1])
+        for each in (other, late):
+            each.send(post(JSON)[:-1])
         front.sync()
         client.send(json_request(b"\1") + json_request(b"\2") + post(JSON)[:-1])
         request = worker.next()
         os.kill(front.process.pid, signal.SIGSTOP)
         worker.echo(request)
-        time.sleep(2.5)
+        time.sleep(3.5)
         os.kill(front.process.pid, signal.SIGCONT)
-        assert late.answer().status == 408
-        client.send(JSON[-1:])
         assert client.answer().values == b"\1"
-        for values in (b"\2", b"\1\2\3"):
-            worker.echo(worker.next())
-            assert client.answer().values == values
+        for _ in range(3):
+            front.sync()  # meanwhile it looks who is late
+        client.send(JSON[-1:])
+        worker.echo(worker.next())
+        assert client.answer().values == b"\2"
+        worker.echo(worker.next())
+        assert client.answer().values == b"\1\2\3"
+        other.send(JSON[-1:])
+        worker.echo(worker.next())
+        assert other.answer().values == b"\1\2\3"
+        assert late.answer().status == 408
 
 
 def test_a_large_body_followed_by_another_request(client: Client, worker: EchoWorker) -> None:
