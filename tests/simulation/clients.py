@@ -260,7 +260,8 @@ class Clients:
             connection = item.connection = sequence.route
         item.front, item.sent_ns = connection.front, 0
         if isinstance(item, Ask):
-            item.got = 0
+            # How it was asked before says nothing of how it will be.
+            item.endpoint, item.wrong, item.timeout, item.marked, item.got = "", "", None, False, 0
         self.scheduler.tell(f"{item} is asked again at {connection}")
         connection.queue(item)
 
