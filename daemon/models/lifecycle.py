@@ -434,6 +434,9 @@ class Lifecycle:
                 if version.given_up
                 else ()
             )
+            model = self.models[answer.name]
+            if version.given_up and model.bringing.get(answer.version) == version.given_up:
+                model.bringing[answer.version] = ""  # it has not failed after all
             version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
             version.ready[worker] = version.described = answer
             version.earlier.discard(worker)
@@ -444,7 +447,6 @@ class Lifecycle:
             out += self._leave(answer.name, answer.version, version, strays)
             for other in sorted(others):
                 out += self._send_load(other, version)
-            model = self.models[answer.name]
             if model.running is None:  # given up when the load that asked for it ended
                 out += self._retire_replaced(answer.name, model)
         else:

@@ -355,6 +355,23 @@ def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
     assert lifecycle.index({}, {("m", 1): FIRST_RETRY}, ready=False, detailed=False) == expected
 
 
+def test_a_load_that_two_workers_died_of_has_not_failed_where_another_brings_it() -> None:
+    """
+    1. Two of three workers die while they load a model, so it is given up for now; the third still loads it.
+    2. Another worker joins, and the third one answers that it serves.
+    Result: the load goes on with the other worker, and ends without an error.
+    """
+    lifecycle = of(1, 2, 3)
+    lifecycle.load(found("m", 1), 1)
+    out = [*lifecycle.worker_left(2), *lifecycle.worker_left(3)]
+    assert (settled(out), retries(out)) == ([], [("m", FIRST_RETRY)])
+    ready(lifecycle, 4)
+    out = lifecycle.loaded(1, Loaded("m", 1))
+    assert (settled(out), sent(out)) == ([], [(4, "Load", 1)])
+    assert settled(lifecycle.loaded(4, Loaded("m", 1))) == [(1, "")]
+    lifecycle.check_invariants()
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_load_that_fails_on_one_worker_leaves_no_earlier_content_there(first: int) -> None:
     """Whichever answers first: requests are answered from one load, and what was pushed into the other is gone with it."""
