@@ -33,6 +33,7 @@ from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import CLIENT_BYTE_SIZE, Instruction, WorkerLane
 from tensord.shm.messages import Cancel, EndSequence, Prepare, SegmentClosed, Taken, TraceContext
+from tensord.shm.running_time import RunningTime
 from tensord.shm.seldom import Seldom
 from tensord.shm.status_page import LOOP_SLOT, SLOTS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
@@ -61,7 +62,6 @@ from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
 from tensord.workers.requests.submitter_link import LaneOwner, SubmitterLink
-from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 
@@ -77,6 +77,8 @@ _MISSED, _MAX_DRAINING = 16, 32
 _MAX_SHOWN = 500
 #: An iteration takes no longer than that if nothing happens: its beat is what the supervisor sees of an idle worker.
 _BEAT_NS = 1_000_000_000
+#: How often records that are not whole are looked at, while there are some.
+_HALVES_NS = 1_000_000_000
 
 #: The most lines, in a time, about lanes of clients that sent what is malformed.
 _MAX_LINES = 10
@@ -142,8 +144,8 @@ class Worker:
         self._unflushed: list[SubmitterLink[Request]] = []
         self._received = new_buffer()
         #: Clients that have sent a part of a record and not yet its end: which of their records, and since when; oldest first.
-        self._halves: dict[SubmitterLink[Request], tuple[int, int]] = {}
-        self._body_ns = int(options.clients.body_timeout * 1e9)
+        self._halves: dict[SubmitterLink[Request], tuple[int, float]] = {}
+        self._client_time = RunningTime()
         self._free_slots = list(range(SLOTS - 1, FIRST_INSTANCE_SLOT - 1, -1))
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
@@ -344,21 +346,20 @@ class Worker:
         if known is None or known[0] != number:
             self._halves.pop(submitter, None)
             if byte_size:
-                self._halves[submitter] = number, now_ns
-            self._watch_halves()
-
-    def _watch_halves(self) -> None:
-        _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
-        self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
+                self._halves[submitter] = number, self._client_time.look()
+                if len(self._halves) == 1:
+                    self._dispatcher.agenda.put(self._end_halves, now_ns + _HALVES_NS)
 
     def _end_halves(self, now_ns: int) -> None:
-        for submitter, (_, since_ns) in list(self._halves.items()):
-            if since_ns + self._body_ns > now_ns:
+        now, seconds = self._client_time.look(), self._options.clients.body_timeout
+        for submitter, (_, since) in list(self._halves.items()):
+            if since + seconds > now:
                 break
-            byte_size, seconds = submitter.lane.channel.half_byte_size, self._options.clients.body_timeout
+            byte_size = submitter.lane.channel.half_byte_size
             why = f"{byte_size} bytes of a record came, and not its end within {seconds:g} s (clients.body_timeout)"
             self._refuse_lane(submitter, why, now_ns)
-        self._watch_halves()
+        if self._halves:
+            self._dispatcher.agenda.put(self._end_halves, now_ns + _HALVES_NS)
 
     def _may_log(self, now_ns: int) -> bool:
         if now_ns - self._window_ns >= _LOG_WINDOW_NS:
@@ -517,8 +518,7 @@ class Worker:
         self._writing.discard(fd)
         self._stalled.discard(fd)
         submitter.lane.close()
-        if self._halves.pop(submitter, None) is not None:
-            self._watch_halves()
+        self._halves.pop(submitter, None)
         if submitter.segments is not None:
             submitter.leave()
             self._forget_client(submitter.peer)

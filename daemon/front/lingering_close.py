@@ -20,7 +20,7 @@ import struct
 import termios
 
 from tensord.daemon.front.drain_rate import DrainRate
-from tensord.daemon.front.running_time import RunningTime
+from tensord.shm.running_time import RunningTime
 
 #: Seconds to wait for a client that reads nothing more and does not close.
 LINGER_SECONDS = 5.0

@@ -33,7 +33,6 @@ from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.opening import Opening
-from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import child_process
@@ -65,6 +64,7 @@ from tensord.shm.errors import Unsupported
 from tensord.shm.extensions import missing
 from tensord.shm.operations import AwaitIdle, ConnectionRecords, RecentErrors, TraceExemplars
 from tensord.shm.record import decoder
+from tensord.shm.running_time import RunningTime
 from tensord.shm.trace_file import TraceFiles
 from tensord.shm.tracer import Tracer
 

@@ -12,9 +12,9 @@ from tensord.daemon.front.access import Rule
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
-from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.submit.accounts import Accounts
+from tensord.shm.running_time import RunningTime
 
 if TYPE_CHECKING:
     from tensord.daemon.grpc.connection import Http2Connection

@@ -13,7 +13,6 @@ from collections import deque
 
 from tensord.daemon.front.each import call_each
 from tensord.daemon.front.lingering_close import is_quiet
-from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.body_reader import BodyReader
 from tensord.daemon.http.deadlines import ClientDeadlines
@@ -22,6 +21,7 @@ from tensord.daemon.http.generate import Generation
 from tensord.daemon.http.response_codec import CLOSE, Buffer, error_response
 from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
+from tensord.shm.running_time import RunningTime
 
 #: A request that has its place in the order of answers.
 HttpRequest = Exchange | Generation | AsgiRequest

@@ -16,12 +16,12 @@ from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
-from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.http.conversions import Conversions
 from tensord.daemon.http.heads import Heads
 from tensord.daemon.http.prepared import PreparedRequests
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.running_time import RunningTime
 from tensord.shm.trace_file import TraceFiles
 from tensord.shm.tracer import Tracer
 

@@ -24,7 +24,7 @@ from tensord.config import log as log_settings
 from tensord.config.layers import Configured
 from tensord.config.options import Options
 from tensord.daemon.control.shared_counters import SharedCounters
-from tensord.daemon.front import acceptor, opening, running_time
+from tensord.daemon.front import acceptor, opening
 from tensord.daemon.front import process as front_module
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.process import Front, FrontPlace
@@ -44,7 +44,7 @@ from tensord.daemon.processes.watchdog import Watchdog
 from tensord.daemon.submit.sequences import SequenceRouting
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.supervisor import Supervisor
-from tensord.shm import child_process, descriptors
+from tensord.shm import child_process, descriptors, running_time
 from tensord.shm.channel import Channel, pair
 from tensord.shm.common.descriptors import descriptors_in
 from tensord.shm.control_records import Start, ToWorkerControl, WorkerFenced

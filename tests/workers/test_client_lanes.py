@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -581,9 +581,10 @@ def test_a_record_that_does_not_become_whole_ends_its_lane(
         halves()
     slow.send_bytes(datagrams[0])
     halves(0)
-    monkeypatch.setattr(loop.worker, "_body_ns", 0)
     slow.send_bytes(datagrams[1])
-    loop.worker._watch_halves()
+    past = loop.worker._client_time.look() + loop.worker._options.clients.body_timeout
+    monkeypatch.setattr(loop.worker, "_client_time", SimpleNamespace(look=lambda: past))
+    loop.worker._dispatcher.agenda.wake(loop.worker._end_halves)
     assert ended(loop, slow)
     assert "bytes of a record came, and not its end within 60 s (clients.body_timeout)" in caplog.text
     add(loop, quick)

@@ -13,9 +13,9 @@ import pytest
 
 from tensord.daemon.front import lingering_close
 from tensord.daemon.front.lingering_close import LINGER_SECONDS, Lingering, LingeringClose, is_quiet
-from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.front.socket_transport import SocketWatch
 from tensord.daemon.grpc import frames
+from tensord.shm.running_time import RunningTime
 from tests.daemon.grpc.frame_client import INFER, FrameClient, request
 from tests.daemon.grpc.frame_client import serving as serving_grpc
 from tests.fakes import SMALL_BUFFER, EchoWorker, FrontProcess, binary_request, json_request, serving, until

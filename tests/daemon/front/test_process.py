@@ -18,7 +18,7 @@ from tensord.config.options import Options
 from tensord.daemon.front import process
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.process import Front
-from tensord.daemon.front.running_time import RunningTime
+from tensord.shm.running_time import RunningTime
 
 # Its library makes a pipe with the first loop of a process, and keeps it.
 uvloop.new_event_loop().close()

@@ -8,10 +8,10 @@ from typing import cast
 from unittest.mock import Mock
 
 from tensord.config.options import Grpc
-from tensord.daemon.front.running_time import RunningTime
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.http2 import ConnectionPhase
+from tensord.shm.running_time import RunningTime
 
 OPTIONS = Grpc(keepalive_time=100.0, keepalive_timeout=5.0, max_connection_idle=0, max_connection_age=0)
 

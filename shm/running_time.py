@@ -1,10 +1,10 @@
-"""Tells the time by which clients are late: a front that is stopped for a minute has not been kept waiting by anybody."""
+"""Tells the time by which clients are late: a process that is stopped for a minute has not been kept waiting by anybody."""
 
 from __future__ import annotations
 
 from time import monotonic
 
-#: The most seconds from one call of ``look`` to the next. A front that runs looks at its clients every second.
+#: The most seconds from one call of ``look`` to the next. A process that runs looks at its clients every second.
 MOST_SECONDS = 1.5
 
 

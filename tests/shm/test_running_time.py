@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.daemon.front import running_time
 from tensord.daemon.front.drain_rate import DrainRate
-from tensord.daemon.front.running_time import MOST_SECONDS, RunningTime
+from tensord.shm import running_time
+from tensord.shm.running_time import MOST_SECONDS, RunningTime
 
 
 def test_the_time_in_which_nothing_ran_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
