@@ -196,10 +196,10 @@ class HttpConnection(Connection):
 
     def _send_held(self, item: Item | None) -> None:
         held, self._held = self._held, None
-        # The daemon may have asked for it as soon as its client had last looked in vain.
-        self._partial_ns = self.looked_ns
         self.client.awaiting.pop(self, None)
         if held is not None and not self.broken:
+            # The daemon may have asked for it as soon as its client had last looked in vain.
+            self._partial_ns = self._partial_ns or self.looked_ns
             self.put(held, item)
 
     def _answered(self, response: HttpResponse) -> None:
