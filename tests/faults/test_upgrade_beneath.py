@@ -59,9 +59,10 @@ def test_no_process_of_another_version_joins(tmp_path: Path) -> None:
                 rf"{name} \(process \d+\) is of another version of tensord, installed since this daemon "
                 rf"\({before}\) was started: restart the daemon \(systemctl restart tensord\); its replacement starts in "
             )
-            why = f"{name} is of another version of tensord, installed since this daemon ({before}) was started"
-            told = tensorctl_status(control)
-            assert (told["ready"], why in told["outdated"]) == (False, True)
+            another = f"is of another version of tensord, installed since this daemon ({before}) was started"
+            told, why = tensorctl_status(control), f"{name} {another}"
+            # The last of them is named, and the worker's replacements die as well.
+            assert (told["ready"], another in told["outdated"]) == (False, True)
             assert "worker-0 is of another version of tensord" in told["not_served"][0]["reason"]
             if process is worker:
                 status, answer = daemon.infer("scale", [tensor])
