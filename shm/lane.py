@@ -296,7 +296,7 @@ class SubmitterLane(LaneEnd):
             if len(record.contents) != own:
                 raise InvalidArgument(f"{len(record.contents)} tensors came in an answer that was prepared for {own}")
             if record.lease is not None and record.lease[0] in self._theirs.refused:
-                prepared, record = LAST, self._unreachable(record.request_id, record.lease)
+                prepared, record = LAST, self._unreachable(record.request_id, record.lease, prepared.final)
             answers.append((prepared, record))
         return answers
 
@@ -304,8 +304,10 @@ class SubmitterLane(LaneEnd):
         """Returns what to call in place of ``view`` for the tensors of an answer, also once this lane is closed."""
         return {content: self.view(content) for content in contents if type(content) is Slice}.__getitem__
 
-    def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
+    def _unreachable(self, request_id: int, lease: LeaseKey, final: bool) -> AnswerRecord:
         self.channel.put(Release((lease,)))
+        if not final:
+            self.cancel(request_id)  # nobody takes the responses that would follow
         self.unsaid = True
         try:
             self._theirs.view(Slice(lease[0], lease[1], 0))
@@ -426,14 +428,13 @@ class WorkerLane(LaneEnd):
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
         """Queues an answer for the submitter. The answer's outputs must be written.
 
-        If the answer's segment is not announced yet, it is announced first. If this process may open no more files, an error is
-        sent instead of the answer. ``numbered`` is the prepared answer that ``record`` names by number, or None if ``record``
-        contains it.
+        If the answer's segment is not announced yet, it is announced first. ``numbered`` is the prepared answer that ``record``
+        names by number, or None if ``record`` contains it. Raises Unavailable as ``announce`` does.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)
         if record.lease is not None:
-            record = self._announced(record.request_id, record.lease) or record
+            self.announce(record.lease[0])
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
@@ -445,15 +446,6 @@ class WorkerLane(LaneEnd):
         if numbered not in self.published:
             self.published.publish(numbered)
         self.channel.put_encoded(records)
-
-    def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces a lease's segment and returns None. On failure, frees the lease and returns the error as an answer."""
-        try:
-            self.announce(lease[0])
-        except Unavailable as error:
-            self.arena.release(lease)
-            return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
-        return None
 
     def close(self) -> None:
         """Closes the socket, unmaps the submitter's arena and closes the response arena."""

@@ -240,7 +240,22 @@ def test_an_answer_the_submitter_cannot_reach_is_an_error_and_gives_its_room_bac
     assert bytes(submitter.view(place)[:4]) == b"0002"
 
 
-def test_an_answer_whose_segment_cannot_be_sent_is_an_error(lanes: Lanes) -> None:
+def test_a_response_the_submitter_cannot_reach_cancels_its_request(lanes: Lanes) -> None:
+    submitter, worker = lanes
+    lease = worker.loan(5 * MIB)
+    assert lease is not None
+    tensor = Tensor("y", "UINT8", (5 * MIB,), lease.place)
+    worker.complete(WholeAnswer(1, outputs=(tensor,), lease=lease.key, final=False).record)
+    worker.flush()
+    with no_descriptors_left():
+        ((prepared, error),) = answered(submitter)
+    assert (prepared.final, error.request_id, error.code) == (True, 1, Unavailable.code)
+    submitter.flush()
+    assert received(worker) == [Cancel(1)]
+    assert worker.arena.statistics()["leases"] == 0
+
+
+def test_an_answer_whose_segment_cannot_be_sent_is_refused(lanes: Lanes) -> None:
     submitter, worker = lanes
     lease = worker.loan(5 * MIB)
     assert lease is not None
@@ -248,11 +263,13 @@ def test_an_answer_whose_segment_cannot_be_sent_is_an_error(lanes: Lanes) -> Non
     with no_descriptors_left():
         with pytest.raises(Unavailable, match="no file can be opened for another arena segment"):
             worker.loan(20 * MIB)
-        worker.complete(whole.record)
+        with pytest.raises(Unavailable, match="no file can be opened for sending an arena segment"):
+            worker.complete(whole.record)
         worker.flush()
-        ((_, error),) = answered(submitter)
-    assert error.code == Unavailable.code
-    assert worker.arena.statistics()["leases"] == 0
+        assert answered(submitter) == []
+    worker.complete(whole.record)
+    worker.flush()
+    assert [record.request_id for _, record in answered(submitter)] == [1]
 
 
 def test_a_request_whose_segment_cannot_be_sent_is_refused_where_it_is(arena: Arena, lanes: Lanes) -> None:

@@ -30,6 +30,9 @@ class ALane:
     def loan(self, byte_size: int) -> Lease | None:
         return self.arena.loan(byte_size)
 
+    def announce(self, segment: int) -> None:
+        """Does nothing, because nobody maps it."""
+
 
 #: Who stands for a submitter that nothing is sent to.
 NOBODY = SimpleNamespace(protocol=0, context=None, owner=None)

@@ -172,6 +172,7 @@ def complete(
     Raises Internal if an output does not fit into its region, or if its dtype has no datatype.
     Raises InvalidArgument if the outputs are larger than the whole arena, if the client wants class labels of an output that
     cannot have them, or if the memory of a region does not exist any more.
+    Raises Unavailable if this process may open no more files, and the submitter does not know the segment of the outputs.
     """
     try:
         chosen = _choose(request, result, signature)
@@ -181,6 +182,8 @@ def complete(
             if places is None:
                 return None
         tensors, contents = _put(request, chosen, places)
+        if places.lease is not None:
+            request.submitter.lane.announce(places.lease.place.segment)
     except BaseException:
         if places is not None:
             places.release()

@@ -50,6 +50,7 @@ class ALane:
         self.sent: list[WholeAnswer] = []
         self.complete = noting(self.sent)
         self.loan = lambda byte_size: self.arena.loan(byte_size)
+        self.announce = lambda segment: None
 
     def take(self) -> None:
         """Gives the first lease back."""

@@ -63,6 +63,9 @@ class ALane:
     def loan(self, byte_size: int) -> Lease | None:
         return self.arena.loan(byte_size)
 
+    def announce(self, segment: int) -> None:
+        """Does nothing, because nobody maps it."""
+
     @property
     def leases(self) -> int:
         return self.arena.statistics()["leases"]
