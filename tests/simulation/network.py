@@ -203,8 +203,10 @@ class Connection:
             self.sock.close()
 
     def rest(self, seconds: float) -> None:
-        """Has its client read nothing for so long."""
-        now_ns = self.rests_since_ns = self.scheduler.clock.now_ns
+        """Has its client read nothing for so long from now on; a rest that has begun goes on, and may end earlier."""
+        now_ns = self.scheduler.clock.now_ns
+        if self not in self.client.resting:
+            self.rests_since_ns = now_ns
         self.rests_until_ns = now_ns + int(seconds * SECOND)
         self.client.resting[self] = None
 
