@@ -167,7 +167,7 @@ class GrpcConnection(Connection):
             call.several[item.number] = item
         else:
             call.asked.append(item)
-        self._say(call, message.SerializeToString(), item)
+        self._say(call, message.SerializeToString(deterministic=True), item)
         if ends:
             self._half_close(call)
         self._flush()
