@@ -558,8 +558,7 @@ class Stream:
             self.partial_since = min(now, self.partial_since + unread)
         options = self.http2.serving.options
         if self._is_stalled(now):
-            self.http2.write(frames.rst_stream(self.id, frames.ENHANCE_YOUR_CALM))
-            self.abandon()
+            self.http2.reset(self, frames.ENHANCE_YOUR_CALM)
         elif self.partial_since and not self.waits_for_room:
             # Else it is we who hold it up, for ``arenas.wait`` at most.
             elapsed, came = now - self.partial_since, pending + self._received_byte_size()

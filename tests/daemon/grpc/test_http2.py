@@ -198,6 +198,23 @@ def test_the_clients_windows() -> None:
     assert not http2.blocked
 
 
+def test_a_stream_whose_answers_are_not_read_ends_alone() -> None:
+    """What its client has sent before it knows of the end is ignored, and the other streams are served."""
+    http2 = made(write_timeout=10)
+    http2.receive(frames.PREFACE + frames.settings([(frames.INITIAL_WINDOW_SIZE, 10)]) + OPEN, 1.0)
+    http2.receive(frame(frames.DATA, 0, 1, prefixed(bytes(100))), 1.0)
+    sent(http2)
+    now = http2.serving.clock()
+    http2.check(now, 1.0, False)
+    http2.check(now + 11.0, 11.0, False)
+    assert sent(http2) == [(frames.RST_STREAM, 0, 1, frames.number(frames.ENHANCE_YOUR_CALM))]
+    http2.receive(frame(frames.DATA, 0, 1, prefixed(b"more")), 13.0)
+    http2.receive(frame(frames.HEADERS, END_HEADERS, 3, BLOCKS["good"]), 13.0)
+    http2.receive(frame(frames.DATA, 0, 3, prefixed(b"x")), 13.0)
+    answers = [(number, payload) for kind, _, number, payload in sent(http2) if kind == frames.DATA]
+    assert answers == [(3, prefixed(b"x"))]
+
+
 def test_our_windows() -> None:
     """A client is granted again what it sent before it runs out; one that sends more than it was granted is not served."""
     http2 = opened(max_message_byte_size=1 << 30)
