@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tensord.shm import descriptors
+from tensord.shm.errors import NoDescriptor, ServingError, from_code
 from tensord.shm.messages import Timeline
 from tensord.shm.operations import ANONYMOUS, Operation, Peer
 from tensord.shm.record import Record
@@ -399,6 +401,18 @@ class Reply(Record, frozen=True, tag="reply"):
     code: str = ""
     message: str = ""
     result: bytes = b""
+    #: True if the operation failed because a process of the daemon could open no more files.
+    lacking: bool = False
+
+    @classmethod
+    def refusing(cls, call_id: int, error: ServingError) -> Reply:
+        """Makes the answer to a call that failed with ``error``."""
+        return cls(call_id, error.code, error.message, lacking=descriptors.lacked(error))
+
+    def check(self) -> None:
+        """Raises the ServingError with which the call failed, if it did. Raises NoDescriptor if ``lacking``."""
+        if self.code:
+            raise NoDescriptor(self.message) if self.lacking else from_code(self.code, self.message)
 
 
 _ToChild = Start | Stop | LogChanged | TraceChanged | TraceCleared | LaneOpened | ControlCall | Reply

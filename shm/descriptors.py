@@ -12,7 +12,7 @@ import os
 import resource
 from collections.abc import Iterable, Iterator
 
-from tensord.shm.errors import Unavailable
+from tensord.shm.errors import NoDescriptor, Unavailable
 
 #: Descriptors kept for requests and connections; at most a quarter of the limit.
 _RESERVE = 256
@@ -53,14 +53,21 @@ def check_reserve(fd: int, what: str) -> None:
         )
 
 
-def none_left(who: str) -> Unavailable:
+def none_left(who: str) -> NoDescriptor:
     """Makes the error for an operation that fails because a process may open no more files. ``who`` names the process."""
-    return Unavailable(f"{who} has as many files open as it may, {limit()}")
+    return NoDescriptor(f"{who} has as many files open as it may, {limit()}")
 
 
-def lacked(error: BaseException | str) -> bool:
-    """Returns whether an error, or its text, says that this process or another one of the daemon could open no more files."""
-    return any(text in str(error) for text in ("open as it may", os.strerror(errno.EMFILE)))
+def lacked(error: BaseException | None) -> bool:
+    """Returns whether an error, or one that led to it, was raised because a process of the daemon could open no more files."""
+    while error is not None:
+        if isinstance(error, NoDescriptor) or getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            return True
+        # The system's loader tells only in words why it cannot load a library.
+        if isinstance(error, ImportError) and os.strerror(errno.EMFILE) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextlib.contextmanager
@@ -72,6 +79,6 @@ def needed(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
+        if not lacked(error):
             raise
         raise none_left(f"no file can be opened for {what}: the server") from error

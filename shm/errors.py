@@ -23,6 +23,10 @@ from tensord.shm.common.submission import UNKNOWN_MODEL as UNKNOWN_MODEL
 DEFECT = "internal error; the server's log has the details"
 
 
+class NoDescriptor(Unavailable):
+    """Raised when a process of the daemon may open no more files. Whatever needed one can succeed later."""
+
+
 class FileTooLarge(InvalidArgument):
     """Raised when a model's file is larger than the limit for files of its kind."""
 

@@ -301,7 +301,7 @@ class Control:
 
     def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
         if isinstance(outcome, ServingError):
-            self._channel.put(Reply(call_id, outcome.code, outcome.message))
+            self._channel.put(Reply.refusing(call_id, outcome))
         else:
             reply = Reply(call_id, result=outcome)
             try:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import ControlCall, Reply
-from tensord.shm.errors import Unavailable, from_code
+from tensord.shm.errors import Unavailable
 from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
 from tensord.workers.calls.caller import ModelPort
 from tensord.workers.threads.inbox import Inbox
@@ -52,8 +52,7 @@ class DaemonOperations:
         with self._loader.standing_aside(always=True) if waits else contextlib.nullcontext():
             self._inbox.post(lambda: self._ask(operation, waits, answer.put))
             reply = answer.get()
-        if reply.code:
-            raise from_code(reply.code, reply.message)
+        reply.check()
         return reply.result
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
@@ -68,7 +67,7 @@ class DaemonOperations:
     ) -> None:
         waiting = sum(each for _, each in self._asked.values())
         if waits and waiting >= _MAX_WAITING:
-            answered(Reply(0, Unavailable.code, f"{waiting} loads wait for others, and no more may"))
+            answered(Reply.refusing(0, Unavailable(f"{waiting} loads wait for others, and no more may")))
             return
         call_id = next(self._numbers)
         self._asked[call_id] = answered, waits

@@ -10,7 +10,7 @@ from typing import Any
 from tensord.shm import descriptors
 from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost
 from tensord.shm.control_records import ControlCall, Reply
-from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, from_code
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.operations import ANONYMOUS, Operation, Peer
 from tensord.shm.record import Record
 
@@ -114,8 +114,7 @@ class ControlChannel:
             # A call is refused. Whoever handles another record does without its descriptors.
             calls = [record for record in lost.records if isinstance(record, ControlCall)]
             for call in calls:
-                error = descriptors.none_left("a process of the server")
-                self.send(Reply(call.call_id, error.code, error.message))
+                self.send(Reply.refusing(call.call_id, descriptors.none_left("a process of the server")))
             return [] if calls else lost.records, []
 
     def _lost(self) -> None:
@@ -152,7 +151,7 @@ class ControlCalls:
             del self._waiting[number]
         if reply.code:
             descriptors.close(received)
-            raise from_code(reply.code, reply.message)
+        reply.check()
         return reply.result, received
 
     async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:

@@ -12,11 +12,12 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensord.config.options import Options, Repository
+from tensord.daemon.control import open_files
 from tensord.daemon.models import ensembles, placement, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
 from tensord.daemon.models.given import GivenModels, Overrides
@@ -24,7 +25,6 @@ from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Outd
 from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
 from tensord.daemon.models.versions import named
-from tensord.shm import descriptors
 from tensord.shm.common.derivatives import check_not_derivative
 from tensord.shm.control_records import Load, Loaded, Loading, ModelGone, ModelState, Readiness
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
@@ -108,8 +108,6 @@ class Models:
         loaded = found
         if given and found.path.name:
             loaded = await asyncio.to_thread(repository.overridden, found.path, given)
-        elif descriptors.lacked(found.error):
-            raise descriptors.none_left(f"model '{name}' cannot be read: the server")
         elif found.error:
             _log.error("model '%s' cannot be polled: %s%s", name, found.error, self._still_served(name))
             if name in self.lifecycle.known | self._wanted:
@@ -263,22 +261,25 @@ class Models:
     async def _bring_found(self, name: str, found: FoundModel | None) -> str:
         if found is not None and (given := self._overrides.of(found)):
             try:
-                return await self._bring(await asyncio.to_thread(repository.overridden, found.path, given))
+                return await self._bring(await self._read(name, repository.overridden, found.path, given))
             except ServingError as error:
                 self._refuse(name, error.message)
                 return error.message
         self._overrides.drop(name)
-        if found is None:  # the last look at the repositories found none
-            found = await asyncio.to_thread(repository.find, self._paths(), name)
-        if descriptors.lacked(found.error):
-            _log.error("model '%s' is loaded later: %s", name, found.error)
-        while descriptors.lacked(found.error):
-            await asyncio.sleep(descriptors.AGAIN_SECONDS)
-            found = await asyncio.to_thread(repository.find, self._paths(), name)
+        if found is None or found.lacking:  # the last look at the repositories found none, or could not read it
+            found = await self._read(name, repository.find, self._paths(), name)
         if found.error:
             self._refuse(name, found.error)
             return f"model '{name}' cannot be polled: {found.error}"
         return await self._bring(found)
+
+    @staticmethod
+    async def _read(name: str, read: Callable[..., FoundModel], *words: Any) -> FoundModel:
+        # Reads a model for the load of ``name``, later if no more files can be opened now.
+        return await open_files.awaited(
+            functools.partial(asyncio.to_thread, read, *words),
+            functools.partial(_log.error, "model '%s' is loaded later: %s", name),
+        )
 
     async def _bring(
         self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
@@ -331,7 +332,7 @@ class Models:
             if member in within or self.ensembles.circle(name, member):
                 raise InvalidArgument(f"circular dependency between ensembles: {member} -> ... -> {name} -> {member}")
             if not self.lifecycle.is_ready(member):
-                polled[member] = await asyncio.to_thread(repository.find, self._paths(), member)
+                polled[member] = await self._read(name, repository.find, self._paths(), member)
         ensembles.check_found(name, polled)
         reasons: dict[str, str] = {}
         for member, one in polled.items():

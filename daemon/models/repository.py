@@ -26,10 +26,11 @@ from tensord.config import ensemble_checks, model_checks, model_config, model_fi
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options, Repository, Workers
 from tensord.daemon.models import placement
+from tensord.shm import descriptors
 from tensord.shm.common.derivatives import of_model, original
 from tensord.shm.control_records import Load
 from tensord.shm.device_names import gpu_of, model_of
-from tensord.shm.errors import FileTooLarge, InvalidArgument, ServingError, Unsupported
+from tensord.shm.errors import FileTooLarge, InvalidArgument, NoDescriptor, ServingError, Unsupported
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
@@ -98,6 +99,8 @@ class FoundModel:
     error: str = ""
     #: True if the error is a feature that is not offered here, and not a mistake.
     unsupported: bool = False
+    #: True if the error is that this process may open no more files, which says nothing of the model.
+    lacking: bool = False
     #: The settings of its configuration that have no effect, and links to nowhere in its folder: a sentence each.
     without_effect: tuple[str, ...] = ()
     #: Folders in it that are no versions.
@@ -241,12 +244,17 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
 
 
 def find(repositories: Sequence[Path], name: str) -> FoundModel:
-    """Reads the model ``name``. If no repository has it, or two have, the result has an empty path and an ``error``."""
+    """Reads the model ``name``. If no repository has it, or two have, the result has an empty path and an ``error``.
+
+    Raises NoDescriptor if this process may open no more files.
+    """
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
         places = [path / name for path in repositories if (path / name).is_dir()]
         if len(places) == 1:
-            return poll(places[0])
+            if (found := poll(places[0])).lacking:
+                raise descriptors.none_left(f"model '{name}' cannot be read: the server")
+            return found
         if places:
             return FoundModel(name, Path(), error=DUPLICATE)
     return FoundModel(name, Path(), error="it is in no repository")
@@ -266,7 +274,7 @@ def poll(path: Path) -> FoundModel:
     except ServingError as error:
         return FoundModel(name, path, error=error.message, unsupported=isinstance(error, Unsupported))
     except (OSError, UnicodeDecodeError) as error:
-        return FoundModel(name, path, error=f"cannot be read: {error}")
+        return FoundModel(name, path, error=f"cannot be read: {error}", lacking=descriptors.lacked(error))
 
 
 def taken_name(name: str) -> str:
@@ -286,9 +294,13 @@ def overridden(folder: Path, config: str) -> FoundModel:
 
     Raises InvalidArgument if the configuration or the folder is wrong, or if the configuration chooses no version.
     Raises Unsupported if the configuration asks for a feature that tensord lacks.
+    Raises NoDescriptor if this process may open no more files.
     """
     try:
-        found = _found(folder, model_config.parse_json(config, folder.name))
+        with descriptors.needed(f"model '{folder.name}'"):
+            found = _found(folder, model_config.parse_json(config, folder.name))
+    except NoDescriptor:
+        raise
     except ServingError as error:
         raise type(error)(given_error(folder.name, error.message)) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -83,7 +83,7 @@ class Operations:
         try:
             return Reply(call_id, result=await self.answer(operation, call.peer, end, by_model))
         except ServingError as error:
-            return Reply(call_id, error.code, error.message)
+            return Reply.refusing(call_id, error)
         except Exception:
             _log.exception("%s failed", type(operation).__name__)
             return Reply(call_id, Internal.code, FAILED)

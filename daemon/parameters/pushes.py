@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensord.config.options import Options
+from tensord.daemon.control import open_files
 from tensord.daemon.models.versions import IndexState, VersionEntry
 from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
@@ -582,19 +583,17 @@ class Parameters:
                 except (_NoWorker, ServingError, OSError) as error:
                     # What else it died of may be a push, a load or another set: then a further worker is given these once more.
                     content.deaths += worker.ended_by_work and not given.shared
+                    if worker.alive and descriptors.lacked(error):
+                        raise
                     return f"{what} cannot be restored: {str(error) or 'the worker died'}"
                 finally:
                     if memory >= 0:
                         os.close(memory)
             return ""
 
-        async def restored(name: str, content: Content) -> str:
-            while descriptors.lacked(failure := await restore(name, content)) and worker.alive:
-                await asyncio.sleep(descriptors.AGAIN_SECONDS)
-            return failure
-
         wanted = [(name, found.newest) for name, found in self.sets.to_restore(key).items() if found.newest.number]
-        failed = next(filter(None, await asyncio.gather(*(restored(*each) for each in wanted))), "")
+        restoring = (open_files.awaited(functools.partial(restore, *each)) for each in wanted)
+        failed = next(filter(None, await asyncio.gather(*restoring)), "")
         if wanted and not self.sets.to_restore(key):
             # The version is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
             self._supervisor.spawn(self._carry_out(worker, AbortParameters(push)))

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensord.config.options import RegionsOptions
+from tensord.daemon.control import open_files
 from tensord.daemon.regions import region_checks
 from tensord.daemon.regions.region_record import EndWatch, RegionState, RegisteredRegion, Registration, is_owner
 from tensord.shm import descriptors
 from tensord.shm.control_records import RegionPlace
 from tensord.shm.device_names import gpu_of
-from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound, ServingError, Unavailable
+from tensord.shm.errors import AlreadyExists, InvalidArgument, NoDescriptor, NotFound, ServingError, Unavailable
 from tensord.shm.operations import (
     AwaitRegion,
     Peer,
@@ -212,7 +213,7 @@ class RegionRegistry:
                 region.holders.add(worker.incarnation)
             if region.kind == "system" and not given:
                 if not fds:
-                    raise refused(region.request.name, descriptors.none_left("the server").message, Unavailable)
+                    raise refused(region.request.name, descriptors.none_left("the server").message, NoDescriptor)
                 region.fd = fds.pop()
                 cls._check_reserve(region)
                 chosen = msgspec.json.decode(answer, type=Chosen)
@@ -231,18 +232,20 @@ class RegionRegistry:
 
     async def _restore_one(self, region: RegisteredRegion, worker: WorkerProcess, renews: bool = False) -> None:
         name = region.request.name
-        # Where it was unregistered, its descriptor's number may be another file's by now.
-        while region.state is RegionState.REGISTERED:
-            try:
-                await self._put(region, worker, renews)
-                break
-            except ServingError as error:
-                if not (worker.alive and descriptors.lacked(error)):
-                    # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
-                    _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
-                    return
-            await asyncio.sleep(descriptors.AGAIN_SECONDS)
-        else:
+
+        async def put() -> bool:
+            # Where it was unregistered, its descriptor's number may be another file's by now.
+            if region.state is not RegionState.REGISTERED:
+                return False
+            await self._put(region, worker, renews)
+            return True
+
+        try:
+            if not await open_files.awaited(put):
+                return
+        except ServingError as error:
+            # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
+            _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
             return
         if region.state is not RegionState.REGISTERED:
             await _tell(worker, UnregisterRegion(region.kind, name))

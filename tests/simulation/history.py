@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensord.shm import descriptors
-from tensord.shm.errors import Unavailable
+#: What the daemon tells a client of a process that may open no more files, and how the system says it.
+_NONE_LEFT = re.compile(f"open as it may|{os.strerror(errno.EMFILE)}")
 
 
 @dataclass(eq=False)
@@ -92,7 +95,7 @@ class History:
 
     def lacked_for(self, message: str, since_ns: int) -> bool:
         """Returns whether an error since then may say that there was no descriptor."""
-        return self.lacked(since_ns) and descriptors.lacked(Unavailable(message))
+        return self.lacked(since_ns) and bool(_NONE_LEFT.search(message))
 
     def least_files(self, model: str, moment_ns: int) -> int:
         """Returns the oldest files of a model whose answer somebody may get who asks at that moment."""

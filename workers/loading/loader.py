@@ -23,10 +23,11 @@ import msgspec
 
 from tensord.config import ensemble_checks, model_checks, model_config, rate_limits
 from tensord.config.model_config import ModelConfig
+from tensord.shm import descriptors
 from tensord.shm.common.derivatives import PARAMETER_GRADIENT
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import DeviceLost
-from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from tensord.shm.errors import Internal, InvalidArgument, NoDescriptor, ServingError, Unsupported
 from tensord.shm.status_page import StatusPage
 from tensord.workers.calls.caller import CallServer, ModelPort
 from tensord.workers.calls.metric_registry import MetricRegistry
@@ -179,6 +180,8 @@ class Loader:
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
         # Whatever else went wrong: Cancelled, or DeviceLost below, is raised instead.
         cancellation.check()
+        if descriptors.lacked(error):
+            return NoDescriptor(described_failure(error, _folders(record)))
         if isinstance(error, (Internal, InvalidArgument, Unsupported)):
             return error
         _log.error("%s failed", what, exc_info=error)
@@ -335,6 +338,8 @@ class Loader:
                 raise
             except Exception as error:  # whatever tracing raises
                 load.progress.cancellation.check()
+                if descriptors.lacked(error):
+                    raise
                 failed[each.kind] = described_failure(error, _folders(record))
                 continue
             found += [dataclasses.replace(loaded, derivatives=()), *loaded.derivatives]

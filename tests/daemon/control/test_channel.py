@@ -117,7 +117,7 @@ async def test_records_that_have_lost_their_descriptors() -> None:
     assert (ends.records, ends.fds, ends.closed) == ([LaneOpened(7), Stop(1)], [], 0)
     received = ends.peer.receive()
     message = f"a process of the server has as many files open as it may, {limit}"
-    assert received == ([Reply(3, "UNAVAILABLE", message)], [])
+    assert received == ([Reply(3, "UNAVAILABLE", message, lacking=True)], [])
     os.close(memory)
     ends.end()
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tensord.config import model_config
 from tensord.daemon.models import repository
 from tensord.protocol import model_config_pb2
-from tensord.shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument, NoDescriptor
 from tests.daemon.fake_daemon import write_model
+from tests.open_files import no_descriptors_left
 
 PYTHON_MODEL = "import json\n\nclass TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
 
@@ -255,3 +256,14 @@ def test_names_of_derivatives_are_no_models(tmp_path: Path) -> None:
     for name in ("m.pull_back", "m.push_forward", "m.value_and_gradient", "m.parameter_gradient"):
         (tmp_path / name / "1").mkdir(parents=True)
         assert "its name must not end in ." in repository.poll(tmp_path / name).error
+
+
+def test_a_folder_that_cannot_be_opened_now_says_nothing_of_the_model(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    with no_descriptors_left():
+        assert repository.poll(tmp_path / "m").lacking
+        with pytest.raises(NoDescriptor, match="model 'm' cannot be read: the server has as many files open as it may"):
+            repository.find([tmp_path], "m")
+        with pytest.raises(NoDescriptor, match="as many files open as it may"):
+            repository.overridden(tmp_path / "m", "{}")
+    assert repository.find([tmp_path], "m").problem == ""
