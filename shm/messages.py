@@ -322,6 +322,14 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 
+def is_one_of_several(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
+    """Returns whether an answer shows that its model answers with any number of responses.
+
+    Only so a front learns it if the request waited while its model was being loaded.
+    """
+    return not prepared.final or (not prepared.version and is_mark(prepared, answer))
+
+
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
     """Returns all parameters of a request: those in ``prepared`` and, if ``own`` has it, the name of the parameter set."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters

@@ -26,7 +26,7 @@ from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import fields
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.errors import DEFECT, ServingError, Unsupported, from_code
-from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, SequenceId, is_mark
+from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, SequenceId, is_one_of_several
 from tensord.shm.tracer import Trace
 
 _log = logging.getLogger(__name__)
@@ -175,8 +175,8 @@ class UnaryInfer(InferCall):
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
-        if not prepared.final or (not prepared.version and is_mark(prepared, record)):
-            # It came while its model was being loaded, and nobody knew that this one answers with any number of responses.
+        if is_one_of_several(prepared, record):
+            # It came while its model was being loaded, and nobody knew it.
             if sent is not None:
                 sent()
             self.infer.submitter.cancel(asked)

@@ -41,7 +41,7 @@ from tensord.shm.arena import Lease
 from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, RequestRecord, is_mark
+from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, RequestRecord, is_one_of_several
 from tensord.shm.tracer import Trace
 
 if TYPE_CHECKING:
@@ -447,8 +447,8 @@ class Exchange(InFlight):
             return
         if record.timing is not None:
             self._timing_line = response_codec.timing_line(record.timing)
-        if not prepared.final or (not prepared.version and is_mark(prepared, record)):
-            # It came while its model was being loaded, and nobody knew that this one answers with any number of responses.
+        if is_one_of_several(prepared, record):
+            # It came while its model was being loaded, and nobody knew it.
             self._serving.submitter.cancel(self)
             self._refused(Unsupported(DECOUPLED))
             return
