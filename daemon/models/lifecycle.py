@@ -511,8 +511,8 @@ class Lifecycle:
         A load that can run on no worker any more is ended.
         """
         out: list[Instruction] = []
-        for name, model in list(self.models.items()):
-            for version in model.versions.values():
+        while True:
+            for name, version in [(name, v) for name, model in self.models.items() for v in model.versions.values()]:
                 if worker not in version.postponed or (version.suspect and self.loading_at(worker)):
                     continue
                 if has_members(self.models, version, worker):
@@ -521,9 +521,9 @@ class Lifecycle:
                 elif not awaits(self.models, version):
                     out += self._after_answer(name)
                     if worker not in version.postponed:
-                        # Another ensemble may have waited for this one.
-                        return out + self._send_postponed(worker)
-        return out
+                        break  # another ensemble may have waited for this one
+            else:
+                return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
         """Gives up each model version that can run on none of the devices in ``usable``. Returns instructions for the caller.

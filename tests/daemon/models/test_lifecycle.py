@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -341,6 +342,18 @@ def test_an_ensemble_waits_no_longer_for_a_model_that_was_given_up() -> None:
     assert [token for token, _ in ended] == [2, 3]
     assert "model 'm': 2 worker processes died while loading it" in ended[0][1]
     assert all(lifecycle.models[name].versions[1].awaited for name in ("m", "e", "outer"))
+    lifecycle.check_invariants()
+
+
+def test_any_number_of_ensembles_end_with_a_model_that_does_not_load() -> None:
+    """Each is made of the one before it, and they are looked at in the other order."""
+    lifecycle, count = of(1), sys.getrecursionlimit() + 100
+    lifecycle.load(found("e0", 1), 0)
+    for number in range(1, count):
+        lifecycle.load(dataclasses.replace(found(f"e{number}", 1), members=((f"e{number - 1}", 1),)), number)
+    lifecycle.models = dict(reversed(lifecycle.models.items()))
+    ended = settled(lifecycle.loaded(1, Loaded("e0", 1, reason="no")))
+    assert [token for token, _ in ended] == [*list(range(1, count)), 0]
     lifecycle.check_invariants()
 
 
