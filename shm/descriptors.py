@@ -32,7 +32,11 @@ def close(fds: Iterable[int]) -> None:
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files to the system's maximum. Returns the maximum."""
+    """Raises this process's limit of open files to the system's maximum. Returns the maximum.
+
+    What a shell allows at first is less than the connections and regions of a busy day. Each process of the daemon does it at its
+    start, because the limit that it inherits may be lowered at that moment.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most

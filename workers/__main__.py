@@ -15,7 +15,7 @@ import msgspec
 
 from tensord.config import core_list, log
 from tensord.config.options import Options
-from tensord.shm import child_process
+from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel, ChannelClosed
 from tensord.shm.control_records import Start, ToWorkerControl
 from tensord.shm.cuda_regions import DeviceLost
@@ -31,6 +31,7 @@ _KEPT_BYTE_SIZE = 256 << 20
 def main() -> None:
     child_process.end_if_other_version()
     child_process.die_with_parent()
+    descriptors.raise_limit()
     child_process.print_by_lines()
     _outlive_signals()
     parser = argparse.ArgumentParser(prog="tensord.workers", description=__doc__)

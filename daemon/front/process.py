@@ -35,7 +35,7 @@ from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.opening import Opening
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
-from tensord.shm import child_process
+from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
@@ -312,6 +312,7 @@ def main(program: str, description: str, make: Callable[[socket.socket, FrontPla
     """
     child_process.end_if_other_version()
     child_process.die_with_parent()
+    descriptors.raise_limit()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--control-fd", type=int, required=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tensord import __version__
 from tensord.config.options import Workers
 from tensord.daemon.processes.devices import Device, find_devices
-from tensord.shm import child_process, descriptors
+from tensord.shm import child_process
 from tensord.shm.channel import pair
 from tensord.shm.marked_processes import MARK
 
@@ -91,8 +91,6 @@ def spawn_workers(
     Raises MissingDevice if a GPU or core that the options ask for cannot be used. Raises OSError if no memory, process id or
     file descriptor is free.
     """
-    # Children inherit the limit: what a shell allows at first is less than the connections and regions of a busy day.
-    descriptors.raise_limit()
     return [(device, spawn_worker(module, device)) for device in find_devices(options, environment)]
 
 

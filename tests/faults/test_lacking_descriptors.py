@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -74,6 +75,19 @@ def test_the_supervisor_replaces_no_front(daemon: DaemonProcess) -> None:
     assert [process.pid for process in daemon.workers] == [worker.pid]
     assert daemon.log.count("cannot be started") == 1
     assert "Traceback" not in daemon.log
+
+
+def test_who_starts_while_the_limit_is_lowered_does_not_keep_it(daemon: DaemonProcess) -> None:
+    former = {process.pid for process in (*daemon.fronts, *daemon.workers)}
+    most = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (256, most))
+    for process in (*daemon.fronts, *daemon.workers):
+        end(process)
+    with asked(daemon) as ask:
+        wait_until(lambda: is_answered(ask), "answers", daemon)
+    new = (*daemon.fronts, *daemon.workers)
+    assert not former & {process.pid for process in new}
+    assert {resource.prlimit(process.pid, resource.RLIMIT_NOFILE) for process in new} == {(most, most)}
 
 
 def test_the_supervisor_opens_no_lane(daemon: DaemonProcess) -> None:
