@@ -330,8 +330,13 @@ def init_model(folder: Path) -> None:
 )
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Of each measurement.")
 @click.option("--size", type=click.IntRange(min=1), default=1, show_default=True, help="Of batches and axes that vary.")
+@click.option(
+    "--header", multiple=True, metavar="NAME:VALUE", help="With each request over HTTP or gRPC; may be repeated."
+)
 @click.argument("model")
-def bench(address: str, counts: tuple[int, ...], seconds: float, size: int, model: str) -> None:
+def bench(
+    address: str, counts: tuple[int, ...], seconds: float, size: int, header: tuple[str, ...], model: str
+) -> None:
     """Measure how many answers MODEL gives per second, and how long they take, by number of connections.
 
     Each connection sends a request, waits for the answer and sends the next one. Inputs are generated: integers from 0 to
@@ -342,7 +347,7 @@ def bench(address: str, counts: tuple[int, ...], seconds: float, size: int, mode
     from tensord import closed_loop
 
     try:
-        rows = [closed_loop.measured(address, model, count, seconds, size) for count in counts]
+        rows = [closed_loop.measured(address, model, count, seconds, size, header) for count in counts]
     except Exception as error:
         _fail(str(error), status=1)
     tables.plot(("connections", "answers_per_s", "p50_us", "p99_us"), rows, "answers_per_s")

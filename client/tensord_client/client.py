@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
 from types import TracebackType
@@ -197,6 +197,17 @@ def _usual() -> Iterator[str]:
         if stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o077:
             yield f"{folder}/{CLIENTS}"
     yield f"localhost:{_PORT}"
+
+
+def headers_of(lines: Iterable[str]) -> dict[str, str]:
+    """Returns what ``connect(headers=...)`` takes, from the values of a program's ``--header NAME:VALUE``.
+
+    Raises InvalidArgument: one has no colon.
+    """
+    fields = [line.partition(":") for line in lines]
+    if wrong := [name for name, colon, _ in fields if not colon]:
+        raise InvalidArgument(f"--header is '{wrong[0]}', NAME:VALUE is expected")
+    return {name.strip(): value.strip() for name, _, value in fields}
 
 
 def _field(name: str, value: str) -> bytes:

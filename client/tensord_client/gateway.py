@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
+from tensord_client.client import headers_of
 from tensord_client.common.arrays import Array
 from tensord_client.common.results import Answer
 from tensord_client.common.tensors import Tensor
@@ -33,6 +34,7 @@ Flags = dict[str, tuple[Any, str]]
 #: The flags of every gateway: what they are if they are not given, and what they say.
 FLAGS: Flags = {
     "--server": (None, "the daemon's folder, socket or HTTP's HOST:PORT; else $TENSORD, or the daemon of this host"),
+    "--header": ([], "NAME:VALUE, sent to the daemon with each request over HTTP; may be repeated"),
     "--api-key-file": (None, "a file with a key a line, one of which a client has to tell"),
     "--certificate": (None, "a file with a certificate chain in PEM: clients connect with TLS"),
     "--key": (None, "a file with the certificate's key in PEM"),
@@ -209,8 +211,9 @@ def main(module: str, options: argparse.Namespace, what: str, serve: Serve) -> N
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        own: dict[str, Any] = {"patience": options.patience, "headers": headers_of(options.header)}
         with Listening(options) as listening:  # which refuses clients until they are served
-            async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
+            async with await connect_async(options.server, wait=options.wait, **own) as client:
                 # Python before 3.11.9 keeps connections whose TLS handshake has failed, with 256 KiB each, until it collects
                 # garbage of the last generation: it does so after hundreds of them, and looks at none of what is there now.
                 gc.freeze()

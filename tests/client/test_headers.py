@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import http.client
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,8 @@ import pytest
 import tensord_client
 
 from tests.client.conftest import clients_socket
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.openpi_gateway import GatewayProcess
 from tests.repositories import write_model
 
 KEY = {"The-Key": "open sesame"}
@@ -75,3 +80,20 @@ def test_what_is_no_header_is_refused(name: str, value: str) -> None:
 def test_a_header_that_the_client_writes_itself_is_refused(name: str) -> None:
     with pytest.raises(tensord_client.InvalidArgument, match=f"'{name}' is a header that the client writes by itself"):
         tensord_client.connect("localhost:1", headers={name: "1"})
+
+
+@pytest.mark.parametrize("form", ["The-Key:open sesame", "the-key: open sesame"])
+def test_a_gateway_sends_them(tmp_path: Path, form: str) -> None:
+    write_model(tmp_path / "models", "m", _SOURCE)
+    restricted = {"http": {"restricted_api": ["inference,metadata,model-config:the-key=open sesame"]}}
+    with DaemonProcess(tmp_path, [tmp_path / "models"], restricted) as daemon:
+        content = base64.b64encode(_X["x"].tobytes()).decode()
+        values = {"shape": [1], "dtype": "float32", "data": {"encoding": "base64", "buffer": content}}
+        body = json.dumps({"inputs": {"x": values}})
+        for more, status in (((), 503), (("--header", form), 200)):
+            with GatewayProcess(daemon.url, *more, module="tensord_client.tesseract") as gateway:
+                connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE)
+                with contextlib.closing(connection):
+                    connection.request("POST", "/m/apply", body)
+                    answer = connection.getresponse()
+                    assert (answer.status, b"restricted" in answer.read()) == (status, status != 200)

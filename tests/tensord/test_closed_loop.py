@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,20 @@ def test_a_request_that_fails_ends_it(daemon: DaemonProcess, protocol: str, mode
     assert (status, said, errors.count("\n")) == (1, "", 1), errors
     assert errors.startswith("tensord: ")
     assert f"'{model}'" in errors
+
+
+def test_keys_of_restricted_calls_are_given_as_headers(tmp_path: Path) -> None:
+    options = {
+        "http": {"restricted_api": ["inference,metadata:key=open sesame"]},
+        "grpc": {"restricted_protocol": ["inference,metadata:key=open sesame"]},
+    }
+    with DaemonProcess(tmp_path, [scale_model(tmp_path / "models")], options) as daemon:
+        for protocol, name in (("http", "Key"), ("grpc", "triton-grpc-protocol-key")):
+            assert bench(at(daemon, protocol), f"--header={name}: open sesame", "scale")[::2] == (0, "")
+            assert "restricted" in bench(at(daemon, protocol), f"--header={name}:sesame", "scale")[2]
+            assert (
+                "--header is 'key', NAME:VALUE is expected" in bench(at(daemon, protocol), "--header=key", "scale")[2]
+            )
 
 
 @pytest.mark.parametrize(
