@@ -229,7 +229,7 @@ class Lifecycle:
             if version.state is not IndexState.READY:
                 version.state, version.reason = IndexState.LOADING, ""
                 out.append(self._publish(number, version))
-            version.earlier, version.postponed = set(version.ready), set()
+            version.number, version.postponed = version.number + 1, set()
             version.devices, version.members = found.devices, found.members
             version.resources = found.resources
             # A version that was being unloaded is loaded again: each worker does one after the other.
@@ -389,7 +389,8 @@ class Lifecycle:
 
     def _left(self, name: str, number: int, version: VersionEntry, worker: int, how: str) -> list[Instruction]:
         served = version.ready.pop(worker, None) is not None
-        owed = version.loading.pop(worker, 0) > 0 or worker in version.postponed
+        owed = worker in version.loading or worker in version.postponed
+        version.loading.pop(worker, None)
         version.postponed.discard(worker)
         version.held.discard(worker)
         if worker in version.unloading:
@@ -414,11 +415,15 @@ class Lifecycle:
         version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
             return []
-        version.loading[worker] -= 1
+        load = version.loading[worker].pop(0)
         if version.loading[worker]:
             # This answers an earlier Load; the answer to a newer one is on its way.
             version.held |= set() if answer.reason else {worker}
-            return []
+            if answer.reason or worker not in version.ready:
+                return []
+            version.ready[worker], version.brought[worker] = answer, load
+            version.described = answer
+            return [self._publish(answer.version, version)]
         del version.loading[worker]
         out: list[Instruction] = []
         held = worker in version.held
@@ -438,8 +443,8 @@ class Lifecycle:
             if version.given_up and model.bringing.get(answer.version) == version.given_up:
                 model.bringing[answer.version] = ""  # it has not failed after all
             version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
-            version.ready[worker] = version.described = answer
-            version.earlier.discard(worker)
+            version.ready[worker], version.brought[worker] = answer, load
+            version.described = answer
             version.state, version.reason = IndexState.READY, ""
             # An earlier load of it served on workers where this one does not belong.
             strays = version.ready.keys() - self._homes(version)
@@ -465,12 +470,9 @@ class Lifecycle:
     def _after_answer(self, name: str) -> list[Instruction]:
         out: list[Instruction] = []
         for number, version in self.models[name].versions.items():
-            version.earlier &= version.ready.keys()
-            if version.earlier and not (
-                version.loading or version.postponed or version.earlier == version.ready.keys()
-            ):
+            if (earlier := version.earlier) and not (version.loading or version.postponed):
                 # It serves from the newer files elsewhere: one version does not answer in two ways.
-                out += self._leave(name, number, version, version.earlier)
+                out += self._leave(name, number, version, earlier)
         return out + self._finish(name, self.models[name]) + self._advance(name)
 
     def _leave(self, name: str, number: int, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
@@ -501,7 +503,7 @@ class Lifecycle:
             return []
         version.due = False
         version.postponed.discard(worker)
-        version.loading[worker] = version.loading.get(worker, 0) + 1
+        version.loading.setdefault(worker, []).append(version.number)
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:

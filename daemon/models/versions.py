@@ -36,10 +36,11 @@ class VersionEntry:
     reason: str = ""
     #: Workers that serve it, with what each said about it.
     ready: dict[int, Loaded] = field(default_factory=dict)
-    #: Workers that load it -> the number of loads they have not answered yet.
-    loading: dict[int, int] = field(default_factory=dict)
-    #: Workers in ``ready`` that serve what was there before the newest load began.
-    earlier: set[int] = field(default_factory=set)
+    #: Counts the loads of it, and the number of the load that brought what each worker in ``ready`` serves.
+    number: int = 0
+    brought: dict[int, int] = field(default_factory=dict)
+    #: Workers that load it -> the numbers of the loads they have not answered yet, which they do in this order.
+    loading: dict[int, list[int]] = field(default_factory=dict)
     #: Workers that have what an earlier Load brought, while the answer to a newer one is awaited.
     held: set[int] = field(default_factory=set)
     #: Workers that get a Load once they load nothing else.
@@ -82,6 +83,12 @@ class VersionEntry:
     def in_use(self) -> bool:
         """Returns whether the version serves, is being loaded or is being unloaded."""
         return self.state not in (IndexState.UNKNOWN, IndexState.UNAVAILABLE) or bool(self.loading)
+
+    @property
+    def earlier(self) -> set[int]:
+        """Returns the workers in ``ready`` that do not serve what the newest load has brought that any of them serves."""
+        newest = max((self.brought[worker] for worker in self.ready), default=0)
+        return {worker for worker in self.ready if self.brought[worker] < newest}
 
     def belongs(self, device: str) -> bool:
         """Returns whether the worker on ``device`` has to load the version."""

@@ -404,6 +404,30 @@ def test_a_load_that_fails_on_one_worker_leaves_no_earlier_content_there(first: 
     lifecycle.check_invariants()
 
 
+@pytest.mark.parametrize("given_up", [True, False])
+def test_two_loads_in_a_row_that_fail_do_not_leave_two_contents(given_up: bool) -> None:
+    """
+    1. The first is answered by one worker, before or after the second overtakes it; the other worker gives it up.
+    2. The second fails everywhere. Result: requests are answered from the newest content that a worker has, and described by it.
+    """
+    lifecycle = serving(1, 2, metadata=b"f")
+    lifecycle.load(found("m", 1, fingerprint="g"), 2)
+    first = Loaded("m", 1, metadata=b"g")
+    if given_up:
+        lifecycle.load(found("m", 1, fingerprint="h"), 3)
+        lifecycle.loaded(1, first)
+    else:
+        lifecycle.loaded(1, first)
+        lifecycle.load(found("m", 1, fingerprint="h"), 3)
+    lifecycle.loaded(2, Loaded("m", 1, reason="given up", cancelled=True))
+    failed = Loaded("m", 1, reason="no")
+    out = [*lifecycle.loaded(1, failed), *lifecycle.loaded(2, failed)]
+    assert sent(out) == [(2, "Unload", 1)]
+    assert [(i.state.workers, i.state.metadata) for i in out if isinstance(i, Publish)] == [((1,), b"g")]  # type: ignore[union-attr]
+    assert [token for token, _ in settled(out)] == [2, 3]
+    lifecycle.check_invariants()
+
+
 def test_what_was_given_up_is_tried_again_later_and_later() -> None:
     """On one worker alone, whatever dies meanwhile; where it loads after all, everywhere, and what it replaces goes."""
     lifecycle = of(1, 2)
