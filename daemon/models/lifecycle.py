@@ -389,6 +389,7 @@ class Lifecycle:
 
     def _left(self, name: str, number: int, version: VersionEntry, worker: int, how: str) -> list[Instruction]:
         served = version.ready.pop(worker, None) is not None
+        version.brought.pop(worker, None)
         owed = worker in version.loading or worker in version.postponed
         version.loading.pop(worker, None)
         version.postponed.discard(worker)
@@ -434,11 +435,10 @@ class Lifecycle:
             version.given_up, version.due = "", False
             out += self._failed(answer.name, answer.version, version, answer.reason)
         elif version.wanted and (worker in version.ready or worker in self._homes(version)):
-            others = (
-                self._homes(version) - (version.ready.keys() - version.earlier) - version.loading.keys() - {worker}
-                if version.given_up
-                else ()
-            )
+            others: Collection[int] = ()
+            if version.given_up:
+                same = {each for each in version.ready if version.brought[each] == load}
+                others = self._homes(version) - same - version.loading.keys() - {worker}
             model = self.models[answer.name]
             if version.given_up and model.bringing.get(answer.version) == version.given_up:
                 model.bringing[answer.version] = ""  # it has not failed after all
