@@ -24,6 +24,7 @@ import os
 from collections.abc import Callable
 
 from tensord.shm import descriptors
+from tensord.shm.common.mapping import join_pages, mapped
 from tensord.shm.errors import InvalidArgument, Unavailable
 
 F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h, since 5.1; the fcntl module has no name for it
@@ -38,11 +39,10 @@ class Segment:
     #: Called once before the mapping ends, by whoever did more with it than read and write.
     before_close: Callable[[], None] | None = None
 
-    def __init__(self, fd: int, byte_size: int, mapping: mmap.mmap, view: memoryview) -> None:
+    def __init__(self, fd: int, byte_size: int, view: memoryview) -> None:
         #: The descriptor is owned by this object; peers get it from ``share``.
         self.fd = fd
         self.byte_size = byte_size
-        self._mapping = mapping
         self._shared = False
         self.view = view
 
@@ -53,14 +53,15 @@ class Segment:
         fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, byte_size)
-            mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            view = mapped(fd, byte_size)
+            join_pages(view)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _READER_SEALS)
         except OSError as error:
             os.close(fd)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise Unavailable(f"the host has no {byte_size} bytes of memory for another arena segment") from error
             raise
-        return cls(fd, byte_size, mapping, memoryview(mapping))
+        return cls(fd, byte_size, view)
 
     def share(self, writable: bool) -> int:
         """Returns the segment's file descriptor, which the caller sends to another process. The first call seals the segment.
@@ -93,7 +94,7 @@ class Segment:
                 raise InvalidArgument(f"segment has {actual} bytes, {byte_size} were announced")
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             try:
-                mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=prot)
+                view = mapped(fd, byte_size, prot)
             except PermissionError as error:
                 raise InvalidArgument("segment is sealed against mapping it writable") from error
         except OSError as error:  # as many mappings, or as much address space, as a process may have
@@ -102,7 +103,7 @@ class Segment:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, byte_size, mapping, memoryview(mapping).toreadonly())
+        return cls(fd, byte_size, view.toreadonly())
 
     def close(self) -> None:
         """Closes the descriptor, and unmaps the memory once no view of it is in use. Idempotent."""
@@ -115,7 +116,6 @@ class Segment:
         self.fd = -1
         with contextlib.suppress(BufferError):
             self.view.release()
-            self._mapping.close()
 
     def __repr__(self) -> str:
         return f"<Segment {self.byte_size} bytes{' closed' if self.fd < 0 else ''}>"

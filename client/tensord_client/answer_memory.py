@@ -20,9 +20,9 @@ import numpy as np
 
 from tensord_client.common.arrays import decode_strings, dtype_of, typestr
 from tensord_client.common.datatypes import DATATYPES
+from tensord_client.common.mapping import mapped
 from tensord_client.common.results import Answer, Array, check_place, written
 from tensord_client.errors import DeadlineExceeded, Internal, ResultsHeld, ServingError, Unavailable, from_code
-from tensord_client.memory import mapped
 from tensord_client.native import wire
 
 if TYPE_CHECKING:

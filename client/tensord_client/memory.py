@@ -13,9 +13,7 @@ import bisect
 import errno
 import fcntl
 import math
-import mmap
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from typing import Any, Union
 import numpy as np
 
 from tensord_client.common.arrays import typestr
+from tensord_client.common.mapping import join_pages, mapped
 from tensord_client.errors import CLOSED, InvalidArgument, Unavailable
 
 #: (segment, offset, byte size) in this connection's own memory; for a segment's number a region's name stands as well.
@@ -36,16 +35,6 @@ _FIRST, _LARGEST_STEP = 256 << 10, 64 << 20
 #: The most bytes of unused segments that are held in reserve.
 _KEPT = 64 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Maps ``byte_size`` bytes of a file from its beginning. ``fd`` may be closed afterwards.
-
-    ``prot`` is the protection of the pages. Raises OSError or ValueError if the file cannot be mapped.
-    """
-    if sys.version_info >= (3, 13):
-        return mmap.mmap(fd, byte_size, prot=prot, trackfd=False)
-    return mmap.mmap(fd, byte_size, prot=prot)
 
 
 class ClientSegment:
@@ -65,14 +54,15 @@ class ClientSegment:
             raise Unavailable(f"no descriptor is left for a segment of {byte_size} bytes: {error.strerror}") from error
         try:
             os.posix_fallocate(self.fd, 0, byte_size)
-            mapping = mapped(self.fd, byte_size)
+            view = mapped(self.fd, byte_size)
+            join_pages(view)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             self.close()
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EMFILE):
                 raise Unavailable(f"the host has no {byte_size} bytes of memory for a segment") from error
             raise
-        self._bytes = np.frombuffer(mapping, np.uint8)
+        self._bytes = np.frombuffer(view, np.uint8)
         self.address: int = self._bytes.__array_interface__["data"][0]
         #: Offsets and sizes of the free ranges, in order.
         self.free: list[int] = [0]

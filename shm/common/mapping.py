@@ -1,0 +1,69 @@
+"""Maps memfds, in pages of 2 MiB where the kernel gives them. A program reads and writes these up to twice as fast.
+
+A mapping has large pages only if its address is a multiple of 2 MiB, which the kernel chooses for no memfd of its own accord,
+and if whoever created the memory has asked for them (``join_pages``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+_LARGE = 2 << 20
+_MADV_COLLAPSE = 25  # asm-generic/mman-common.h, since 6.1; the mmap module has no name for it
+_MAP_FIXED, _PROT_NONE, _FAILED = 0x10, 0, ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> memoryview:
+    """Maps ``byte_size`` bytes of a file from its beginning, and returns a view of them. ``fd`` may be closed afterwards.
+
+    The memory is unmapped once nothing refers to the view any more. ``prot`` is the protection of the pages; without PROT_WRITE
+    the view is read-only. Raises OSError if the file cannot be mapped, ValueError if it is shorter.
+    """
+    if not 0 < byte_size <= os.fstat(fd).st_size:
+        raise ValueError(f"{byte_size} bytes cannot be mapped of a file of {os.fstat(fd).st_size} bytes")
+    if byte_size < _LARGE:
+        address = _map(None, byte_size, prot, mmap.MAP_SHARED, fd)
+    else:
+        # A larger range is reserved. The file is mapped over an aligned part of it, and what lies beside is given back.
+        start = _map(None, byte_size + _LARGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        pages = -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
+        address = -(-start // _LARGE) * _LARGE
+        end = -(-(start + byte_size + _LARGE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            _map(address, byte_size, prot, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        except OSError:
+            _libc.munmap(start, end - start)
+            raise
+        for begin, until in ((start, address), (address + pages, end)):
+            if begin < until:
+                _libc.munmap(begin, until - begin)
+    array = (ctypes.c_ubyte * byte_size).from_address(address)
+    # At the exit of the process other threads may still use the memory.
+    weakref.finalize(array, _libc.munmap, address, byte_size).atexit = False
+    view = memoryview(array).cast("B")
+    return view if prot & mmap.PROT_WRITE else view.toreadonly()
+
+
+def join_pages(view: memoryview) -> None:
+    """Joins the pages of ``mapped`` memory to pages of 2 MiB, for all processes that map the memory. All of it must exist.
+
+    Other processes should map it afterwards. Where the kernel cannot do it, or has no memory in one piece, nothing changes.
+    """
+    if len(view) >= _LARGE:
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+        _libc.madvise(address, len(view) // _LARGE * _LARGE, _MADV_COLLAPSE)
+
+
+def _map(address: int | None, byte_size: int, prot: int, flags: int, fd: int) -> int:
+    made: int | None = _libc.mmap(address, byte_size, prot, flags, fd, 0)
+    if made is None or made == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return made
