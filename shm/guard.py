@@ -10,8 +10,6 @@ locked, and gets a copy otherwise (``may_be_missing``).
 
 from __future__ import annotations
 
-import mmap
-
 from tensord.shm.extensions import check
 
 try:
@@ -54,7 +52,7 @@ class Guarded:
 
     __slots__ = ("_slot",)
 
-    def __init__(self, mapping: mmap.mmap) -> None:
+    def __init__(self, mapping: memoryview) -> None:
         self._slot: int | None = _guard.add(mapping)
 
     @property

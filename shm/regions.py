@@ -26,6 +26,7 @@ import stat
 import weakref
 
 from tensord.shm import descriptors, guard
+from tensord.shm.common import mapping
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 
 try:
@@ -39,7 +40,6 @@ _REFUSED = "sem."
 #: How much of a key a message shows; its owner knows the rest.
 _SHOWN = 512
 _DIRECTORY = "/dev/shm"
-_MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, since 5.14; the mmap module has no name for it
 _POPULATE_LIMIT = 1 << 30
 #: Offsets are at most int64, like everything on the wire.
 _LIMIT = (1 << 63) - 1
@@ -180,8 +180,8 @@ class Region(_ObjectRegion):
         guard.install()
         super().__init__(name, fd, offset, byte_size)
         try:
-            self._mapping = self._map(populate)
-            self._guard = guard.Guarded(self._mapping) if guard.available else None
+            self._whole = self._map(populate)
+            self._guard = guard.Guarded(self._whole) if guard.available else None
         except OverflowError as error:
             os.close(fd)
             raise refused(name, error, Unavailable) from None
@@ -190,15 +190,14 @@ class Region(_ObjectRegion):
             raise
         #: True if only one lane can name it: its name says nothing to anybody else.
         self.private = False
-        self._whole = memoryview(self._mapping)
 
-    def _map(self, populate: int) -> mmap.mmap:
+    def _map(self, populate: int) -> memoryview:
         offset, byte_size = self.offset, self.byte_size
         if offset % mmap.PAGESIZE:
             raise refused(self.name, f"offset {offset} is not a multiple of the page size {mmap.PAGESIZE}")
         try:
-            mapping = mmap.mmap(self.fd, byte_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
-        except ValueError:  # mmap looks at the size itself: its owner has cut the object down since we did
+            view = mapping.mapped(self.fd, byte_size, offset=offset)
+        except ValueError:  # its owner has cut the object down since we did
             needs = f"offset {offset} and byte_size {byte_size} need {offset + byte_size}"
             raise refused(self.name, f"its object has {os.fstat(self.fd).st_size} bytes now, {needs}") from None
         except OSError as error:
@@ -207,10 +206,8 @@ class Region(_ObjectRegion):
             raise refused(self.name, f"it cannot be mapped: {os.strerror(error.errno or 0)}", kind) from None
         # Only existing pages are mapped: populating a sparse object would allocate memory nobody asked for.
         if self.backed and byte_size <= populate:
-            # The first request then pays no page faults. Kernels without this call, and full memory, are no errors here.
-            with contextlib.suppress(OSError):
-                mapping.madvise(_MADV_POPULATE_WRITE)
-        return mapping
+            mapping.populate(view)
+        return view
 
     def view(self, offset: int, byte_size: int) -> memoryview:
         """Returns a range of the region as a writable view. Raises InvalidArgument if the range is outside."""
@@ -257,16 +254,10 @@ class Region(_ObjectRegion):
             return
         os.close(self.fd)
         self.fd = -1
+        if self._guard is not None:
+            # A model may keep an array of this memory: it stays guarded until that is gone, or its owner could still kill us.
+            weakref.finalize(self._whole.obj, self._guard.release).atexit = False
         self._whole.release()
-        try:
-            self._mapping.close()
-        except BufferError:
-            # A model keeps an array of this memory: it stays guarded until that is gone, or its owner could still kill us.
-            if self._guard is not None:
-                weakref.finalize(self._mapping, self._guard.release)
-        else:
-            if self._guard is not None:
-                self._guard.release()
 
 
 class SnapshotRegion(_ObjectRegion):

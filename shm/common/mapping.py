@@ -12,7 +12,8 @@ import os
 import weakref
 
 _LARGE = 2 << 20
-_MADV_COLLAPSE = 25  # asm-generic/mman-common.h, since 6.1; the mmap module has no name for it
+# asm-generic/mman-common.h, since 5.14 and 6.1; the mmap module has no names for them.
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 _MAP_FIXED, _PROT_NONE, _FAILED = 0x10, 0, ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -21,16 +22,17 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> memoryview:
-    """Maps ``byte_size`` bytes of a file from its beginning, and returns a view of them. ``fd`` may be closed afterwards.
+def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE, offset: int = 0) -> memoryview:
+    """Maps ``byte_size`` bytes of a file from ``offset`` on, and returns a view of them. ``fd`` may be closed afterwards.
 
     The memory is unmapped once nothing refers to the view any more. ``prot`` is the protection of the pages; without PROT_WRITE
-    the view is read-only. Raises OSError if the file cannot be mapped, ValueError if it is shorter.
+    the view is read-only. ``offset`` is a multiple of the page size. Raises OSError if the file cannot be mapped, and ValueError
+    if it is shorter.
     """
-    if not 0 < byte_size <= os.fstat(fd).st_size:
-        raise ValueError(f"{byte_size} bytes cannot be mapped of a file of {os.fstat(fd).st_size} bytes")
+    if not 0 < byte_size <= os.fstat(fd).st_size - offset:
+        raise ValueError(f"{byte_size} bytes cannot be mapped at {offset} of a file of {os.fstat(fd).st_size} bytes")
     if byte_size < _LARGE:
-        address = _map(None, byte_size, prot, mmap.MAP_SHARED, fd)
+        address = _map(None, byte_size, prot, mmap.MAP_SHARED, fd, offset)
     else:
         # A larger range is reserved. The file is mapped over an aligned part of it, and what lies beside is given back.
         start = _map(None, byte_size + _LARGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -38,7 +40,7 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
         address = -(-start // _LARGE) * _LARGE
         end = -(-(start + byte_size + _LARGE) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            _map(address, byte_size, prot, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            _map(address, byte_size, prot, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
         except OSError:
             _libc.munmap(start, end - start)
             raise
@@ -58,12 +60,23 @@ def join_pages(view: memoryview) -> None:
     Other processes should map it afterwards. Where the kernel cannot do it, or has no memory in one piece, nothing changes.
     """
     if len(view) >= _LARGE:
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
-        _libc.madvise(address, len(view) // _LARGE * _LARGE, _MADV_COLLAPSE)
+        _advise(view, len(view) // _LARGE * _LARGE, _MADV_COLLAPSE)
 
 
-def _map(address: int | None, byte_size: int, prot: int, flags: int, fd: int) -> int:
-    made: int | None = _libc.mmap(address, byte_size, prot, flags, fd, 0)
+def populate(view: memoryview) -> None:
+    """Makes the page table's entries for ``mapped`` memory, so that its first use costs no page faults.
+
+    Pages that do not exist are allocated. Where the kernel does not know it (before Linux 5.14), nothing changes.
+    """
+    _advise(view, len(view), _MADV_POPULATE_WRITE)
+
+
+def _advise(view: memoryview, byte_size: int, advice: int) -> None:
+    _libc.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), byte_size, advice)
+
+
+def _map(address: int | None, byte_size: int, prot: int, flags: int, fd: int, offset: int = 0) -> int:
+    made: int | None = _libc.mmap(address, byte_size, prot, flags, fd, offset)
     if made is None or made == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return made
