@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -229,6 +230,9 @@ def _forget() -> None:
 def _place(fds: Mapping[int, int]) -> None:
     """Gives descriptors their numbers and closes all others."""
     above = max(fds) + 1
+    # One that was started would have no others, so that a limit which its parent has reached leaves it some.
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))
     copies = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in fds.items()}
     for number, fd in copies.items():
         os.dup2(fd, number)
@@ -237,6 +241,7 @@ def _place(fds: Mapping[int, int]) -> None:
         if number > following:  # closerange takes none for all
             os.closerange(following, number)
         following = number + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def _rename(words: Sequence[str]) -> None:

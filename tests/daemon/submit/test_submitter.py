@@ -6,11 +6,13 @@ The machine plays clients, supervisor and workers by turns; beside it stands wha
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import msgspec
@@ -23,6 +25,7 @@ from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
+from tensord.shm import segment
 from tensord.shm.arena import Lease
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, WorkerFenced
@@ -43,7 +46,6 @@ from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 from tensord.shm.sequence_page import SequenceKeys
 from tests.fakes import INCARNATION, CalledBack, EchoWorker
 from tests.generated import examples
-from tests.open_files import no_descriptors_left
 from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
 
 MIB = 1 << 20
@@ -409,14 +411,16 @@ def test_a_lane_that_comes_without_some_of_its_descriptors(setting: Setting, cou
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_lane_whose_pages_cannot_be_mapped(setting: Setting) -> None:
+def test_a_lane_whose_pages_cannot_be_mapped(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair()
     worker = EchoWorker(ours, 9)
     before = len(os.listdir("/proc/self/fd"))
     pages = [os.dup(worker.page.fd), os.dup(worker.sequences.fd)]
-    with no_descriptors_left():
+    no_room = Mock(side_effect=OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+    with monkeypatch.context() as patched:
+        patched.setattr(segment, "mapped", no_room)
         setting.submitter.open_lane(LaneOpened(9, "cpu:0"), [theirs.detach(), *pages])
-    assert setting.untaken == [9]
+    assert (setting.untaken, no_room.call_count) == ([9], 1)
     assert len(os.listdir("/proc/self/fd")) == before - 1  # that of the lane is closed
     setting.workers[9] = worker
 
