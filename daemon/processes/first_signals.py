@@ -28,8 +28,15 @@ class FirstSignals:
             signal.signal(number, _pass_over)
 
     def block(self) -> None:
-        """Blocks SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 when the daemon exits. Call it before the event loop closes."""
+        """Ignores SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 when the daemon exits. Call it on the loop, before that closes."""
         signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDING, *_PASSED_OVER))
+        import asyncio  # which takes longer than a signal may wait for its handler
+
+        # Other threads block nothing, and a loop that closes gives each signal that it handles its default action again.
+        loop = asyncio.get_running_loop()
+        for number in (*_ENDING, *_PASSED_OVER):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
     def _ending(self, number: int, frame: FrameType | None) -> None:
         self.came = signal.Signals(number)
