@@ -199,7 +199,7 @@ def test_the_clients_windows() -> None:
 
 
 def test_a_stream_whose_answers_are_not_read_ends_alone() -> None:
-    """What its client has sent before it knows of the end is ignored, and the other streams are served."""
+    """DATA that a client sent before it learns of its stream's reset is ignored, and its other streams are served."""
     http2 = made(write_timeout=10)
     http2.receive(frames.PREFACE + frames.settings([(frames.INITIAL_WINDOW_SIZE, 10)]) + OPEN, 1.0)
     http2.receive(frame(frames.DATA, 0, 1, prefixed(bytes(100))), 1.0)
