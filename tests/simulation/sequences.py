@@ -235,7 +235,7 @@ class Sequences:
             excuse = "its sequence was broken off"
         elif had_none and now_ns - run.answered_ns > _IDLE_NS * 0.9:
             excuse = "it was silent too long"
-        elif code == "CANCELLED" and broken:
+        elif (code == "CANCELLED" or _MISSED in message) and broken:  # an answer in a stream has no code
             excuse = "a step of its sequence was cancelled"
         elif _MISSED in message and run.failed > 1:
             excuse = "a step before it has failed"
