@@ -100,7 +100,8 @@ class Sequence:
     #: A step was cancelled, which overtakes nothing on that connection: the number of the ask that had begun the newest run then,
     #: else 0. Runs up to that one may be cancelled with it: they are one as long as they wait.
     cancelled: int = 0
-    #: A step was an END, behind which a START of the same id would be another sequence.
+    #: The newest step was an END, behind which a START of the same id is another sequence: it may run before the END, and the
+    #: model keeps both by their id.
     ends: bool = False
 
 
@@ -142,11 +143,14 @@ class Sequences:
         start = run is None or (run.over and not (run.lost and chance.random() < 0.5)) or chance.random() < 0.03
         if run is None or start:
             run = sequence.run = Run(sequence.number, number, now_ns, before=run)
+        return sequence.route, self._begun(sequence, run, start, chance.random() < 0.1)
+
+    def _begun(self, sequence: Sequence, run: Run, start: bool, end: bool) -> Step:
+        """Returns a step of a sequence, which is in flight from now on."""
         run.drawn += 1
-        step = Step(sequence, run, start, chance.random() < 0.1, run.drawn)
-        run.over |= step.end
-        sequence.in_flight, sequence.ends = sequence.in_flight + 1, step.end
-        return sequence.route, step
+        run.over |= end
+        sequence.in_flight, sequence.ends = sequence.in_flight + 1, end
+        return Step(sequence, run, start, end, run.drawn)
 
     def _renumber(self, sequence: Sequence) -> None:
         """Gives the client's next sequence another id, because nobody knows what still comes of this one."""
@@ -171,9 +175,8 @@ class Sequences:
         """Returns an END of a sequence of which nothing is in flight; None: there is no such sequence."""
         for sequence in self._all:
             if sequence.run is not None and not (sequence.run.over or sequence.in_flight):
-                sequence.run.over, sequence.in_flight, sequence.route = True, 1, route()
-                sequence.run.drawn += 1
-                return sequence.route, Step(sequence, sequence.run, False, True, sequence.run.drawn)
+                sequence.route = route()
+                return sequence.route, self._begun(sequence, sequence.run, start=False, end=True)
         return None
 
     def why_not(self, step: Step, begun_ns: int, now_ns: int, values: list[int]) -> str:
