@@ -102,7 +102,9 @@ class Dispatcher:
         self._outbox = Outbox(options.arenas, self.agenda)
         self.lane_answers = self._outbox.lane_answers
         self._cached = CachedAnswers(models, self._outbox, clock)
-        self.responses = Responses(options.arenas, self._outbox, post, clock, options.expert.max_ahead, self.agenda)
+        self.responses = Responses(
+            options.arenas, self._outbox, post, clock, options.expert.max_ahead, self.withdraw, self.agenda
+        )
         self.took = self.responses.took
         self.limiter = RateLimiter(rate_limits.limits(options.rate_limit, gpu) or {})
         self.ensembles = EnsembleRuns(

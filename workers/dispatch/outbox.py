@@ -59,6 +59,8 @@ class Outbox:
 
     def fail(self, request: Request, error: ServingError) -> None:
         """Answers a request with an error and ends it. If the model answers in order, earlier answers are sent first."""
+        if (sender := request.version.senders.pop(request, None)) is not None:
+            sender.end()  # it was to go round again
         if request.sink is not None:
             hand_over(request, error)
         elif self._overtakes(request):
@@ -87,6 +89,8 @@ class Outbox:
         ``why``: the reason of failure to count. If an error is ``Replaced``, its request is counted as replaced.
         """
         for request, error in answers:
+            if not request.is_open:
+                continue  # a response to it could not be sent, which has ended it
             reason = Failure.REPLACED if isinstance(error, Replaced) else why
             request.version.statistics.failed(now_ns - request.arrived_ns, reason)
             self.fail(request, error)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array
-from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from tensord.shm.lane import response_byte_size
 from tensord.shm.messages import LAST, TIMING, AnswerRecord
 from tensord.workers.dispatch.answers import complete, failure
@@ -26,6 +26,7 @@ from tensord.workers.requests.request import InnerRequest, Request, hand_over, n
 from tensord.workers.requests.response_sender import (
     NOT_COMPLETED,
     EncodedResponses,
+    GivenUp,
     ResponseKind,
     ResponseReceiver,
     ResponseSender,
@@ -53,6 +54,7 @@ class Responses(ResponseReceiver):
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], int],
         max_ahead: int,
+        withdraw: Callable[[Request], None],
         agenda: Agenda[AgendaPart] | None = None,
     ) -> None:
         """Makes an object that sends models' responses to clients through ``outbox``. It holds no response yet.
@@ -62,6 +64,7 @@ class Responses(ResponseReceiver):
           post: schedules a function call in the worker's loop. Any thread may use it.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
+          withdraw: cancels whatever works on a request that ended because a response to it could not be sent.
           agenda: tells the worker's loop at which times to call this object. If it is None, the loop learns no times.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
@@ -71,6 +74,7 @@ class Responses(ResponseReceiver):
         self._post = post
         self._clock = clock
         self.max_ahead = max_ahead
+        self._withdraw = withdraw
         self._arrived: deque[tuple[ResponseSender, _Sent]] = deque()
         #: True if the loop was posted a call for them, or looks for them by itself.
         self._posted = False
@@ -83,9 +87,13 @@ class Responses(ResponseReceiver):
 
     def sender(self, request: Request) -> ResponseSender:
         """Returns the object that sends a request's responses. If there is none, makes one that sends exactly one response."""
-        senders = request.version.senders
-        found = senders.get(request)
-        return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
+        version = request.version
+        found = version.senders.get(request)
+        if found is None and version.loaded.streams:
+            # The request had one, and ended since its model was given it.
+            found = self._sender(request, self._clock())
+            found.end()
+        return found or version.senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
         """Makes a request's response sender. ``now_ns``: when the run began. ``single``: whether there is just one response."""
@@ -209,7 +217,7 @@ class Responses(ResponseReceiver):
             while waiting and not sender.ended:
                 if now_ns >= give_up_ns:
                     error = self._outbox.no_room(sender.request, waiting[0][2], now_ns)
-                    waiting = deque([(error, True, 0)])
+                    waiting = deque([(GivenUp(error.message), True, 0)])
                 sent = waiting.popleft()
                 self._respond(sender, sent)
                 if sender in self.kept:
@@ -260,6 +268,9 @@ class Responses(ResponseReceiver):
         placed = self._place(sender, result, final) if request.sink is None else byte_size
         if isinstance(placed, ServingError):
             result = placed
+            if isinstance(placed, Unavailable):
+                # Nothing is wrong with it: it would be missing among those behind it.
+                result, final = GivenUp(placed.message), True
             placed = self._place(sender, result, final)
         if not isinstance(placed, int):
             self.kept[sender] = deque([sent]), now_ns + self._wait_ns
@@ -278,6 +289,8 @@ class Responses(ResponseReceiver):
             assert isinstance(request, InnerRequest)
             request.ahead.append(byte_size)
             hand_over(request, result, None, final)
+        if isinstance(result, GivenUp):
+            self._withdraw(request)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
         """Records in the timeline of the sender's request that the run ends now. ``result``: the last outputs, or None."""

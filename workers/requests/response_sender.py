@@ -144,6 +144,10 @@ class SenderClosed(Exception):
     """Raised if a model sends a response after the last response."""
 
 
+class GivenUp(Unavailable):
+    """Ends a request in place of a response that cannot be sent, while its model may still work on it."""
+
+
 #: A response on its way; None: only the mark that there is no further one.
 Sent = Result | EncodedResponses | None
 
@@ -358,7 +362,7 @@ class ResponseSender:
             record = None if kind is None else kind.record(self.request, result)
         return record
 
-    def _wait(self, wait: bool | None) -> Unavailable | None:
+    def _wait(self, wait: bool | None) -> GivenUp | None:
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:
@@ -369,7 +373,7 @@ class ResponseSender:
         ahead = self._posted - self._settled
         if ahead < most * _UNWAITED or self.is_cancelled:
             return None
-        return Unavailable(
+        return GivenUp(
             f"the client has not taken {ahead} bytes of the responses to its request, at most {most * _UNWAITED} may wait for it"
         )
 

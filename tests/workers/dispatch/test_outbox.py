@@ -36,6 +36,7 @@ VERSION = Version(
     name="m",
     version=3,
     ordered=False,
+    senders={},
     statistics=VersionStatistics("m", 3),
     signature=signature(parse_pbtxt('name: "m" output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }', "m"), {}, {}),
 )

@@ -1,8 +1,13 @@
-"""Responses on the loop: in order where the arena is full, given up in time, and dropped where nobody waits."""
+"""Responses on the loop: in order where the arena is full, given up in time, and dropped where nobody waits.
+
+What works on a request stops where a response to it cannot be sent, and where it is cancelled between two of its rounds.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -13,10 +18,12 @@ from tensord.config.model_config import parse_pbtxt
 from tensord.config.options import Arenas
 from tensord.shm.arena import Arena
 from tensord.shm.channel import pair
-from tensord.shm.errors import Internal
+from tensord.shm.control_records import Unload, Unloaded
+from tensord.shm.errors import Cancelled, Internal, Unavailable
 from tensord.shm.lane import SubmitterLane, WorkerLane
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
+from tensord.workers.imports import import_system
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.requests.request import Request
@@ -26,9 +33,12 @@ from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.tensors.signature import signature
 from tests.fakes import whole_answers
-from tests.records import WholeAnswer
+from tests.open_files import no_descriptors_left
+from tests.records import Tensor, WholeAnswer
+from tests.repositories import ensemble, fields, write_model
 from tests.workers.dispatch.test_outbox import MEBIBYTE, ALane, Version
 from tests.workers.made_requests import request_of
+from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
 ARENAS = Arenas(byte_size=MEBIBYTE, max_byte_size=MEBIBYTE, inline_byte_size=0, wait=1.0)
 #: Of the arena there is room for four.
@@ -47,7 +57,13 @@ class Bench:
         self.posted: list[Any] = []
         self.lane = ALane()
         self.submitter: SubmitterLink[Request] = SubmitterLink(1, cast(Any, self.lane))
-        self.responses = Responses(ARENAS, Outbox(ARENAS), self.posted.append, lambda: self.now_ns, 100 * MEBIBYTE)
+        #: The requests of which a response could not be sent.
+        self.withdrawn: list[Request] = []
+        self.responses = self._responses(ARENAS)
+
+    def _responses(self, arenas: Arenas) -> Responses:
+        outbox, most = Outbox(arenas), 100 * MEBIBYTE
+        return Responses(arenas, outbox, self.posted.append, lambda: self.now_ns, most, self.withdrawn.append)
 
     def ask(self, request_id: int = 1) -> ResponseSender:
         request = request_of({}, version=self.version, submitter=self.submitter, request_id=request_id)
@@ -122,6 +138,7 @@ def test_what_waits_too_long_ends_its_request(bench: Bench) -> None:
     assert bench.responses.next_give_up_ns == NEVER
     assert bench.sent()[4:] == [(-1, "UNAVAILABLE", True)]
     assert sender.is_cancelled
+    assert bench.withdrawn == [sender.request]
     sender.send(large(5))
     bench.turn()
     assert len(bench.sent()) == 5
@@ -194,7 +211,7 @@ class SmallBench(Bench):
         self.worker = WorkerLane(theirs, MEBIBYTE, MEBIBYTE, 0)
         self.submitter = SubmitterLink(1, self.worker)
         arenas = msgspec.structs.replace(ARENAS, inline_byte_size=64)
-        self.responses = Responses(arenas, Outbox(arenas), self.posted.append, lambda: self.now_ns, 100 * MEBIBYTE)
+        self.responses = self._responses(arenas)
 
     def meet(self) -> None:
         """Sends a request's response first, so that later ones like it are encoded where they are sent."""
@@ -284,3 +301,149 @@ def test_small_ones_that_nobody_waits_for_are_dropped(small_bench: SmallBench) -
     small_bench.turn()
     (answer,) = small_bench.answers()
     assert (answer.code, answer.final, sender.count) == ("CANCELLED", True, 0)
+
+
+def test_one_that_cannot_be_sent_ends_its_request(small_bench: SmallBench) -> None:
+    """What follows would be there without it. Other requests go on."""
+    small_bench.meet()
+    sender, other = small_bench.ask(1), small_bench.ask(2)
+    for value in (4, LARGE, 4):
+        sender.send({"y": np.zeros(value, np.uint8)})
+    other.send({"y": np.full(4, 9, np.uint8)}, final=True)
+    with no_descriptors_left():
+        small_bench.turn()
+    answers = [(answer.request_id, answer.code, answer.final) for answer in small_bench.answers()]
+    assert answers == [(1, "", False), (1, Unavailable.code, True), (2, "", True)]
+    assert small_bench.withdrawn == [sender.request]
+    assert (small_bench.version.senders, small_bench.submitter.in_flight) == ({}, {})
+    assert small_bench.worker.arena.statistics()["leases"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------- in a worker's loop
+
+_STREAMS = "model_transaction_policy { decoupled: true }"
+_CONFIG = fields("n INT32 1", "y INT32 -1", _STREAMS)
+#: A response has ``n`` elements, and no one is the last.
+_ENDLESS = """
+    import numpy as np
+
+    host = True
+    inputs, outputs = {"n": "INT32[1]"}, {"y": "INT32[w]"}
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            while True:
+                yield {"y": np.zeros(inputs["n"][0], np.int32)}
+        return apply, {}
+"""
+_ROUNDS = """
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            for request in requests:
+                n = pb_utils.get_input_tensor_by_name(request, "n").as_numpy()[0]
+                answer = pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros(n, np.int32))])
+                request.get_response_sender().send(answer)
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+"""
+#: It does not look whether anybody waits.
+_CALLS = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            for request in requests:
+                n, sender = pb_utils.get_input_tensor_by_name(request, "n"), request.get_response_sender()
+                asked = pb_utils.InferenceRequest(model_name="endless", requested_output_names=["y"], inputs=[n])
+                for each in asked.exec(decoupled=True):
+                    if not each.has_error():
+                        sender.send(pb_utils.InferenceResponse(each.output_tensors()))
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+#: It does not look either, and its thread must not wait.
+_COROUTINE = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        async def execute(self, requests):
+            for request in requests:
+                n, sender = pb_utils.get_input_tensor_by_name(request, "n"), request.get_response_sender()
+                asked = pb_utils.InferenceRequest(model_name="endless", requested_output_names=["y"], inputs=[n])
+                for each in await asked.async_exec(decoupled=True):
+                    if not each.has_error():
+                        sender.send(pb_utils.InferenceResponse(each.output_tensors()))
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+def load_endless(loop: WorkerLoop, repository: Path, name: str) -> None:
+    """Loads a model whose requests have no end, with the model that it asks."""
+    import_system.prepare()
+    write_model(repository, "endless", _ENDLESS, 'backend: "jax"')
+    write_model(repository, "calls", _CALLS, _CONFIG)
+    write_model(repository, "coroutine", _COROUTINE, _CONFIG)
+    write_model(repository, "rounds", _ROUNDS, _CONFIG + "sequence_batching { iterative_sequence: true oldest { } }")
+    steps = [("endless", {"n": "n"}, {"y": "y"})]
+    ensemble(repository, "chain", ["n INT32 1"], ["y INT32 -1"], steps, more=_STREAMS)
+    for each in dict.fromkeys(("endless", name)):
+        loop.load(repository / each)
+
+
+def submit(loop: WorkerLoop, model: str, n: int) -> int:
+    return loop.submit(model, [Tensor("n", "INT32", (1,), np.array([n], np.int32).tobytes())])
+
+
+def rest(loop: WorkerLoop) -> list[WholeAnswer]:
+    """Runs the loop until no model has a request; returns what is answered meanwhile."""
+    answers: list[WholeAnswer] = []
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(version.busy for version in loop.worker._models):
+        assert time.monotonic() < deadline, "a model has a request still"
+        loop.worker.iterate()
+        while (received := loop.front.receive()) is not None:
+            answers += whole_answers(received)
+    return answers
+
+
+@pytest.mark.parametrize("model", ["endless", "rounds", "chain", "calls"])
+def test_whatever_works_on_a_request_of_which_a_response_cannot_be_sent_stops(
+    loop: WorkerLoop, tmp_path: Path, model: str
+) -> None:
+    load_endless(loop, tmp_path, model)
+    asked = submit(loop, model, 100_000)
+    with no_descriptors_left():
+        answers = loop.answers(1)
+    assert [(each.request_id, each.code, each.final) for each in answers] == [(asked, Unavailable.code, True)]
+    assert rest(loop) == []
+    other = submit(loop, model, 1)
+    assert not any(each.code for each in loop.answers(2))
+    loop.front.cancel(other)
+    assert loop.front.flush()
+    assert [each.code for each in rest(loop) if each.final] == [Cancelled.code]
+
+
+def test_a_request_that_is_cancelled_between_two_rounds_leaves_nothing(loop: WorkerLoop, tmp_path: Path) -> None:
+    """Responses that nobody takes keep its model from another round."""
+    load_endless(loop, tmp_path, "rounds")
+    for n in (1, 100_000):
+        asked = submit(loop, "rounds", n)
+        loop.answers(3)
+        loop.front.cancel(asked)
+        assert loop.front.flush()
+        assert [each.code for each in rest(loop) if each.final] == [Cancelled.code]
+
+
+def test_whatever_a_coroutine_asks_for_a_client_that_is_far_behind_stops(loop: WorkerLoop, tmp_path: Path) -> None:
+    load_endless(loop, tmp_path, "coroutine")
+    submit(loop, "coroutine", 5000)
+    answers: list[WholeAnswer] = []
+    while not (answers and answers[-1].final):
+        answers += loop.answers(1)
+    assert answers[-1].code == Unavailable.code
+    assert rest(loop) == []
+    loop.tell(Unload("coroutine", 1))
+    loop.hear(Unloaded)
