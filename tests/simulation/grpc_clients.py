@@ -57,6 +57,8 @@ class Call:
     coding: str = ""
     #: What waits for the daemon to grant a window: bytes, and the request that ends with them.
     unsent: deque[tuple[bytes, Item | None]] = field(default_factory=deque)
+    #: A part of the message that comes next has left.
+    cut: bool = False
     #: Its client sends no more.
     half_closed: bool = False
     received: bytearray = field(default_factory=bytearray)
@@ -193,8 +195,13 @@ class GrpcConnection(Connection):
             content, item = call.unsent[0]
             room = min(connection.local_flow_control_window(call.stream), connection.max_outbound_frame_size)
             if room <= 0:
+                if call.cut:
+                    self.awaits()
                 return
+            if call.cut:
+                self.sends_on()
             part, rest = content[:room], content[room:]
+            call.cut = bool(rest)
             ends = not rest and len(call.unsent) == 1 and call.half_closed
             connection.send_data(call.stream, part, end_stream=ends)
             if rest:
@@ -235,6 +242,8 @@ class GrpcConnection(Connection):
 
     def _forget(self, call: Call) -> None:
         self._calls.pop(call.stream, None)
+        if call.cut:
+            self.client.awaiting.pop(self, None)
         if self._stream is call:
             self._stream = None
 
@@ -356,8 +365,11 @@ class GrpcConnection(Connection):
 
     def _ended(self, call: Call, code: str, message: str) -> None:
         """Judges the end of a call."""
+        slow = self.clients.was_slow(self) and any(said in message for said in _TOO_SLOW)
         if call.path == _WATCH:
-            if not (self.clients.stopped_ns and code == "OK") or call.serving:
+            # Who is told anything has sent all of his request.
+            may_end = (self.clients.stopped_ns and code == "OK") or (slow and call.serving is None)
+            if call.serving or not may_end:
                 self.scheduler.defect(f"a watch over {self} ends, told last {call.serving}: {code}: {message}")
             return
         if code == "OK" and call.path == _STREAM:
@@ -376,7 +388,6 @@ class GrpcConnection(Connection):
                     self.scheduler.defect(f"{item} got the answer of request {answer.id!r}")
                 self._judge(item, answer)
             return
-        slow = self.clients.was_slow(self) and any(said in message for said in _TOO_SLOW)
         for item in call.open:
             if slow and item.sent_ns:
                 # Those of a stream that had come before are given up with it.
@@ -422,7 +433,7 @@ class GrpcConnection(Connection):
             else:
                 self.scheduler.defect(f"{self} is closed, and {item} has no answer")
                 return
-        if self.watched() and not (self.clients.stopped_ns or self._is_blamed or self._opens_late):
+        if self.watched() and not (self.clients.stopped_ns or self._is_blamed or self._opens_late or self.unread):
             self.scheduler.defect(f"{self} is closed while its client watches the daemon's health")
 
 

@@ -84,8 +84,8 @@ class HttpConnection(Connection):
         if self.scheduler.chance.random() < 0.3:
             self.put(body, item)  # it does not wait
         else:
-            self._held, self.looked_ns = body, self.scheduler.clock.now_ns
-            self.client.awaiting[self] = None
+            self._held = body
+            self.awaits()
 
     def _request(self, ask: Ask) -> bytes:
         chance, is_decoupled = self.scheduler.chance, ask.model == streamed.MODEL
@@ -196,10 +196,8 @@ class HttpConnection(Connection):
 
     def _send_held(self, item: Item | None) -> None:
         held, self._held = self._held, None
-        self.client.awaiting.pop(self, None)
         if held is not None and not self.broken:
-            # The daemon may have asked for it as soon as its client had last looked in vain.
-            self._partial_ns = self._partial_ns or self.looked_ns
+            self.sends_on()
             self.put(held, item)
 
     def _answered(self, response: HttpResponse) -> None:

@@ -156,6 +156,17 @@ class Connection:
         self._partial_ns = (self._partial_ns or now_ns) if self.out else 0
         return True
 
+    def awaits(self) -> None:
+        """Notes that a request has begun, and that its rest is sent once the daemon lets its client send on."""
+        if self not in self.client.awaiting:
+            self.client.awaiting[self], self.looked_ns = None, self.scheduler.clock.now_ns
+
+    def sends_on(self) -> None:
+        """Notes that the daemon lets its client send on. It may have done so as soon as that had last looked in vain."""
+        if self in self.client.awaiting:
+            del self.client.awaiting[self]
+            self._partial_ns = self._partial_ns or self.looked_ns
+
     @property
     def slowest_ns(self) -> int:
         """Returns the longest time for which the rest of a request did not leave."""
