@@ -85,7 +85,7 @@ class Stream:
     # --- receiving
     #: Bytes taken from the client and not granted again yet; below 0: granted before they came.
     ungranted = 0
-    #: No window is granted while this is set: the call has enough to do.
+    #: No window is granted while this is set: the call has enough to do. ``release`` ends it.
     held = False
     half_closed = False
     #: Since when a message is incomplete, by the front's clock; 0: none is.
@@ -196,7 +196,7 @@ class Stream:
                 if length > end - at:
                     arriving = None
                     if not flag and length > _RECEIVED_BYTE_SIZE:
-                        arriving = self.call.arriving(length, self._room_came)  # type: ignore[union-attr]
+                        arriving = self.call.arriving(length, self._go_on)  # type: ignore[union-attr]
                     self.arriving = arriving or ArrivingMessage(flag, length)
                     self.arriving.feed(piece[at:])
                     return
@@ -232,8 +232,13 @@ class Stream:
         """Returns whether the arriving message still waits for memory in the arena."""
         return self.arriving is not None and self.arriving.waits_for_room
 
-    def _room_came(self) -> None:
-        """Restarts the time that the client has to send its message, because the message got its arena memory."""
+    def release(self) -> None:
+        """Lets the client send more messages, because the call, which had enough to do, takes them again."""
+        self.held = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Restarts the time that the client has to send its message, because the server does not hold it up any more."""
         self.partial_since = 0.0
         self._note()
         self.grant()
@@ -559,12 +564,12 @@ class Stream:
         options = self.http2.serving.options
         if self._is_stalled(now):
             self.http2.reset(self, frames.ENHANCE_YOUR_CALM)
-        elif self.partial_since and not self.waits_for_room:
-            # Else it is we who hold it up, for ``arenas.wait`` at most.
+        elif self.partial_since and not (self.held or self.waits_for_room):
+            # Else it is we who hold it up: the rest may lie beyond the client's window.
             elapsed, came = now - self.partial_since, pending + self._received_byte_size()
             if elapsed > options.body_timeout:
                 self.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
-            elif came < options.min_rate * (elapsed - GRACE_SECONDS) and not self.held:
+            elif came < options.min_rate * (elapsed - GRACE_SECONDS):
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:

@@ -173,8 +173,7 @@ class StreamInfer(InferCall):
             message = self._waiting.popleft()
             self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))
         if self.stream.held and not self._stopping and not self._waiting and self._has_room():
-            self.stream.held = False
-            self.stream.grant()
+            self.stream.release()
         self._end_if_done()
 
     def _end_if_done(self) -> None:

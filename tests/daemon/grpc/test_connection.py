@@ -11,6 +11,7 @@ import pytest
 
 from tensord.daemon.front.status import DEADLINE_EXCEEDED, INTERNAL, NOT_FOUND, UNIMPLEMENTED
 from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.stream import STREAM_WINDOW
 from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import PATIENCE_SECONDS, EchoWorker, front_process, until
 
@@ -276,6 +277,34 @@ def test_a_message_is_not_late_while_the_front_does_not_run() -> None:
             front.sync()  # meanwhile it looks who is late
         client.data(stream, content[-1:], end=True)
         assert echoed(client, worker, stream) == b"\1"
+
+
+def test_a_message_is_not_late_while_its_stream_is_held() -> None:
+    """
+    1. A stream may have one request in flight; the client sends others until its window ends in the middle of one.
+    2. Another call's message begins later, and is refused after ``body_timeout``: so long the stream has waited, too.
+    3. The requests are answered. Result: the client gets window, sends the rest, and every request has its answer.
+    """
+    with serving(grpc={"max_stream_requests": 1, "body_timeout": 3.0}) as (front, (worker,)), front.frames() as client:
+        content, stream = prefixed(request(bytes(15_000))), client.open(STREAM)
+        count, begun = divmod(STREAM_WINDOW, len(content))
+        for part in (*[content] * count, content[:begun]):
+            client.data(stream, part)
+        client.synchronise()
+        late = client.open()
+        client.data(late, content[:100])
+        assert "did not arrive within 3 s" in client.answer(late).text
+        for number in range(count):
+            worker.answer(worker.next(), bytes([number % 256]))
+        while client.peek()[::2] != (frames.WINDOW_UPDATE, stream):
+            client.step()
+        client.data(stream, content[begun:], end=True)
+        worker.answer(worker.next(), b"the last")
+        answers = client.answer(stream).streamed()
+        assert [each.infer_response.raw_output_contents[0] for each in answers] == [
+            *(bytes([number % 256]) for number in range(count)),
+            b"the last",
+        ]
 
 
 def test_stop_finishes_what_was_begun() -> None:

@@ -226,6 +226,23 @@ def test_a_message_is_not_late_for_what_is_not_read() -> None:
     assert "a message came at fewer than 1000 bytes a second" in status(wire)[1]
 
 
+def test_a_message_is_not_late_for_what_its_client_may_not_send() -> None:
+    """While the stream is held, its client may have no window: the time for the message begins anew when it goes on."""
+    wire, stream, call = opened(body_timeout=10.0, min_rate=1000)
+    receive(stream, prefixed(bytes(500))[:100])
+    begun = stream.partial_since
+    stream.held = True
+    stream.check(begun + 60.0, 0, 0.0)
+    wire.serving.clock = lambda: begun + 60.5  # type: ignore[assignment, return-value]
+    stream.release()
+    assert [(kind, payload) for kind, _, payload in wire.frames()] == []
+    stream.check(begun + 62.5, 0, 0.0)
+    assert not call.gone
+    stream.check(begun + 63.0, 0, 0.0)
+    assert call.gone
+    assert "a message came at fewer than 1000 bytes a second" in status(wire)[1]
+
+
 @pytest.mark.parametrize(
     ("encoding", "flag", "content", "code", "text"),
     [
