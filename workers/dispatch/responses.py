@@ -156,19 +156,15 @@ class Responses(ResponseReceiver):
             if sender is None:
                 continue
             sender.returned = True
-            if result is not STREAMED:
-                error = result if isinstance(result, ServingError) else Internal(NOT_COMPLETED)
-                self._respond(sender, (error, True, 0))
-            elif sender.is_cancelled:
+            if sender.is_cancelled:
                 self._end_cancelled(sender)
+            elif result is not STREAMED:
+                error = result if isinstance(result, ServingError) else Internal(NOT_COMPLETED)
+                self._in_turn(sender, (error, True, 0))
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
         """Sends a request's next response. If ``result`` is None, only ends the request. ``final``: whether it is the last."""
-        sent = result, final, sender.posted(result, final)
-        if sender in self.kept:
-            self.kept[sender][0].append(sent)
-        else:
-            self._respond(sender, sent)
+        self._in_turn(sender, (result, final, sender.posted(result, final)))
 
     def takes_small(self, sender: ResponseSender) -> bool:
         """Returns whether a small response of ``sender`` can be sent together with responses to other requests."""
@@ -245,11 +241,14 @@ class Responses(ResponseReceiver):
             self._posted, self.look_ns = True, self._clock() + _GATHER_NS
             self._agenda.put(self.gather, self.look_ns)
         for _ in range(count):
-            sender, sent = arrived.popleft()
-            if sender in self.kept:
-                self.kept[sender][0].append(sent)
-            else:
-                self._respond(sender, sent)
+            self._in_turn(*arrived.popleft())
+
+    def _in_turn(self, sender: ResponseSender, sent: _Sent) -> None:
+        """Sends a response to a request, or an error that ends it, behind the responses that wait for room."""
+        if sender in self.kept:
+            self.kept[sender][0].append(sent)
+        else:
+            self._respond(sender, sent)
 
     def _respond(self, sender: ResponseSender, sent: _Sent) -> None:
         if sender.ended:

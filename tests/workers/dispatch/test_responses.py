@@ -191,6 +191,36 @@ def test_what_a_model_returns_for_one_it_should_have_answered(bench: Bench, resu
     assert (completion.message, completion.final) == (message, True)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_models_error_comes_behind_what_waits_for_room(bench: Bench, ends: bool) -> None:
+    """If the model has ended the request before, that it fails then is not said, whether its responses have left or not."""
+    sender = bench.ask()
+    for value in range(5):
+        sender.send(large(value))
+    sender.send(large(5), final=ends)
+    bench.returned(sender, Internal("bad"))
+    assert bench.sent() == [(value, "", False) for value in range(4)]
+    for _ in range(4):
+        bench.lane.take()
+    bench.responses.retry(bench.now_ns)
+    assert bench.responses.next_give_up_ns == NEVER
+    error = [] if ends else [(-1, Internal.code, True)]
+    assert bench.sent() == [(4, "", False), (5, "", ends), *error]
+    assert (bench.version.senders, bench.submitter.in_flight) == ({}, {})
+
+
+def test_a_models_error_does_not_wait_where_nobody_waits_for_its_responses(bench: Bench) -> None:
+    sender = bench.ask()
+    for value in range(5):
+        sender.send(large(value))
+    bench.turn()
+    sender.request.cancelled = True
+    bench.responses.cancelled(sender.request)
+    bench.returned(sender, Internal("bad"))
+    assert bench.sent()[4:] == [(-1, Cancelled.code, True)]
+    assert (bench.version.senders, bench.submitter.in_flight, bench.responses.kept) == ({}, {}, {})
+
+
 def test_a_response_that_cannot_be_placed_is_an_error_and_others_follow(bench: Bench) -> None:
     sender = bench.ask()
     sender.send({"y": np.zeros(2, np.complex128)})
