@@ -41,7 +41,7 @@ def scaled(byte_size: float) -> str:
         if byte_size < 1024 or unit == "TiB":
             break
         byte_size /= 1024
-    return f"{byte_size:.3g} {unit}"
+    return f"{byte_size:.3g} {unit}" if byte_size < 999.5 else f"{byte_size:.0f} {unit}"  # .3g would write 1e+03
 
 
 def plot(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], drawn: str) -> None:
