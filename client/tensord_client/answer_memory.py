@@ -1,10 +1,8 @@
-"""Makes the caller's answers from a worker's messages, and keeps account of the worker's memory that the answers lie in.
+"""Makes answers for the caller from the messages of a worker.
 
-    segment   a memfd of the worker, mapped read-only in this process
-    lease     the right to use a part of a segment; an answer brings one
-
-The client's next request tells the worker which leases have ended. If no request is sent, a separate message tells it, once 16
-leases have ended, or once their memory is an eighth of the memory that answers may have.
+The outputs of an answer can lie in the worker's memory, which this process maps read-only. As long as anything refers to these
+outputs, an ``AnswerLease`` keeps the worker from using the memory again. Afterwards this process tells the worker that the
+memory is free.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class HeldResults:
     """Counts the answers in workers' memory that this process still uses, on all lanes. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Begins without answers. ``most``: the most answers whose memory this process may hold at a time."""
+        """Starts to count at 0. ``most``: the most answers in workers' memory that this process may use at a time."""
         self.most = most
         #: The bytes of each answer, by the memory of its lane and the key of its lease.
         self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
@@ -100,7 +98,7 @@ class HeldResults:
 class AnswerLease:
     """The lease of the worker's memory that the outputs of one answer lie in.
 
-    The lease ends when the last array of the answer is garbage-collected. ``release`` ends it if no array was made.
+    The lease ends once nothing refers to this object. Each array that ``view`` returns refers to this object.
     """
 
     __slots__ = ("__array_interface__", "_key", "_memory", "_segment")
@@ -118,7 +116,7 @@ class AnswerLease:
             self._memory.held.sizes[self._memory, key] = byte_size
 
     def release(self) -> None:
-        """Gives the memory back to the worker, which learns of it now or later. Idempotent."""
+        """Ends this lease, and tells the worker now or with a later message that the leased memory is free. Idempotent."""
         try:
             key = self._key.pop()
         except IndexError:
@@ -180,7 +178,7 @@ class AnswerMemory:
     """The memory of one worker that answers lie in. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
-        """Starts the account of the answers on one new lane.
+        """Starts without answers, for one new lane to a worker.
 
         Args:
           held: counts the answers that this process uses.
@@ -286,7 +284,7 @@ class AnswerMemory:
                 release()
 
     def release_record(self) -> bytes:
-        """Returns a message that gives back queued leases, as many as a message can name. Returns b"" if no lease is queued."""
+        """Returns a message that gives leases from the queue of ``give_back`` to the worker, or b"" if the queue is empty."""
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []
@@ -304,9 +302,9 @@ class AnswerMemory:
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
     """Makes an ``Answer`` from a worker's message.
 
-    If ``places`` has an array for an output, the output is in that array. Any other output is a view of the worker's memory if
-    it lies there, and else a copy. Strings are always copied. If an output is a view, the answer keeps the ``lease``, and
-    counts as an answer in use.
+    If ``places`` has an array for an output, the output is in that array. Any other output is a read-only view if the output
+    lies in the worker's memory, and a copy otherwise. Strings are always copied. If an output is a view, the answer keeps
+    ``lease`` alive, and ``HeldResults`` counts the answer.
 
     Args:
       lease: the lease of the worker's memory that the outputs lie in, or None if they do not lie there.

@@ -63,16 +63,16 @@ class AsyncClient:
     ) -> Any:
         """Makes an array for an input or an output (``out``) in memory that the server reads and writes without a copy.
 
-        If the server shares no memory with this process (HTTP, or a model in this process), it is an ordinary array.
+        An array in host memory is an ordinary array if requests go over HTTP, or if this process serves the models itself.
 
         Args:
-          tensor: an item of ``AsyncModel.inputs`` or ``AsyncModel.outputs``, or a shape. An item's variable sizes (-1) become 1.
-          dtype: the numpy dtype. It is needed if ``tensor`` is a shape, and ignored otherwise.
-          shape: the complete shape, if the item has variable sizes. It is ignored if ``tensor`` is a shape.
+          tensor: an item of ``AsyncModel.inputs`` or ``AsyncModel.outputs``, or a shape.
+          dtype: the array's numpy dtype if ``tensor`` is a shape. It is ignored if ``tensor`` is an item.
+          shape: the array's shape if ``tensor`` is an item. None means the item's shape, with 1 for each variable size (-1).
           device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
 
-        Raises: InvalidArgument: the server cannot share such an array.  Unavailable: there is no memory for the array now, or
-          this process has no CUDA driver.  Unsupported: a GPU was asked for, and this process serves the models itself.
+        Raises: InvalidArgument: an argument is not valid, the array is too large, or the dtype has no fixed size.  Unavailable:
+          there is no free memory now, or no CUDA driver.  Unsupported: GPU memory, if this process serves the models itself.
         """
         return self._client.empty(tensor, dtype, shape=shape, device=device)
 
@@ -114,12 +114,12 @@ class AsyncModel(Calls):
         return await asyncio.to_thread(self._open, kind)
 
     async def pull_back(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
-        """Computes the product of ``cotangents`` and the model's derivative, as ``Model.pull_back`` does."""
+        """Computes the product of ``cotangents`` and the model's derivative. Arguments and result: see ``Model.pull_back``."""
         asked = self._asked(PULL_BACK)
         return asked.result(await (await self.derivative(PULL_BACK))(asked.arrays(inputs, cotangents), **own))
 
     async def push_forward(self, inputs: Mapping[str, Any], tangents: Mapping[str, Any], **own: Unpack[Own]) -> Answer:
-        """Computes the product of the model's derivative and ``tangents``, as ``Model.push_forward`` does."""
+        """Computes the product of the model's derivative and ``tangents``. Arguments and result: see ``Model.push_forward``."""
         asked = self._asked(PUSH_FORWARD)
         return asked.result(await (await self.derivative(PUSH_FORWARD))(asked.arrays(inputs, tangents), **own))
 
@@ -173,15 +173,15 @@ class AsyncModel(Calls):
         outputs: Sequence[str] = (),
         **own: Unpack[Own],
     ) -> AsyncPrepared:
-        """Prepares a request that is sent many times. Each ``await call()`` of the result sends the input arrays' present values.
-
-        No request is sent yet.
+        """Returns an object that sends a request at each awaited call, with the input arrays' present values.
 
         Args:
-          out: output name -> the array that each answer's output is written to. The first call raises InvalidArgument if an array
-            cannot be used.
-          outputs: the outputs to return. If it is empty, those in ``out`` are returned, or all outputs if ``out`` is None.
+          out: output name -> the array that each answer's output is written to. A call of the returned object raises
+            InvalidArgument if the array has another shape or dtype than the output.
+          outputs: the names of the outputs to return. Empty means the names in ``out``, or all outputs if ``out`` is empty.
           own: the request's other fields, such as ``priority``.
+
+        Raises: InvalidArgument: an input cannot be an array, or an array in ``out`` is read-only.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
         call.repeats = True
@@ -262,7 +262,7 @@ class AsyncLatest(Newest[Answer]):
     """
 
     def forget(self) -> None:
-        """Removes all inputs and answers. Tasks that wait in ``get`` are not woken. A child process calls it after a fork."""
+        """Removes all requests and answers from this object. A child process calls this method after a fork."""
         super().forget()
         #: Futures of the tasks that wait in ``get``.
         self._waits: list[asyncio.Future[None]] = []
@@ -374,11 +374,14 @@ class AsyncModelParameters:
         return await asyncio.to_thread(self._sets.update, parameters, **how)
 
     async def gradient(self, inputs: Mapping[str, Any], cotangents: Mapping[str, Any], **own: Any) -> Any:
-        """Computes the gradient with respect to the model's parameters. Takes the arguments of ``ModelParameters.gradient``."""
+        """Computes ``cotangents`` times the model's derivative by its parameters, as ``ModelParameters.gradient`` does."""
         return await asyncio.to_thread(functools.partial(self._sets.gradient, inputs, cotangents, **own))
 
     async def list(self) -> list[dict[str, Any]]:
-        """Returns a dictionary for each parameter set of the model, as ``ModelParameters.list`` does."""
+        """Returns a dictionary for each parameter set of the model.
+
+        "set" is the set's name. "number" is the number of the set's newest push. ``ModelParameters.list`` describes all items.
+        """
         return await asyncio.to_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:

@@ -1,9 +1,9 @@
-"""Finds a server and connects to it; the ``Client`` returns the server's models as functions of arrays.
+"""Finds a server and connects to it. A ``Client`` looks up the server's models, which are called as functions of arrays.
 
-    connect()   tries $TENSORD alone if it is set; else /run/tensord, then the user's own daemon, then localhost:8000
-
-An address is a folder (one with a daemon's sockets, or a repository with models, which this process then serves by itself), the
-path of a socket, ``unix:PATH``, ``HOST:PORT`` or ``http://HOST:PORT``.
+Without an address, ``connect`` tries the address in $TENSORD. If $TENSORD is not set, ``connect`` tries, in this order,
+the folders /run/tensord, $XDG_RUNTIME_DIR/tensord and /tmp/tensord-UID, and the address localhost:8000.
+An address is a folder with a daemon's sockets, the path of a socket, ``unix:PATH``, ``HOST:PORT`` or ``http://HOST:PORT``. It
+may also be a repository of models, which this process then serves by itself.
 """
 
 from __future__ import annotations
@@ -83,21 +83,20 @@ class Client:
         shape: Sequence[int] | None = None,
         device: str = "",
     ) -> Any:
-        """Makes an array for an input or an output (``out``) in memory that the server reads and writes without a copy.
+        """Makes an array for a model's input or output. The server reads and writes the array's memory without a copy.
 
-        If the server shares no memory with this process (HTTP, or a model in this process), it is an ordinary array.
+        If the client uses HTTP or serves the models in its own process, an array on the host is an ordinary numpy array.
 
         Args:
-          tensor: an item of ``Model.inputs`` or ``Model.outputs``, or a shape. An item's variable sizes (-1) become 1.
-          dtype: the numpy dtype. It is needed if ``tensor`` is a shape, and ignored otherwise.
-          shape: the complete shape, if the item has variable sizes. It is ignored if ``tensor`` is a shape.
+          tensor: an item of ``Model.inputs`` or ``Model.outputs``, or a shape.
+          dtype: the numpy dtype, if ``tensor`` is a shape. It is ignored if ``tensor`` is an item.
+          shape: the complete shape, if ``tensor`` is an item with variable sizes (-1). None makes every variable size 1.
           device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
 
-        Returns: a numpy array with undefined content. On a GPU it is a ``DeviceArray``, which frameworks view by DLPack and
-          ``copy_from`` fills.
-        Raises: InvalidArgument: the datatype has no fixed size (strings), the array can never fit into the memory that the server
-          allows, or the server cannot reach that GPU.  Unsupported: a GPU was asked for, and this process serves the models
-          itself.  Unavailable: there is no memory for the array now, or this process has no CUDA driver.
+        Returns: a numpy array with undefined content. On a GPU, a ``DeviceArray`` with undefined content.
+        Raises: InvalidArgument: the dtype has no fixed size (strings), the array is larger than the server allows, ``shape``
+          does not fit ``tensor``, or the server cannot use the GPU.  Unsupported: ``device`` is a GPU, and the client serves
+          the models in its own process.  Unavailable: no memory is free for the array, or this process has no CUDA driver.
         """
         if isinstance(tensor, Tensor):
             dtype = tensor.dtype
@@ -145,7 +144,7 @@ def connect(
     Args:
       address: a folder with a daemon's sockets, the path of a socket, ``unix:PATH``, ``HOST:PORT`` or ``http://HOST:PORT``. It
         may also be a repository of models, which this process then serves by itself. None means ``$TENSORD`` or, if it is not
-        set, the first server that answers: this host's service (/run/tensord), the user's own daemon, localhost:8000.
+        set, the first of /run/tensord, $XDG_RUNTIME_DIR/tensord, /tmp/tensord-UID and localhost:8000 that answers.
       wait: the seconds to wait for a server to appear. With 0, each address is tried once.
       patience: the seconds that a call waits, within its own timeout, for a lost server to come back.
       headers: header fields that every HTTP request has, such as a key that the server requires. Requests over lanes have no
@@ -200,9 +199,9 @@ def _usual() -> Iterator[str]:
 
 
 def headers_of(lines: Iterable[str]) -> dict[str, str]:
-    """Returns what ``connect(headers=...)`` takes, from the values of a program's ``--header NAME:VALUE``.
+    """Parses the values of a program's options ``--header NAME:VALUE``. Returns a dict from header names to header values.
 
-    Raises InvalidArgument: one has no colon.
+    Raises InvalidArgument if a value in ``lines`` has no colon.
     """
     fields = [line.partition(":") for line in lines]
     if wrong := [name for name, colon, _ in fields if not colon]:
@@ -263,7 +262,7 @@ def _holds_a_model(repository: Path) -> bool:
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:
-    """Makes the error for a path that cannot be connected to."""
+    """Makes the exception to raise if this process failed with ``error`` to reach a server at ``path``."""
     text = f"{path}: {error.strerror}"
     if not isinstance(error, PermissionError):
         return Unavailable(text)

@@ -1,12 +1,9 @@
 """Makes arrays on GPUs that this process shares with workers. The daemon knows each array as a CUDA region.
 
-    cuMemAlloc ─▶ cuIpcGetMemHandle ─▶ registered over HTTP ─▶ requests name the region, workers use it in place
-        ▲                                                       │
-        ╰── copies from arrays of PyTorch or JAX                ╰── garbage-collected ─▶ unregistered and freed, later
-
-Each array has an allocation of its own, because an IPC handle gives access to a whole allocation. Frameworks keep several
-arrays in one allocation, so their arrays are copied and never exported. Frameworks can view the arrays of this module by
-DLPack. The next allocation unregisters and frees arrays that were garbage-collected.
+Each array has a CUDA allocation of its own, whose IPC handle is registered with the daemon over HTTP. Requests name the region,
+and workers use the array in place. Frameworks such as PyTorch and JAX can view an array of this module by DLPack.
+``DeviceArray.copy_from`` copies a framework's array into an array of this module. The GPU memory of a garbage-collected array
+is kept until the next array is made or the connection is closed.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ class CudaLibrary:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
 
     def within(self, address: int, source: int, byte_size: int) -> None:
-        """Copies ``byte_size`` bytes from ``source`` to ``address`` on the device, and waits. Call it in a block of ``on``."""
+        """Copies GPU memory from ``source`` to ``address``, and waits for the copy. Call it in a ``with`` block of ``on``."""
         self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
         self._call("cuCtxSynchronize")
 
@@ -186,7 +183,7 @@ class DeviceMemory:
     """
 
     def __init__(self, post: Callable[[str, bytes], object]) -> None:
-        """Starts without arrays. ``post`` sends a POST request, with a path and a JSON body, which registers an array."""
+        """Starts without arrays. ``post(path, body)`` sends a POST request with a JSON body to the daemon."""
         self._post = post
         self._lock = threading.Lock()
         self._driver: CudaLibrary | None = None
@@ -254,7 +251,7 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Frees the GPU memory of garbage-collected arrays. Other arrays keep theirs until the process ends. Idempotent."""
+        """Frees the GPU memory of garbage-collected arrays. Arrays still in use keep their memory until the process ends."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():

@@ -101,15 +101,16 @@ class Listening(socket.socket):
 
 
 class Gateway:
-    """Base class of gateways, which serve other protocols. Checks clients' API keys, and caches the results of ``make``."""
+    """Base class of gateways. A gateway serves a daemon's models over another protocol, and checks its clients' API keys."""
 
     #: Looks a model up, and makes what is kept of it.
     make: Callable[[str, int], Awaitable[Any]]
 
     def __init__(self, client: AsyncClient, options: argparse.Namespace, header: Callable[[bytes], bytes]) -> None:
-        """Reads the clients' API keys. Raises OSError if their file cannot be read, or InvalidArgument if it has no key.
+        """Reads the API keys of clients from the file ``options.api_key_file``. If that is None, clients need no key.
 
-        ``header``: returns the Authorization header that a client with a given key sends.
+        ``header`` returns the Authorization header that a client with a given key sends. Raises OSError if the file cannot be
+        read. Raises InvalidArgument if the file has no key.
         """
         self.client, self.options = client, options
         keys = Path(options.api_key_file).read_bytes().split() if options.api_key_file else []
@@ -125,7 +126,7 @@ class Gateway:
         return not self._headers or sum([hmac.compare_digest(header, one) for header in self._headers]) > 0
 
     async def model(self, asked: tuple[str, int], age: float = _FRESH) -> Any:
-        """Returns the result of ``self.make`` for a model's name and version. A cached result is used for ``age`` seconds."""
+        """Returns the result of ``self.make`` for a model's name and version. The result may be up to ``age`` seconds old."""
         async with self._looking_up:  # so that one connection to the daemon is enough
             if asked not in self._made or time.monotonic() - self._made[asked][0] > age:
                 self._made.pop(asked, None)
@@ -148,7 +149,7 @@ async def ask(model: AsyncModel, inputs: Mapping[str, Any], **own: Any) -> Answe
 
 
 def told(error: ServingError) -> str:
-    """Returns the text of an error for clients, with file paths replaced."""
+    """Returns the message of ``error`` for clients. Each absolute file path in the message is replaced by "(a path)"."""
     return FILE.sub("(a path)", error.message)
 
 
@@ -160,7 +161,10 @@ def bound(what: str, number: int, unit: str, most: int) -> int:
 
 
 def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
-    """Returns the size in bytes of a client's array. Raises InvalidArgument, with the name ``what``, if ``shape`` is wrong."""
+    """Returns the size of an array in bytes. ``what`` is the array's name for errors.
+
+    Raises InvalidArgument if ``shape`` is not a list of at most ``MAX_DIMENSIONS`` integers from 0 to ``MAX_SIZE``.
+    """
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
         raise InvalidArgument(f"{what} has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")
     bound(f"{what} has", len(shape), "dimensions", MAX_DIMENSIONS)
@@ -168,7 +172,10 @@ def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
 
 
 def array(what: str, dtype: np.dtype[Any], shape: Any, content: Any) -> Array:
-    """Makes a read-only array from a client's bytes. Raises InvalidArgument, with the name ``what``, if the size is wrong."""
+    """Makes a read-only array from ``content``, the bytes of a client's array. ``what`` is the array's name for errors.
+
+    Raises InvalidArgument if ``shape`` is not valid, or ``content`` is not bytes of the size that the array needs.
+    """
     size = byte_size(what, dtype, shape)
     given = len(content) if isinstance(content, bytes) else type(content).__name__
     if given != size:
@@ -183,7 +190,7 @@ def rows(model: AsyncModel) -> list[dict[str, Tensor]]:
 
 
 def for_client(values: Array, tensor: Tensor | None) -> Array:
-    """Returns an output's values for clients: BF16 as float32, others unchanged. If ``tensor`` is None, returns ``values``."""
+    """Returns ``values`` as float32 if ``tensor`` describes a BF16 output. Otherwise returns ``values`` unchanged."""
     if tensor is None or tensor.datatype != "BF16":
         return values
     made: Array = (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -201,10 +208,10 @@ Serve = Callable[[AsyncClient, argparse.Namespace, Listening], contextlib.Abstra
 
 
 def main(module: str, options: argparse.Namespace, what: str, serve: Serve) -> None:
-    """Runs the gateway ``module`` until SIGTERM or SIGINT. If an error ends it, the process exits with the error's text.
+    """Runs a gateway, which serves a daemon's models over another protocol, until SIGTERM or SIGINT comes.
 
-    ``what``: what is served, such as "models", for the log. ``serve``: returns an asynchronous context manager, inside whose
-    block clients are served.
+    ``module``: the gateway's Python module, for the log. ``what``: what is served, such as "models", for the log. ``serve``:
+    returns an asynchronous context manager that serves clients in its block. Raises SystemExit if an error ends the gateway.
     """
 
     async def run() -> None:

@@ -1,8 +1,8 @@
 """Sends requests to a server over HTTP: the Open Inference Protocol with binary tensors, over a unix socket or TCP.
 
-    request   | JSON (Inference-Header-Content-Length bytes) | tensor | tensor | ...     in the order of ``inputs``
-    answer    | JSON                                         | tensor | ...              in the order of ``outputs``
-    stream    | JSON size u32, size of the tensors u64, little-endian | JSON | tensor | ...     for each response
+The body of a request or an answer is a JSON object, and then the bytes of tensors in the order in which the JSON names them.
+The header Inference-Header-Content-Length has the JSON's size in bytes. A stream of responses lacks this header: each
+response begins with the JSON's size (u32) and the total size of the response's tensors (u64), both little-endian.
 
 Source: Open Inference Protocol, REST; Triton docs/protocol/extension_binary_data.md; tensord docs/protocol.md.
 """
@@ -77,7 +77,7 @@ class HttpConnection:
           limit: the most HTTP connections that are open at a time. Further requests wait until a connection is free.
           patience: the seconds that a request waits for a server that cannot be reached or is stopping.
           max_waiting: the most requests that wait for a connection. A further request is refused with Unavailable.
-          fields: header lines that every request has besides its own.
+          fields: additional header lines for every request, each with CRLF at its end.
         """
         self._fields = b" HTTP/1.1\r\nHost: " + address.authority.encode() + b"\r\n" + fields
         self.address = address
@@ -188,17 +188,18 @@ class HttpConnection:
         pieces: Sequence[Buffer] = (),
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Lists or changes the parameter sets of a model on the server.
+        """Lists or changes the parameter sets of a model on the server. Returns the server's answer.
 
-        In the server's answer, "parameters" is the list of sets, and "number" identifies a push.
+        After "parameters", the answer's item "parameters" is the list of sets. After "push" or "revert", the item "number"
+        identifies the push whose values the set has now.
 
         Args:
-          operation: "parameters" lists the sets, "push" changes a set, "drop" removes a set, and "revert" undoes a set's newest
-            push.
+          operation: "parameters" lists the sets, "push" changes a set, "drop" removes a set, "revert" undoes a set's last push.
           version: the model's version. 0 means the newest, or all versions if sets are listed.
           name: the name of the parameter set, or "" to list sets.
-          said: the fields of a push, such as "number", "partial" or "file", or None.
-          pieces: the parameters' bytes in safetensors' layout, or none if ``said`` names a file with the parameters.
+          said: the JSON object that describes a push. Its "number" identifies the push, and 0 lets the server choose a number.
+            ``said`` is None for every operation except "push".
+          pieces: the pushed values in safetensors' layout. It is empty if ``said`` names a file with the values.
           timeout: the seconds to wait for the answer, or None for no limit.
 
         Raises: ServingError: the answer is an error, or none came in time.
@@ -227,7 +228,7 @@ class HttpConnection:
     exchange = ask
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with its arrays' values at that time. Sends nothing yet."""
+        """Makes a request that can be sent many times, each time with the present values of the arrays in ``call``."""
         return Prepared(self.ask, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -253,7 +254,7 @@ class HttpConnection:
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, array: Any) -> tuple[str, int, int] | None:
-        """Returns the name, offset and size of the region that ``array`` lies in, or None if ``empty_on`` did not make it."""
+        """Returns (region, offset in it, size in bytes) for an array that ``empty_on`` made, and None for any other array."""
         if isinstance(array, np.ndarray) or self._on_devices is None or array.memory is not self._on_devices:
             return None
         return cast("tuple[str, int, int]", array.place)
@@ -443,7 +444,7 @@ def _timing(field: bytes | None) -> Timing | None:
 
 
 def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
-    """Parses JSON in an answer's body, or raises Internal."""
+    """Parses ``text`` from the body of ``response``. Raises Internal if ``text`` is not valid JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -473,8 +474,8 @@ def _path(model: str, version: int) -> str:
 def reached(address: Address, patience: float, fields: bytes = b"") -> HttpConnection:
     """Makes a connection over HTTP, checks that a server answers there, and returns the connection.
 
-    ``patience`` is the seconds that later requests wait for a lost server, and ``fields`` are header lines that every request
-    has besides its own. Raises Unavailable if no server answers.
+    ``patience`` is the seconds that later requests wait for a lost server. ``fields`` are additional header lines for every
+    request, each with CRLF at its end. Raises Unavailable if no server answers within 10 seconds.
     """
     connection = HttpConnection(address, patience=patience, fields=fields)
     try:

@@ -1,9 +1,7 @@
 """A keep-alive HTTP/1.1 connection that never blocks: it sends one request at a time and receives the answer.
 
-    send(pieces) ─▶ advance() ─▶ POLLOUT | POLLIN: wait for this, call it again ─▶ 0: ``response`` is complete
-                        ╰─ OSError: the connection failed; ``sent`` says whether the server may have the request
-
-The caller (a thread or an event loop) does the waiting. Source: RFC 9112.
+The caller gives a request to ``HttpChannel.send``, and then calls ``HttpChannel.advance`` until ``advance`` returns 0. Between
+two calls, the caller waits for the poll events that ``advance`` returned. Source: RFC 9112.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """Returns the Host header field of requests to this address."""
+        """Returns the value of the Host header in requests to this address, such as "localhost:8000"."""
         return "localhost" if self.path else str(self)[len("http://") :]
 
 
@@ -95,7 +93,7 @@ class HttpResponse:
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Records that the first ``count`` bytes of ``place`` were received."""
+        """Records that the caller wrote the body's next ``count`` bytes to the beginning of ``self.place``."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -189,7 +187,7 @@ class HttpResponse:
             self.text += data
 
     def _complete(self) -> None:
-        """Completes the answer, and separates the binary part of its body from the JSON."""
+        """Sets ``whole``. If the body is JSON and then binary data, moves the data from the attribute ``text`` to ``tail``."""
         self.whole = True
         json_size = self.fields.get(b"inference-header-content-length")
         if json_size is None or self._streams:
@@ -289,7 +287,7 @@ class HttpChannel:
 
     @property
     def is_readable(self) -> bool:
-        """Returns whether bytes or the connection's end have come. An idle connection then cannot be used again."""
+        """Returns whether there are bytes to read, or the server has closed the connection."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -309,7 +307,7 @@ class HttpChannel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Replaces the request's unsent bytes by those in ``content``, a copy of the whole request. Sends nothing yet."""
+        """Makes ``advance`` take the request's unsent bytes from ``content``, which is a copy of the whole request."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

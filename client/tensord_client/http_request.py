@@ -1,11 +1,8 @@
-"""Sends one HTTP request and waits for its answer, in the calling thread, on an event loop, or in a thread of the client.
+"""Sends HTTP requests and waits for the answers, in the calling thread, on an event loop, or in a thread of the client.
 
-    HttpRequest ─▶ Pool.take ─▶ HttpChannel ─▶ ``wait``, an event loop or a ``Waiter`` calls ``_step`` until the request ends
-                        ╰─ all connections are in use: the request is queued
-
-If the request was not sent completely, or if the server says that it is stopping, the request is sent again as long as
-``patience`` lasts. If it was sent completely and may run twice (``pure``), it is sent again once, unless responses of a stream
-have arrived. In all other cases the failure is raised.
+If the server cannot be reached or answers that it is stopping, a request is sent again until the seconds of the request's
+``patience`` are over. If the connection fails after a request was sent completely, the request is sent again at most once, and
+only if running the request twice does no harm.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _CUT = "the server at {} ended in the middle of the responses"
 
 
 class Unreached(Unavailable):
-    """Raised if no HTTP server answers at the address."""
+    """Raised if the server cannot be reached, or if the server's answer is not valid HTTP."""
 
 
 class Pool:
@@ -81,7 +78,7 @@ class Pool:
             pending.grant(channel)
 
     def _usable(self) -> HttpChannel | None:
-        """Takes idle connections out of the pool until one can still be used. Returns that one, or None."""
+        """Takes a usable idle connection out of the pool and returns it. Returns None if the pool has no such connection."""
         while self._idle:
             channel, since = self._idle.pop()
             if time.monotonic() - since < _IDLE and not channel.is_readable:
@@ -159,7 +156,7 @@ class HttpExchange:
         raise NotImplementedError
 
     def read_next(self, response: HttpResponse) -> Any:
-        """Returns the next result in ``response``, or None if it has not all arrived. Raises ServingError if it is an error."""
+        """Returns the next result in ``response``, or None if it is incomplete. Raises ServingError if an error came."""
         raise NotImplementedError
 
 
@@ -187,15 +184,15 @@ class HttpRequest(Pending[Any]):
     _timer: Any = None
 
     def __init__(self, pool: Pool, exchange: HttpExchange, waiter: Callable[[], Waiter], patience: float) -> None:
-        """Asks the pool for a connection, and sends as much of the request as is possible without waiting.
+        """Starts to send the request, without waiting. Queues the request if all connections of ``pool`` are in use.
 
         Args:
           pool: the client's HTTP connections.
           exchange: the bytes to send, and how to read the answer.
-          waiter: returns the thread that sends and receives for the client's requests with callbacks.
+          waiter: returns the client's thread for requests with callbacks. Called only if this request gets a callback.
           patience: the seconds that the request waits for a server that cannot be reached or is stopping.
 
-        Raises: Unavailable: too many requests wait for a connection, or the client was closed.
+        Raises: Unavailable: too many requests are queued, or the client was closed.
         """
         super().__init__(exchange.model, exchange.deadline, pool.deadlines)
         self._pool = pool
@@ -265,7 +262,7 @@ class HttpRequest(Pending[Any]):
         return 0
 
     def _look(self, response: HttpResponse) -> None:
-        """Stores what has arrived of the answer, and ends this request at the answer's end."""
+        """Stores the next result in ``response`` if that result has fully arrived. Ends this request after the last result."""
         if self._exchange.streams and response.status == 200:
             found = self._exchange.read_next(response)
             if found is not None:
@@ -309,7 +306,10 @@ class HttpRequest(Pending[Any]):
         self._pool.give(self, None)
 
     def _broke(self, error: OSError) -> None:
-        """Sends this request again, or ends it, after its connection has failed."""
+        """Closes the connection, which failed with ``error``. Sends the request again later, or ends it with Unavailable.
+
+        A completely sent request is sent again only once, and only if running it twice does no harm.
+        """
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:
@@ -341,7 +341,7 @@ class HttpRequest(Pending[Any]):
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the descriptor to poll for events. Call it only if ``_step`` returned events."""
+        """Returns the file descriptor of this request's connection. Call it only while this request has a connection."""
         assert self._channel is not None
         return self._channel.fileno()
 
@@ -449,9 +449,9 @@ class Waiter:
         self._thread.start()
 
     def add(self, request: HttpRequest) -> None:
-        """Hands a request to the thread, which sends, receives and calls callbacks for it.
+        """Makes this object's thread send the request, receive the answer and call the request's callbacks.
 
-        If the thread has already ended, because ``close`` was called, the request fails with Cancelled.
+        If this object's thread has already ended after ``close``, the request fails with Cancelled.
         """
         self._tell(self._new, request, request._step)
 
@@ -482,12 +482,12 @@ class Waiter:
                 os.write(self._wake_end, b"\0")
 
     def close(self) -> None:
-        """Asks the thread to end once all its requests have ended. Does not wait for that. Idempotent."""
+        """Tells this object's thread to end when all requests of this object have ended. Does not wait. Idempotent."""
         self._closed = True
         self.wake()
 
     def abandon(self) -> None:
-        """Closes the file descriptors that wake the thread. It is also called in a child process after a fork."""
+        """Closes this object's file descriptors. After that, ``wake`` does nothing."""
         self._ended = True
         os.close(self._wakes)
         os.close(self._wake_end)

@@ -1,14 +1,8 @@
 """Calls a served model from inside a program that JAX compiles: the program calls back to the host, which sends the requests.
 
-    jitted program ─▶ the primitive ``served`` ─▶ XLA's callback ─▶ one request or several ─▶ outputs, which XLA copies
-
-If the model has a batch dimension, the axes that ``vmap`` adds become rows. If not, each element of these axes is one request.
-JAX differentiates the primitive by two rules, which use the model's derivatives (``tensord_client.common.derivatives``):
-
-    jvp         gives the outputs, and the tangents by push_forward. In reverse mode JAX only transposes push_forward and does
-                not run it. If the model has value_and_gradient, one request for it gives the outputs and the gradients
-    transpose   replaces push_forward by pull_back, and pull_back by push_forward. If the gradients came with the outputs, the
-                result is their product with the cotangent, without a further request
+If the model has a batch dimension, the axes that ``vmap`` adds become rows. If not, one request is sent for each index into
+these axes. JAX can differentiate the call if the server has derivatives of the model (``tensord_client.common.derivatives``):
+forward mode needs the derivative push_forward or value_and_gradient, and reverse mode needs pull_back or value_and_gradient.
 """
 
 from __future__ import annotations
@@ -42,15 +36,14 @@ def jax(
 ) -> Callable[[Mapping[str, Any]], dict[str, jax_library.Array]]:
     """Makes a function of a served model that may be called inside ``jax.jit``, ``vmap`` and ``scan``.
 
-    It can be differentiated, forwards and in reverse, as far as the model has derivatives.
+    JAX can differentiate the function if the server has derivatives of the model.
 
     Args:
       shapes: the shapes of outputs by output name, without axes that ``vmap`` adds. Give the shape of each output that has an
         axis of variable size besides the batch axis.
-    Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
-      shape is not known, if a tensor is BYTES, or if it is differentiated and the model has no such derivative. While the
-      compiled program runs, JAX raises an error of the server with the same text: as JaxRuntimeError or, from the second run
-      on, as ValueError.
+    Returns: a function from inputs by name to outputs by name. While JAX traces the function, it raises InvalidArgument if an
+      output's shape is not known, if an input or output is BYTES, or if JAX needs a derivative that the server does not have.
+      If the server answers with an error while the compiled program runs, JAX raises JaxRuntimeError or ValueError.
     """
     import jax as library
 
@@ -90,7 +83,11 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns an output's shape: from ``known``, else as declared, with the batch dimension ``rows`` if ``rows`` is not 0."""
+    """Returns the shape of the output ``tensor``. If ``known`` has a shape for the output's name, that shape is returned.
+
+    If not, ``tensor.shape`` is returned. If ``rows`` is not 0, its first size is replaced by ``rows``, the batch size.
+    Raises InvalidArgument if a size is not known (-1), or if the output is BYTES.
+    """
     _check_held("output", tensor)
     if tensor.name in known:
         return tuple(known[tensor.name])
@@ -149,7 +146,7 @@ class _ServedModel:
 
 
 class _Asking:
-    """Calls a served model for a compiled program. Each run of the program calls this object with the input arrays."""
+    """A function that a compiled JAX program calls with input arrays. The function returns a served model's outputs."""
 
     def __init__(
         self, served: _ServedModel, given: Sequence[str], wanted: Sequence[_Output], outer: tuple[int, ...]
@@ -187,7 +184,7 @@ class _Asking:
     def _in_parts(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Calls the model in several requests of at most ``max_batch_size`` rows each. Returns the joined outputs.
 
-        If the model has no batch dimension, each request is for one element.
+        If the model has no batch dimension, each request is for one index into the axes that ``vmap`` added.
         """
         model, size, lead, outputs = self._model, self._model.max_batch_size, self._lead, self._outputs
         shape = next(iter(inputs.values())).shape[:lead]
@@ -211,7 +208,7 @@ def _in_datatype(tensor: Tensor | None, value: Any) -> Any:
 
 
 def _varies(value: Any) -> bool:
-    """Returns whether ``value`` belongs to a ``jax.shard_map`` in which JAX has marked it as different on each device."""
+    """Returns whether the JAX type of ``value`` says that the devices of a ``jax.shard_map`` may have different values."""
     aval = getattr(value, "aval", None)
     # ``vma`` is of JAX before 0.10.
     return bool(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", None))

@@ -1,12 +1,10 @@
-"""The connection of this process to a daemon on the same host: over lanes and shared memory, or over HTTP without lanes.
+"""Connects this process to a daemon on the same host. Requests go over lanes, or over HTTP if the daemon gives no lanes.
 
-    clients' socket ── hello, open ──▶ supervisor        one connection; when it is closed, all lanes end
-    lanes           ── requests    ──▶ workers           one lane to each worker, for all models of the worker
-    memory          ── segments    ──▶ workers           shared with all workers
-    HTTP            ── requests    ──▶ the daemon        for models to which the daemon gives no lanes
+    socket for clients ─▶ daemon     asks for lanes to the workers of a model
+    lanes              ─▶ workers    carry requests: one lane to each worker, for all models that the worker serves
+    shared memory      ─▶ workers    holds arrays that requests name, and is shared with all workers
 
-Threads are started only to call callbacks, to send requests again that no thread waits for, and to ask for further lanes. After
-a fork the child process connects anew when it sends its first request.
+HTTP carries the requests for models to which the daemon gives no lanes.
 """
 
 from __future__ import annotations
@@ -79,16 +77,16 @@ class LaneConnection(Sender):
         """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
         Args:
-          over_http: connects over HTTP when that is first needed, given the daemon's answer to ``hello``. If it is None, HTTP
-            is never used.
-          max_results: the most answers in workers' memory that this process may use at a time. After that, ``ask`` raises
-            ResultsHeld.
-          timeout: the seconds to wait for each answer on the clients' socket.
+          over_http: connects to the daemon over HTTP. Its argument is a mapping whose item "http" lists the daemon's HTTP
+            addresses. If ``over_http`` is None, HTTP is never used.
+          max_results: the most answers in workers' memory that this process may hold at a time. While it holds so many, ``ask``
+            raises ResultsHeld.
+          timeout: the seconds to wait for each answer of the daemon on its socket for clients.
           patience: the seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
-          max_waiting: the most requests that wait for one worker, and the most requests that wait because there is no worker. A
-            further request is refused with Unavailable.
-          keyed: whether HTTP requests have headers, such as a key. If True, a change of parameter sets that the daemon refuses
-            on this socket is sent over HTTP.
+          max_waiting: the most requests that may wait for one worker. While there is no worker, as many requests may wait for
+            one. A further request is refused with Unavailable.
+          keyed: True if HTTP requests have a header with a key. If the daemon requires a key to change parameter sets, such
+            changes are then sent over HTTP.
 
         Raises: Unavailable: no daemon answers at ``path``.
         """
@@ -133,7 +131,7 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects to the clients' socket. The caller has the lock ``_asking``."""
+        """Connects to the daemon's socket at ``self.path``. Outside the constructor, callers must hold the lock ``_asking``."""
         connected = ClientsSocket(self.path, self._timeout)
         try:
             self.hello, _ = connected.ask({"hello": {}})
@@ -150,7 +148,7 @@ class LaneConnection(Sender):
     def http(self) -> Connection:
         """Returns the connection over HTTP, which the first call makes.
 
-        Raises: Unavailable: the daemon cannot be reached over HTTP.  Unsupported: this connection may not use HTTP.
+        Raises: Unavailable: the daemon cannot be reached over HTTP.  Unsupported: the constructor's ``over_http`` is None.
         """
         with self._http_lock:
             if self._http is None:
@@ -259,7 +257,9 @@ class LaneConnection(Sender):
     # --------------------------------------------------------------------------------------------------- requests
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Makes an array with undefined content in memory that the workers share. Without lanes, it is in ordinary memory.
+        """Makes an array with undefined content in memory that this process shares with the workers.
+
+        If the daemon gives no lanes, the array lies in ordinary memory.
 
         Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is not valid.  Unavailable:
           there is no room for the array now, or ``close`` was called.
@@ -283,11 +283,11 @@ class LaneConnection(Sender):
     def ask(self, call: Call) -> Pending[Answer]:
         """Sends a request. Returns an object that waits for the answer.
 
-        If no lane is usable now, the request is sent later, once somebody waits for the answer and a lane is found.
+        If all lanes to the model's workers have ended, the request is sent once that object waits and there is a new lane.
 
-        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process must first free some earlier answers.
-          Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
-          not served.
+        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process holds ``max_results`` answers already.
+          Unavailable: no worker serves the model when this connection first uses the model, shared memory is full, or too
+          many requests wait.  NotFound: the model is not served.
         """
         if self._apart and (call.model, call.version) in self._apart:
             return self.http().ask(call)
@@ -308,11 +308,9 @@ class LaneConnection(Sender):
         return pending
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request. Returns the answer if it came at once, or a ``Pending`` by which this thread waits for the answer.
+        """Sends a request. Returns the answer, or a ``Pending`` whose method ``result`` waits for the answer and returns it.
 
-        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process uses as many answers as it may.
-          Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
-          not served.
+        The errors are the same as for ``ask``.
         """
         known, held = self.models.get((call.model, call.version)), self.held
         if known is None or len(held.sizes) >= held.most or call.traceparent:
@@ -355,9 +353,10 @@ class LaneConnection(Sender):
         return pending
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with its arrays' values at that time. Sends nothing yet.
+        """Makes a request that can be sent many times, each time with the present values of the arrays in ``call``.
 
-        Raises: InvalidArgument: the model answers a request with several responses.  ServingError: the request cannot be sent.
+        Raises: InvalidArgument: the model answers a request with several responses, or an array in ``call`` cannot be used.
+          ServingError: the daemon answers with an error, or no worker serves the model now.
         """
         if (call.model, call.version) in self._apart:
             return self.http().prepare(call)
@@ -371,7 +370,7 @@ class LaneConnection(Sender):
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in, or {} if it cannot be asked for over HTTP."""
+        """Asks the daemon over HTTP for a model's configuration with defaults filled in. Returns {} if the request fails."""
         try:
             return self.http().config(model, version)
         except ServingError:
@@ -393,20 +392,21 @@ class LaneConnection(Sender):
         pieces: Sequence[Buffer] = (),
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Lists or changes the parameter sets of a model, over a new connection to the clients' socket.
+        """Lists or changes the parameter sets of a model. Returns the daemon's answer.
 
-        In the daemon's answer, "parameters" is the list of sets, and "number" identifies a push.
+        If the operation is "parameters", the answer's item "parameters" is the list of sets. If the operation is "push" or
+        "revert", the answer's item "number" is the number of the push whose parameters the set has now.
 
         Args:
           operation: "parameters" lists the sets, "push" changes a set, "drop" removes a set, and "revert" undoes a set's newest
             push.
           version: the model's version. 0 means the newest, or all versions if sets are listed.
           name: the name of the parameter set, or "" to list sets.
-          said: the fields of a push, such as "number", "partial" or "file", or None.
-          pieces: the parameters' bytes in safetensors' layout, or none if ``said`` names a file with the parameters.
-          timeout: the seconds to wait for the answer, in addition to the constructor's ``timeout``. None means no limit.
+          said: more fields for the daemon, such as {"number": 7} to choose a push's number. None means no more fields.
+          pieces: the parameters of a push as bytes in the safetensors format. Empty if no parameters are sent.
+          timeout: seconds. The call waits for ``timeout`` plus the constructor's ``timeout``. None means no limit.
 
-        Raises: ServingError: the answer is an error, or none came in time.
+        Raises: ServingError: the answer is an error, or no answer came in time.
         """
         if self.is_closed:
             raise Unavailable(CLOSED)
@@ -456,10 +456,10 @@ class LaneConnection(Sender):
             return True
 
     def lane_for(self, call: Call) -> ClientLane | None:
-        """Chooses the lane for a request. It is the lane of the request's sequence, or else the least busy one.
+        """Chooses the lane for a request, and returns it. Returns None if no lane is usable.
 
-        A new sequence gets the lane on which this connection has the fewest sequences of the model.
-        Returns None if no lane is usable. Raises Unavailable if the worker of the request's sequence has ended.
+        The first request of a sequence gets the lane with the fewest sequences of the model. The later ones get the same lane.
+        Any other request gets the least busy lane. Raises Unavailable if the lane of a sequence that has begun has ended.
         """
         sequence_id = call.scheduling.sequence_id
         lane = self._sequences.get((call.model, sequence_id)) if sequence_id else None
@@ -481,7 +481,7 @@ class LaneConnection(Sender):
         return known.choose(call.model)
 
     def sent(self, call: Call, lane: ClientLane) -> None:
-        """Records that the call's sequence is on ``lane``, or that the sequence has ended if this was its last request."""
+        """Records that the sequence of ``call`` is on ``lane``. If ``call`` ends the sequence, forgets the sequence instead."""
         key = call.model, call.scheduling.sequence_id
         if call.scheduling.sequence_end:
             self._place_sequence(key, None)
@@ -510,16 +510,15 @@ class LaneConnection(Sender):
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
     def find_lanes(self, call: Call, until: float | None, anew: bool = False, since: float | None = None) -> None:
-        """Asks the daemon repeatedly for lanes to workers that serve the call's model, until this connection has a usable lane.
+        """Asks the daemon for lanes to workers of the call's model, until this connection has a usable lane to one of them.
 
         Args:
-          until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline. Stops earlier if the
-            seconds of the connection's ``patience`` are over.
+          until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline.
           anew: if True, asks the daemon at least once, even if there is a usable lane.
-          since: the time of ``time.monotonic()`` in seconds from which the patience counts, or None for now.
+          since: the time of ``time.monotonic()`` in seconds from which the constructor's ``patience`` counts, or None for now.
 
-        Raises: ServingError: the patience is over, and the daemon's last answer was this error.  WaitEnded: ``until`` has
-          passed.
+        Raises: WaitEnded: ``until`` has passed.  Unavailable: ``patience`` seconds have passed since ``since``, or this
+          connection was closed.  ServingError: the daemon answered with any other error than Unavailable.
         """
         patience = self._patience + (time.monotonic() if since is None else since)
         try:
@@ -547,11 +546,11 @@ class LaneConnection(Sender):
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again once there is a lane. Only the thread in which ``pending.claim()`` returned True may call it.
+        """Waits until there is a lane to a worker of the request's model, and sends the request again over that lane.
 
-        ``until`` is the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline.
+        Call this only in the thread in which ``pending.claim()`` returned True. ``until`` is a time of ``time.monotonic()``.
 
-        Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
+        Raises: ServingError: no lane was found, or no other worker can run a refused request.  WaitEnded: ``until`` has passed.
         """
         refusal, pending.refusal = pending.refusal, None
         call, lane, known = pending.call, pending.lane, self.known(pending.call)
@@ -568,7 +567,7 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Closes the connection. Requests in flight fail with Cancelled, and arrays stay valid. Idempotent."""
+        """Closes the connection. Requests in flight fail with Cancelled. The caller's arrays stay valid. Idempotent."""
         self.is_closed = True
         with self._asking:
             lanes, self._lanes, self._former = [*self._lanes.values(), *self._former], {}, []
@@ -605,7 +604,7 @@ class LaneConnection(Sender):
 if wire is not None:
 
     class LanePrepared(wire.Repeated, Prepared):
-        """A request that is sent over lanes many times. If possible, the client's C code sends it."""
+        """A request that is sent over lanes many times, each time with the present values of its input arrays."""
 
         def __init__(self, connection: LaneConnection, call: Call) -> None:
             self._connection = connection
@@ -630,7 +629,7 @@ if wire is not None:
 
 
 def _running_loop() -> Any:
-    """Returns the asyncio event loop that runs in this thread, without importing asyncio."""
+    """Returns the asyncio event loop that runs in the calling thread, or None if no event loop runs there."""
     # No loop runs while another thread still imports it.
     running = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)
     return None if running is None else running()

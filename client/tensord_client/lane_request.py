@@ -3,7 +3,7 @@
     sent on a lane ─▶ the lane ends, or the worker refuses the request ─▶ ``astray``: it has no lane ─▶ sent on another lane
                                                                              ╰─▶ fails: it may not run twice, or no worker comes
 
-The thread that waits for the answer sends it again. If no thread waits, a thread of the connection does.
+A thread that waits for the answer sends the request again. If a callback or an event loop waits, a background thread does so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A client's request over a lane. The client sends it over another lane if its lane ends or its worker refuses it."""
+    """A client's request over a lane. If the lane ends or the worker lacks the model, the request may be sent again."""
 
     # What most requests neither read nor change is an attribute of the class.
     refusal: ServingError | None = None
@@ -69,9 +69,9 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: ClientLane, answer: AnswerRecord) -> None:
-        """Stores an answer that ``lane`` has received, and wakes whoever waits for it. Called in any thread.
+        """Stores an answer that ``lane`` has received, and wakes whoever waits for the answer. Called in any thread.
 
-        If the worker has refused the request and another worker may serve the model, the request will be sent again instead.
+        If the worker refuses to run the request, the client may send the request to another worker, and store no answer.
         """
         prepared = answer.prepared
         arrived: tuple[AnswerRecord, AnswerLease | None] | ServingError = (answer, None)
@@ -94,7 +94,7 @@ class LaneRequest(Submission, Pending[Answer]):
     def finish(self, lane: ClientLane, answer: Answer | None = None) -> None:
         """Ends this request, whose last answer ``lane`` has received. Called in any thread.
 
-        ``answer`` is the last answer, or None if it was already stored.
+        If ``answer`` is not None, first adds ``answer`` to the answers that the request's caller gets.
         """
         # What has come is there before its end is seen.
         if answer is not None and not self._given_up:
@@ -106,9 +106,9 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.call_back(self)
 
     def end(self) -> bool:
-        """Ends this request. Returns False if it had already ended.
+        """Records that this request has ended. Returns False, and changes nothing, if the request had already ended.
 
-        Later requests may then use the memory of its copied inputs.
+        Shared memory with copies of the request's inputs may then be used for later requests.
         """
         if not super().end():
             return False
@@ -132,14 +132,14 @@ class LaneRequest(Submission, Pending[Answer]):
         return known is not None and self.may_be_elsewhere(refusal.code, refusal.message, known.is_told)
 
     def lane_ended(self, left: bool, error: ServingError, untaken: bool = False) -> None:
-        """Sends this request again, or ends it with an error, because its lane ended before its last answer came.
+        """Has this request sent on another lane, or ends it with an error. Call it if the lane ended before the last answer.
 
-        The request is sent again if the worker cannot have run it, or if running it twice does no harm.
+        A request that the worker may have run is sent again at most once, and only if running it twice does no harm.
 
         Args:
-          left: whether the request had been sent, so that the worker may have run it.
+          left: whether the worker may have run this request.
           error: why the lane ended.
-          untaken: whether the worker closed the lane before its first message. The request is sent again only once after that.
+          untaken: whether the worker closed the lane without sending a message. The request is then sent again at most once.
         """
         reason: ServingError | None = error
         if self._connection.is_closed:
@@ -167,14 +167,14 @@ class LaneRequest(Submission, Pending[Answer]):
             self.notify()
 
     def mark_astray(self) -> None:
-        """Notes that this request has lost its lane. The thread that waits for its answer has to send it anew."""
+        """Records that this request must be sent again over another lane. The next call of ``claim`` returns True."""
         self.astray_at = time.monotonic()
         # In this order, so that whoever claims it counts it no more.
         self._connection.laneless.add(self)
         self.astray = True
 
     def claim(self) -> bool:
-        """Returns True to the one thread that must send this request again, else False."""
+        """Returns whether the calling thread must send this request again. If several threads call, at most one gets True."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -183,7 +183,10 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Makes callbacks and event loops wait for the answer on the request's new lane. Cancels a cancelled request there."""
+        """Makes callbacks and event loops receive the answer from ``self.lane``. Call it after the request was sent again.
+
+        If the request was cancelled in the meantime, cancels the request on ``self.lane``.
+        """
         lane = self.lane
         if lane is None:
             return
@@ -200,12 +203,10 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def wait(self, until: float | None) -> None:
-        """Waits until the answer to this request arrives. It may return earlier, so the caller has to check ``done()``.
+        """Waits until a response has come or this request has ended. Call it in a loop, because it may return earlier.
 
-        If the worker refused the request or its lane ended, this method first sends the request again.
-
+        If the request has lost its lane, this method first sends the request again over another lane.
         ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit.
-
         Raises: WaitEnded: ``until`` has passed.  ServingError: the request could not be sent again.
         """
         if self.astray:
@@ -224,12 +225,12 @@ class LaneRequest(Submission, Pending[Answer]):
         time.sleep(_ASIDE)
 
     def settle(self, until: float | None) -> None:
-        """Waits until the worker has sent the last answer to this cancelled request, or the lane has ended.
+        """Waits until the worker has sent the last answer to this cancelled request, or this request's lane has ended.
 
         ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit.
 
-        Raises: DeadlineExceeded: ``until`` has passed.  ResultsHeld: ``until`` has passed, and the worker has no room for the
-          answer because this process uses too many answers.
+        Raises: ResultsHeld: ``until`` has passed, and older answers that this process has not released leave no room in the
+          worker's memory.  DeadlineExceeded: ``until`` has passed for any other reason.
         """
         try:
             while not self._ended and self.lane is not None and not self.lane.ended:
@@ -240,7 +241,10 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Makes an event loop receive this request's answer. If the lane has ended, a thread sends the request on a new lane."""
+        """Makes the event loop ``loop`` receive this request's answer. Does not wait.
+
+        If the request has lost its lane, a background thread sends the request again over another lane.
+        """
         if self._read:
             self._acknowledge()
         lane = self.lane
@@ -250,7 +254,7 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.attach(loop)
 
     def watch(self) -> None:
-        """Makes a background thread receive the answer. If the request has lost its lane, that thread sends it anew."""
+        """Makes a background thread receive this request's answer. If the request has no lane, first has it sent again."""
         lane = self.lane
         if self.astray:
             self._connection.send_again_soon(self)
@@ -271,16 +275,16 @@ class LaneRequest(Submission, Pending[Answer]):
             self.lane.cancel(self.request_id)
 
     def _acknowledge(self) -> None:
-        """Tells the worker how many bytes of responses were read, so that it may send more."""
+        """Tells the worker how many new bytes of this request's responses were read. Does nothing for fewer than 1024 bytes."""
         if self._read >= _ACKNOWLEDGED and self.lane is not None:
             read, self._read = self._read, 0
             self.lane.say(wire.record("T", self.request_id, read))
 
     def made(self, arrived: Answer | tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
-        """Converts a worker's reply to an ``Answer``. Returns an error if the reply is malformed.
+        """Converts a worker's answer to an ``Answer``. If ``arrived`` is an ``Answer``, returns ``arrived`` unchanged.
 
-        ``arrived``: an ``Answer``, which is returned unchanged, or the reply's record and a lease. The lease is None if the
-        outputs do not lie in the worker's memory.
+        In a tuple, the lease is for the block of the worker's arena that has the outputs, or None if no block has outputs.
+        Returns an error if the record is malformed, or if an output does not fit the array that the caller gave for the output.
         """
         if type(arrived) is Answer:
             return arrived
@@ -310,7 +314,7 @@ class LaneRequest(Submission, Pending[Answer]):
 
 
 class Sender:
-    """Base class of connections. Sends requests again whose lane has ended, or makes them fail if they may not run twice."""
+    """Base class of a client's connection to the daemon. If a request's lane has ended, the request is sent again or fails."""
 
     is_closed = False
     held: HeldResults
@@ -337,18 +341,18 @@ class Sender:
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
         """Sends a request over another lane, because the request's lane has ended or the worker has refused the request.
 
-        Call it only after ``pending.claim()`` has returned True. If ``claim`` returned False, another thread sends the request.
-        ``until``: the time of ``time.monotonic()`` in seconds when the search for a lane ends, or None for no limit.
-        Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
+        Call it only in the thread in which ``pending.claim()`` has returned True. ``until``: the time of ``time.monotonic()``
+        in seconds at which the search for another lane ends, or None for no limit.
+        Raises: WaitEnded: no lane was found until then.  ServingError: the search failed, or no worker takes the request.
         """
         raise NotImplementedError
 
     def send_again(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again, because it has lost its lane. Returns at once if another thread is already sending it.
+        """Sends a request that has lost its lane again. Does nothing if another thread is already sending the request again.
 
-        ``until`` is the time of ``time.monotonic()`` in seconds at which to stop waiting for a lane, or None for no deadline.
+        ``until`` is the time of ``time.monotonic()`` in seconds at which to stop waiting for a lane, or None for no limit.
 
-        Raises: ServingError: the request may not be sent anew, or no lane was found.  WaitEnded: ``until`` has passed.
+        Raises: ServingError: the request could not be sent to any worker.  WaitEnded: ``until`` has passed.
         """
         if not pending.claim():
             return

@@ -1,7 +1,7 @@
-"""A lane's socket: sends datagrams to one worker and receives its datagrams.
+"""A lane's socket in the client: sends datagrams to one worker, and receives the worker's datagrams.
 
-Sending never waits. If the socket is full, the datagram and all later ones are queued in ``backlog``, in order. A worker that
-cannot send does not receive either, so a thread that waits until it can send must receive in the meantime.
+``send`` never waits. While the socket is full, datagrams are queued in order in ``LaneSocket.backlog``. A thread that waits
+until this queue is empty must receive datagrams meanwhile. Otherwise the client and the worker could wait for each other.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class LaneSocket:
     # ------------------------------------------------------------------------------------------------------ sending
 
     def send(self, datagram: bytes, fd: int = -1, ids: tuple[int, ...] = ()) -> None:
-        """Sends a datagram, or queues it in ``backlog`` if the socket is full. The caller has ``lock``.
+        """Sends a datagram, or queues it in ``backlog`` if the socket is full. The caller must hold ``self.lock``.
 
         Args:
-          fd: a file descriptor to send with the datagram, which the caller still has to close, or -1.
+          fd: a file descriptor to send with the datagram, or -1 for none. The caller may close it as soon as ``send`` returns.
           ids: the ids of the requests that count as unsent as long as the datagram is in ``backlog``.
 
-        Raises: LaneEnded: the worker has closed its end; the datagram is in ``backlog`` then.
+        Raises: LaneEnded: the worker has closed its end of the lane. The datagram is in ``backlog`` then.
         """
         try:
             if not self.backlog and self.send_at_once(datagram, fd):
@@ -113,10 +113,10 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def limit_wait(self, until: float | None) -> None:
-        """Sets a timeout for the lane's ``receive``, at ``until`` or earlier. To wait until then, call both in a loop.
+        """Sets the timeout of ``ClientLane.receive``, so that ``receive`` waits until about ``until`` or returns earlier.
 
-        ``until`` is a time of ``time.monotonic()`` in seconds, or None to wait without limit. Raises WaitEnded if it has
-        passed.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no timeout. To wait until ``until``, call
+        ``limit_wait`` and ``receive`` in a loop. Raises WaitEnded if ``until`` has passed.
         """
         milliseconds = 0
         if until is not None:
@@ -131,10 +131,10 @@ class LaneSocket:
             self.reading.timeout_ms = milliseconds
 
     def wait_for_room(self, until: float | None) -> bool:
-        """Waits until a datagram has come or the socket has room for queued datagrams, which are then sent.
+        """Waits until the socket can send or receive, at most until ``until``. If the socket can send, sends queued datagrams.
 
-        Returns whether a datagram has come. The caller must then receive it. ``until`` is a time of ``time.monotonic()`` in
-        seconds, or None for no limit. Raises WaitEnded if it has passed.
+        Returns True if the caller must now receive a datagram, else False. ``until`` is a time of ``time.monotonic()`` in
+        seconds, or None for no limit. Raises WaitEnded if ``until`` had passed before the call.
         """
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:

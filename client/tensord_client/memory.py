@@ -2,9 +2,8 @@
 
     segment   a memfd whose size nobody can change   | block | free | block ... |     blocks begin at multiples of 64 bytes
 
-Once the last view of an array has been garbage-collected, the next allocation frees the array's block. Nothing is freed
-earlier, because the garbage collector may run in any thread at any moment. Segments without blocks are closed, except for at
-most 64 MiB that are kept in reserve.
+Once an array and all its views have been garbage-collected, the next allocation frees the array's block. Segments
+without blocks are then closed, except for at most 64 MiB of such segments.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class ClientSegment:
         return len(self.free) == 1 and self.sizes[0] == self.byte_size
 
     def take(self, byte_size: int) -> int | None:
-        """Allocates a multiple of ``ALIGNMENT`` bytes. Returns their offset, or None if no free range is large enough."""
+        """Allocates ``byte_size`` bytes, a multiple of 64. Returns the offset in the segment, or None if no free range fits."""
         for at, size in enumerate(self.sizes):
             if size < byte_size:
                 continue
@@ -180,9 +179,9 @@ class Memory:
         return array.view(dtype) if viewed else array
 
     def locate(self, array: np.ndarray) -> Place | None:
-        """Returns where an array lies: (number of the segment or name of the GPU's region, offset in it, number of bytes).
+        """Returns where an array lies: (segment number, offset, size), or (region name, offset, size) if it is on a GPU.
 
-        Returns None if the array lies neither in a segment nor in a region, or is not contiguous.
+        Offset and size are in bytes. Returns None if the array is not C-contiguous, or not in memory shared with workers.
         """
         base: Any = array.base
         while isinstance(base, np.ndarray):
@@ -262,7 +261,7 @@ class Memory:
         self.closures[0] = object()
 
     def close(self) -> None:
-        """Closes all segments. Later calls of ``empty`` raise Unavailable, and existing arrays stay valid. Idempotent."""
+        """Closes all segments. Later calls of ``empty`` raise Unavailable. Arrays from earlier calls stay valid. Idempotent."""
         with self._lock:
             self._is_closed = True
             for segment in self.segments.values():

@@ -66,7 +66,7 @@ _KINDS = "b", "iu", "fV", "SUO"
 
 
 class Robot(ServerConnection):
-    """A robot's connection to the gateway. It may be closed if too many bytes wait unread, or a message arrives too slowly."""
+    """A robot's WebSocket connection to the gateway. It is closed if a limit of bytes or time is exceeded."""
 
     gateway: RobotGateway
     policy: Policy
@@ -107,9 +107,10 @@ class Robot(ServerConnection):
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
     def count(self, read: int = 0) -> None:
-        """Updates ``unread``, the number of bytes that the robot has sent and the gateway has not read.
+        """Recomputes ``unread``, the number of bytes that have arrived from the robot and that the gateway has not read.
 
-        Call it when bytes have arrived, and when the gateway has read a message. ``read``: the size of this message in bytes.
+        Call it when bytes have arrived, when the gateway has read a message, and when the gateway has answered a message.
+        ``read``: the size in bytes of the message that the gateway has just read, or 0 if it has read none.
         """
         self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
@@ -237,7 +238,7 @@ class RobotGateway(gateway.Gateway):
                 await robot.policy.model.end_sequence(sequence_id)
 
     async def stop(self) -> None:
-        """Ends all connections. Requests that have arrived are still answered, within a time limit."""
+        """Closes all connections. Before, waits up to ``--stop-timeout`` seconds for the answers to robots' observations."""
         self._stopping = True
         ends = [robot.wait_closed() if robot.asking or robot.unread else robot.close(*_STOPS) for robot in self.robots]
         if ends:
@@ -326,8 +327,9 @@ class Policy:
     def inputs(self, observation: Mapping[str, Any]) -> dict[str, Array]:
         """Converts a robot's observation, a map that may contain maps, to the model's inputs by name.
 
-        The name of a value in an inner map is its keys joined by "/". Raises InvalidArgument if an input is missing, if a value
-        does not fit its input, or if the model has no input for a value that is not ignored.
+        The value ``observation["a"]["b"]`` is for the input "a/b" or "a.b". A value for no input is left out if its name
+        matches a pattern in the constructor's ``ignored``. Raises InvalidArgument if the name matches no pattern,
+        if a required input is missing, or if a value does not fit its input.
         """
         made: dict[str, Array] = {}
         for key, value in flat(observation, self._inputs).items():
@@ -379,9 +381,9 @@ class Policy:
 
 @contextlib.asynccontextmanager
 async def serving(client: AsyncClient, options: Namespace, listening: gateway.Listening) -> AsyncIterator[None]:
-    """Runs a WebSocket server for openpi's robots on the socket ``listening`` until the ``async with`` block ends.
+    """Serves robots over WebSockets on the socket ``listening`` until the ``async with`` block ends.
 
-    Raises OSError or InvalidArgument if the server cannot use a file that ``options`` name.
+    Raises: OSError: the TLS certificate, TLS key or API key file cannot be read.  InvalidArgument: the API key file is empty.
     """
     served: Any = RobotGateway(client, options)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None

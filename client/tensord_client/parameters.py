@@ -1,10 +1,9 @@
-"""Pushes new parameters into a model while it is served: ``Model.parameters``.
+"""Pushes new parameters into a model while the model is served: ``Model.parameters``.
 
-    model.parameters.update(tree, version=17)        all workers use the new values from their next batch on, or none does
+    model.parameters.update(tree, version=17)        requests that begin after this call use the new parameters
 
-A tree is sent in safetensors' layout: as sealed memory whose file descriptor goes over the daemon's socket for clients, or as
-the body of an HTTP request. A leaf's name is the keys on the way to it, joined by dots, as the server names the model's
-parameters.
+A tree is nested mappings and sequences of arrays, such as ``{"dense": {"kernel": array}}``. The name of this array's parameter
+is ``dense.kernel``. The client sends a tree in the safetensors format.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class ModelParameters:
     def __init__(self, manage: Callable[..., dict[str, Any]], model: str, version: int) -> None:
         """Makes an object for the parameter sets of one model. Sends nothing.
 
-        ``manage`` lists or changes parameter sets on the server, as ``HttpConnection.manage`` does. ``version`` is the model's
-        version, or 0 for all versions.
+        ``manage``: the method ``manage`` of the connection to the server. ``version``: the model's version. If it is 0,
+        ``list`` lists the sets of all versions, and ``update``, ``drop`` and ``roll_back`` change those of the newest version.
         """
         self._manage = manage
         self._model = model
@@ -56,12 +55,12 @@ class ModelParameters:
         Args:
           inputs: the inputs of the model, as in a call of the model.
           cotangents: output name -> array of the output's datatype and shape, for each floating output.
-          own: the request's other fields, such as ``priority``.
-        Returns: a tree with the gradient of each floating parameter, as ``update`` takes it. It is nested mappings by the parts
-          of a parameter's name, or an array if the model's parameters are one array. Over a lane the arrays lie in shared
-          memory.
-        Raises: InvalidArgument: the model has no derivatives, or an argument does not fit it.  ServingError: any other error of
-          the server.
+          own: further fields of the request, such as ``priority``.
+        Returns: the gradients of all floating parameters. The gradient of the parameter ``dense.kernel`` is
+          ``result["dense"]["kernel"]``. If the model's parameters are a single array, the result is an array. ``update`` takes
+          a tree of this form.
+        Raises: InvalidArgument: the model has no derivatives, or an argument does not fit the model.  ServingError: any other
+          error of the server.
         """
         asked = self.of._asked(PARAMETER_GRADIENT)
         answer = asked.result(self.of.derivative(PARAMETER_GRADIENT)(asked.arrays(inputs, cotangents), **own))
@@ -87,20 +86,20 @@ class ModelParameters:
     ) -> int:
         """Pushes parameters into a parameter set of the model.
 
-        Requests that begin after this has returned use the new parameters.
+        Requests for the set that begin after this method has returned use the new parameters.
 
         Args:
           parameters: a tree of arrays, or the name of a file in the model's folder on the server, such as
             "params-17.safetensors". A tree is nested mappings and sequences, or any pytree of JAX. It has the names, shapes and
             dtypes of the model's own parameters.
-          version: the number that identifies this push. It must be higher than all earlier numbers of the set. 0 means one more
-            than the highest of these.
+          version: the number that identifies this push. It must be higher than the numbers of all earlier pushes into the set.
+            0 stands for the highest of these numbers plus one.
           set: the name of the parameter set. A set that does not exist is made.
           partial: whether ``parameters`` may lack leaves of the model. Such leaves keep their values. In a new set they have
             the values of ``main``.
           check_finite: whether the server refuses values that are infinite or not a number.
-          move_sequences: whether sequences that have begun go on with the new parameters. If False, they go on with the
-            parameters that they began with.
+          move_sequences: whether open sequences of requests, and requests that run step by step, go on with the new
+            parameters. If False, each of them keeps the parameters that it began with.
           timeout: the seconds to wait for the server's answer, or None for no limit.
 
         Returns: the number that identifies this push.
@@ -123,9 +122,9 @@ class ModelParameters:
     def list(self) -> list[dict[str, Any]]:
         """Returns a dictionary for each parameter set that the model has.
 
-        "set" is the set's name. "number" is the number of its newest push, or 0 if the parameters are those in the model's
-        folder. "kept" says where the server keeps a copy: "repository", "memory", "file" or "none". A set that was pushed
-        into also has "byte_size", "pushed_at" (seconds since 1970) and "pushed_by".
+        "set" is the set's name. "number" is the number of the push that brought the set's values, or 0 if the values come from
+        the model's folder. "kept" says from where a new worker gets the values: "repository", "memory", "file" or "none". If a
+        push brought the values, "byte_size", "pushed_at" (seconds since 1970) and "pushed_by" (a client) describe the push.
         """
         found: list[dict[str, Any]] = self._manage("parameters", self._model, self._version)["parameters"]
         return found
@@ -138,11 +137,11 @@ class ModelParameters:
         self._manage("drop", self._model, self._version, set)
 
     def roll_back(self, set: str = "main") -> int:
-        """Undoes the newest push into a parameter set, so that the parameters before it are used again.
+        """Undoes the newest push into a parameter set. Requests then use the set's previous parameters again.
 
-        Returns the number of the push that those parameters came with.
+        Returns the number of the push of the previous parameters, or 0 if they are those in the model's folder.
 
-        Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest push.
+        Raises: NotFound: nothing was pushed into the set, or the server does not have the set's previous parameters.
         """
         return int(self._manage("revert", self._model, self._version, set)["number"])
 
@@ -151,12 +150,10 @@ class ModelParameters:
 
 
 def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
-    """Yields the arrays of a tree in the safetensors format: first the header, then each array's memory, without a copy.
+    """Yields the tree ``parameters`` of arrays in the safetensors format: first the header, then each array's bytes.
 
-    Leaves that safetensors cannot store (functions, texts, random keys, arrays of some types) are left out, and the model keeps
-    its loaded values for them. If ``partial`` is True, such a leaf is an error.
-
-    Raises InvalidArgument if the tree has no arrays, or if ``partial`` is True and safetensors cannot store a leaf.
+    A leaf that safetensors cannot store is left out, such as a function, a text or a random key of JAX.
+    Raises InvalidArgument if safetensors can store no leaf, or if ``partial`` is True and safetensors cannot store a leaf.
     """
     leaves: dict[str, tuple[str, Array]] = {}
     for name, leaf in _leaves(parameters):

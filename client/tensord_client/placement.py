@@ -1,11 +1,11 @@
 """Puts the inputs of requests where workers can read them.
 
-    an array in this connection's shared memory   is used where it lies
-    small arrays, together at most 16 KiB         travel inside the request
-    any other array                               is copied once, into a slot that the next request of the same kind uses again
+    an array in memory that the client shares with workers   is not copied
+    arrays that have at most 16 KiB together                 are sent inside the request
+    any other array                                          is copied to shared memory
 
-Requests of one kind have the same model, parameters and outputs, and inputs with the same names, datatypes, shapes and places
-in memory. They share one prepared request.
+The shared memory for copies is used again for later requests with the same model, parameters and outputs, if the inputs have
+the same names, datatypes and shapes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Slot:
 class Slots:
     """Keeps the shared memory of answered requests for later requests of the same kind. Thread-safe.
 
-    Requests are of one kind if they have the same model, tensors, outputs and parameters. If too many bytes are kept, the
-    memory of the kind that was used longest ago is dropped.
+    Requests of the same kind have the same model, outputs and request parameters, and inputs of the same names, datatypes and
+    shapes. If too much memory is kept, memory of the kind that was used longest ago is freed.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -71,10 +71,7 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Returns shared memory of an answered request, which a new request of the same kind may use.
-
-        Returns None if no memory of this kind is kept. ``kind``: the model, tensors, outputs and parameters of the new request.
-        """
+        """Removes and returns a slot whose ``kind`` equals ``kind``. Returns None if no such slot is kept."""
         with self._lock:
             free = self._free.get(kind)
             if free is None:
@@ -158,11 +155,10 @@ class Placement:
         self.slots = Slots(memory)
 
     def place(self, call: Call, model: OpenedModel) -> wire.Placed:
-        """Puts the inputs of a request where the worker can read them. Returns the fields of the request to send.
+        """Puts the inputs of a request where the worker can read them. Returns what a lane needs to send the request.
 
-        Inputs that already lie in shared memory are not copied.
-
-        Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
+        Raises: InvalidArgument: an input or parameter cannot be encoded, an input is larger than the daemon allows, or an array
+          for an output does not fit the output.  Unavailable: there is no room in shared memory now.
         """
         kind: tuple[Any, ...] | None = None
         if not (call.outputs or call.places or call.parameters):
@@ -180,11 +176,12 @@ class Placement:
         return self.fill(call, layout)
 
     def place_again(self, call: Call, model: OpenedModel) -> wire.Placed:
-        """Puts the inputs of a call that is sent many times where the worker can read them. Returns the fields to send.
+        """Puts the inputs of a call that is sent many times where the worker can read them.
 
-        The layout of the call's last request is used again if it is still valid.
+        Returns what a lane needs to send the request.
 
-        Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
+        Raises: InvalidArgument: an input or parameter cannot be encoded, an input is larger than the daemon allows, or an array
+          for an output does not fit the output.  Unavailable: there is no room in shared memory now.
         """
         layout = call.layout
         if layout is None or layout.model is not model or layout.has_strings:
@@ -203,7 +200,7 @@ class Placement:
     def lay_out(self, call: Call, model: OpenedModel) -> Layout:
         """Decides for each input of ``call`` whether to send it inside the request or in shared memory. Copies nothing yet.
 
-        Raises InvalidArgument if an input has no datatype in the protocol, or the array for an output does not fit the output.
+        Raises InvalidArgument if an input or parameter cannot be encoded, or if the caller's array for an output does not fit.
         """
         layout = Layout(call, model)
         room = INLINE
@@ -263,13 +260,12 @@ class Placement:
         return wire.Placed((slot.prepared, contents, segments, slot, layout.hold, None))
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
-        """Returns the name of each requested output with the place where the worker writes it.
+        """Returns the name of each requested output, with the place in shared memory where the worker writes the output.
 
-        If the place is None, the output comes with the answer. The result is empty if the request asks for all outputs and has no
-        arrays for them.
+        If the place is None, the output comes with the answer. ``call.places`` has the caller's arrays for outputs, by output
+        name. If ``call.outputs`` and ``call.places`` are empty, the result is empty: the request asks for all outputs.
 
-        Raises: InvalidArgument: an array's datatype differs from its output's, or the request has an array for an output that it
-          does not ask for.
+        Raises: InvalidArgument: an array in ``call.places`` has a wrong datatype, or is for an output that is not requested.
         """
         if not call.places:
             return tuple([(name, None) for name in call.outputs])

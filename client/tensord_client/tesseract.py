@@ -2,10 +2,8 @@
 
     python -m tensord_client.tesseract --address 127.0.0.1:8910               (pip install 'tensord-client[tesseract]')
 
-    Tesseract.from_url("http://127.0.0.1:8910/MODEL") ─ JSON ─▶ TesseractGateway ─▶ TesseractModel ─ batches ─▶ the daemon
-                                                      ◀─ JSON with arrays ─────────┘
-
-An array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. If a model has a batch
+A program opens a model by ``Tesseract.from_url("http://127.0.0.1:8910/MODEL")``. Requests and answers are JSON over HTTP. An
+array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. If a model has a batch
 dimension, a client may send an input with this dimension, or one row without it. A single row is used for all rows of the other
 inputs.
 """
@@ -66,12 +64,13 @@ _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.
 
 
 class TesseractModel:
-    """A served model and its derivatives, as a Tesseract. The shapes of inputs and outputs are those of one row."""
+    """A served model and its derivatives, for clients of the library ``tesseract-core``. Shapes are those of one row."""
 
     def __init__(self, model: AsyncModel, derivatives: Mapping[str, AsyncModel], bounds: Namespace) -> None:
         """Makes a Tesseract of ``model``.
 
-        ``derivatives``: the model's derivatives by kind, such as "pull_back". ``bounds``: the gateway's options.
+        ``derivatives``: "pull_back" or "push_forward" -> the model that computes this derivative of ``model``.
+        ``bounds``: an object with the limits ``max_body_bytes`` and ``max_products`` of requests to the Tesseract.
         """
         self._model, self._bounds, self._batched = model, bounds, model.max_batch_size > 0
         self.inputs, self.outputs = gateway.rows(model)

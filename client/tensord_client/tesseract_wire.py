@@ -53,10 +53,10 @@ def parsed(content: bytearray) -> dict[str, Any]:
 
 
 def read(path: str, came: Any, tensor: Tensor, abstract: int = 0) -> Array:
-    """Makes an array of a tensor's datatype. ``came`` is the value in the request, and ``path`` its name in errors.
+    """Converts ``came``, a value in a parsed request, to an array of the datatype of ``tensor``.
 
-    If ``abstract`` is not 0, ``came`` may have only a shape and a dtype. The array then has zeros, takes no memory, and may
-    have at most ``abstract`` bytes. Raises InvalidArgument if the value is too large or does not fit the tensor.
+    ``path``: the value's name in error messages. ``abstract``: if not 0, ``came`` may be a shape and a dtype without data, for
+    an array of zeros of at most ``abstract`` bytes. Raises InvalidArgument if ``came`` is larger or cannot be converted.
     """
     if not isinstance(came, _Encoded):  # texts, numbers, lists of them
         made = cast(path, came, tensor.datatype)
@@ -82,7 +82,7 @@ def read(path: str, came: Any, tensor: Tensor, abstract: int = 0) -> Array:
 
 
 def dtype_for(tensor: Tensor) -> np.dtype[Any]:
-    """Returns the dtype of a tensor's arrays for clients. For BF16 it is float32."""
+    """Returns the dtype that clients use for the arrays of ``tensor``: float32 for BF16, else the tensor's own dtype."""
     return DTYPES["FP32"] if tensor.datatype == "BF16" else tensor.dtype
 
 
@@ -110,12 +110,12 @@ def paths(name: str) -> Iterator[str]:
 
 
 def by_name(values: Any, tensors: Mapping[str, Tensor], field: str) -> dict[str, Any]:
-    """Returns a copy of the dict ``values`` with the tensors' names as keys, instead of the client's paths, such as "a.[0]".
+    """Returns the items of the dict ``values`` with the model's names of tensors as keys.
 
-    A list of paths is treated as a dict in which each path is its own value.
-    ``tensors``: the model's tensors by name. ``field``: the name of the request's field with ``values``, for error messages.
-    Raises InvalidArgument if ``values`` is empty or neither a dict nor a list, if a path names no tensor, or if two paths name
-    the same tensor.
+    A client may write the name "a/0" of a tensor as "a/0", "a.0" or "a.[0]". Each key of ``values`` is written in such a way.
+    If ``values`` is a list of such names, the result has each item of the list as the value of the tensor that the item names.
+    ``tensors``: the tensors that the client may name. ``field``: the name of ``values`` in error messages.
+    Raises InvalidArgument if ``values`` is empty or neither a dict nor a list, if a name is unknown, or a tensor comes twice.
     """
     names = {path: name for name in tensors for path in paths(name)}
     if not isinstance(values, (dict, list)) or not values or not all(map(names.__contains__, map(str, values))):
@@ -170,7 +170,7 @@ class Point:
         return np.broadcast_to(array, (self.rows, *array.shape[1:]))
 
     def output(self, rows: Array) -> Array:
-        """Returns ``rows`` as an output for the client. Removes the first axis if the client's inputs do not have it."""
+        """Converts an output for the client: returns ``rows``, or ``rows[0]`` if the client sent no input with a batch axis."""
         return rows if self.has_rows else rows[0, ...]
 
     def gradient(self, name: str, rows: Array) -> Array:
@@ -185,8 +185,8 @@ class Point:
     def block(self, name: str, rows: Array) -> Array:
         """Joins the Jacobians of all rows of a request into the array that the client gets as the Jacobian.
 
-        ``rows[i]`` is the Jacobian of row i of some output with respect to row i of the input ``name``. No row of the output
-        depends on another row of the input, so the array has zeros there.
+        ``rows[i]``: the Jacobian of row i of an output by row i of the input ``name``. The result has the axes of the output
+        first, and then the axes of the input as the client sent the input. Elements for two different rows are 0.
         """
         shape, at = self.shapes[name], rows.ndim - self.arrays[name].ndim + 1
         if not self.has_rows:
@@ -204,7 +204,7 @@ def slices(arrays: Mapping[str, Array]) -> Callable[[Any], dict[str, Array]]:
 
 
 def described(shape: Sequence[int], tensor: Tensor) -> dict[str, Any]:
-    """Returns a JSON object with the shape and the dtype of a tensor's arrays for clients."""
+    """Returns a JSON object with "shape", which is ``shape``, and "dtype", the dtype that clients use for ``tensor``."""
     return {"shape": shape, "dtype": dtype_for(tensor).name}
 
 

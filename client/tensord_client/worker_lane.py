@@ -1,11 +1,9 @@
-"""A lane: the socket between this process and one worker, the requests in flight on it, and how threads wait for answers.
+"""The client's end of a lane: sends requests to one worker, receives the answers, and lets threads wait for answers.
 
-A thread reads the socket only while somebody waits for an answer. The first thread that waits holds the lock ``reading`` and
-reads for all. The others sleep until their answer has come, or until they are woken to read. Event loops, and the thread of the
-lane that calls callbacks, read in the same way:
-
-    waiter ──▶ reading is free? ── yes ──▶ reads and delivers answers, until its own has come ──▶ wakes a waiting thread
-                        ╰───────── no ───▶ sleeps ◀──────────────────────────────────────────────────────╯
+One of the threads that wait for answers reads the lane's socket, and hands each answer to its request. This thread holds the
+lock ``reading`` meanwhile. The other waiting threads sleep. When the reading thread has its own answer, it wakes one of the
+sleeping threads, which then reads the socket. If an event loop waits for an answer, the event loop's thread reads the socket in
+the same way. If a request has callbacks, a background thread does so.
 """
 
 from __future__ import annotations
@@ -61,14 +59,14 @@ class ClientLane:
     ) -> None:
         """Takes ownership of a lane's socket, and sends the version of the wire format to the worker.
 
-        If the worker has ended, the lane is not usable.
+        Raises nothing if the worker has ended. ``usable`` is False then.
 
         Args:
           number: the number by which the daemon knows the lane.
           memory: the memory that the connection shares with its workers.
           ids: yields the ids of requests, from 2**32 on. All lanes of the connection share it.
-          held: counts the answers that this process still holds in workers' memory.
-          response_byte_size: the most bytes of the worker's memory that such answers on this lane may have.
+          held: counts the answers in workers' memory that this process still uses, on all lanes.
+          response_byte_size: the most bytes of the worker's memory that this lane's answers may have together.
           most: the most requests that the worker takes at a time. Further requests are queued in this object.
           spin_ns: how long a thread that waits for an answer polls at most before it sleeps, in ns.
         """
@@ -135,8 +133,8 @@ class ClientLane:
         """Sends a ``LaneRequest``, or queues it if the worker takes no more requests now. Returns the request's id.
 
         Args:
-          loop: the event loop that runs in this thread, or None. Small requests of a loop are sent together, when the loop's
-            iteration ends, if others are in flight.
+          loop: the event loop that runs in this thread, or None. With a loop, sending can be put off until the loop's next
+            iteration, so that several requests are sent together.
           max_waiting: how many requests may be in the queue before this one, or None for any number.
 
         Raises: LaneEnded: the worker has ended, and the request was not sent.  InvalidArgument: the request is too large for
@@ -231,7 +229,7 @@ class ClientLane:
         self.socket.send(parts[-1], -1, (request_id,))
 
     def _flush_outgoing(self) -> None:
-        """Sends the requests that ``submit`` has collected. The caller has ``lock``."""
+        """Sends the requests that ``submit`` has put off. The caller must hold ``self.lock``."""
         outgoing = self._outgoing
         while outgoing:
             count = size = 0
@@ -245,7 +243,7 @@ class ClientLane:
             self.socket.send(wire.datagram(records), -1, ids)
 
     def flush(self) -> None:
-        """Sends the requests that ``submit`` has collected in an event loop's iteration. Does nothing if the worker has ended."""
+        """Sends the requests that ``submit`` has put off. Does nothing if the worker has ended."""
         if self._outgoing:
             with self.lock, contextlib.suppress(LaneEnded):
                 self._flush_outgoing()
@@ -283,7 +281,7 @@ class ClientLane:
             del self.queued[request_id]
 
     def cancel(self, request_id: int) -> None:
-        """Removes a request from the queue. If it was sent already, asks the worker to cancel it. A last answer still comes."""
+        """Cancels a request. If the request was already sent, tells the worker, which still sends a last answer."""
         # The garbage collector ends streams that were left in a cycle, also in a thread that has the lock and sends just now.
         if self.lock.acquire(False):
             self.lock.release()
@@ -304,7 +302,7 @@ class ClientLane:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, flags: int = 0) -> bool:
-        """Receives one datagram, and hands its answers to their requests. Returns whether a datagram had come.
+        """Receives one datagram, and hands each answer in it to the answer's request. Returns whether a datagram had come.
 
         The caller has the lock ``reading``. ``flags`` 0 waits for a datagram, and ``AT_ONCE`` does not wait.
         """
@@ -391,7 +389,7 @@ class ClientLane:
     def wait(self, request: Any, until: float | None) -> None:
         """Waits until an answer to a request has come, or the lane has ended.
 
-        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if it has passed.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if ``until`` has passed.
         """
         if self._outgoing:
             self.flush()
@@ -408,8 +406,8 @@ class ClientLane:
     def greeted(self, until: float | None) -> wire.Exchange | None:
         """Waits for the worker's first message. Returns the C object that sends requests and receives answers.
 
-        Returns None if no message has come by the time ``until``, or if the lane has ended. Does not wait if another thread reads
-        the socket. ``until``: a time of ``time.monotonic()`` in seconds, or None for no limit.
+        Returns None if the lane has ended, or if no message has come. Stops waiting at the time ``until`` of
+        ``time.monotonic()`` in seconds; None means no limit. Does not wait at all if another thread reads the lane's socket.
         """
         if self.reading.acquire(False):
             try:
@@ -449,10 +447,10 @@ class ClientLane:
             break
 
     def read(self, until: float | None) -> None:
-        """Waits for a datagram, and hands its answers to their requests. The caller has the lock ``reading``.
+        """Waits for a datagram, and hands each answer in it to the answer's request. May return before a datagram has come.
 
-        Queued datagrams are sent meanwhile, if the socket has room. ``until`` is a time of ``time.monotonic()`` in seconds,
-        or None for no limit. Raises WaitEnded if it has passed.
+        Also sends datagrams of ``self.socket.backlog`` if the socket has room. The caller must hold ``self.reading``.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises WaitEnded if ``until`` has passed.
         """
         if not self.socket.backlog:
             self.socket.limit_wait(until)
@@ -463,7 +461,7 @@ class ClientLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int) -> None:
-        """Lets the lane's thread read the socket at least until request ``request_id`` has ended."""
+        """Makes a background thread receive this lane's answers until the request ``request_id`` has ended. Does not wait."""
         self.watched.add(request_id)
         if self._thread is None:
             with self.lock:
@@ -473,7 +471,7 @@ class ClientLane:
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
-        """Lets the lane's thread call the callbacks of an ended request."""
+        """Makes a background thread call the callbacks of ``request``, which has ended. Does not wait for the calls."""
         self.finished.append(request)
         self._thread_waiter.put(None)
 
@@ -540,8 +538,8 @@ class ClientLane:
     def end(self, error: ServingError, untaken: bool = False) -> None:
         """Closes the lane, and calls ``lane_ended`` of every request in flight. Idempotent.
 
-        The caller has the lock ``reading``. ``error`` is why the lane ends, unless ``close`` gave another reason.
-        If ``untaken`` is True, the worker closed the lane before its first message, and nothing that was sent has run.
+        The caller must hold the lock ``reading``. ``lane_ended`` gets ``error``, or the error given to ``close`` before.
+        ``untaken``: True if the worker closed the lane without sending a message. The worker has then run no request.
         """
         with self.lock:
             if self.ended:
@@ -580,7 +578,7 @@ class ClientLane:
             self.end(error)
 
     def forget(self) -> list[Any]:
-        """Closes a child process's copy of the socket after a fork. Returns the child's copies of the requests in flight."""
+        """Closes the socket in a child process after a fork. Returns the requests that were in flight at the fork."""
         self.ended = True
         self._end_exchange()
         self.socket.forget()
@@ -591,15 +589,15 @@ class ClientLane:
 
 
 class OpenedModel:
-    """The daemon's answer for a model: the model's description, and lanes to its workers."""
+    """What the daemon has told the client about a model: the model's description, and lanes to the model's workers."""
 
     def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
-        """Stores the daemon's answer for a model.
+        """Stores what the daemon has told this client about a model.
 
         Args:
           lanes: the lanes to the workers that serve the model now.
           coming: how many further workers will serve the model, but do not yet.
-          opened_at: when the daemon answered, in seconds of ``time.monotonic()``.
+          opened_at: when the daemon told this, in seconds of ``time.monotonic()``.
         """
         self.description = description
         self.lanes = lanes
@@ -620,9 +618,9 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns True if the client should ask the daemon for another lane to a worker of this model.
+        """Returns whether the client should ask the daemon again for lanes to the workers of this model.
 
-        This is so if workers are starting, or if one of several lanes has ended.
+        True if the daemon said that more workers will come, or if there are at least two lanes and one of them has ended.
         """
         if self.coming:
             return True
@@ -633,8 +631,8 @@ class OpenedModel:
     def choose(self, model: str = "") -> ClientLane | None:
         """Returns the usable lane with the fewest requests in flight, or None if no lane is usable.
 
-        ``model``: the model's name if a new sequence begins, else "". For a sequence, only the lanes that have the fewest
-        sequences of the model are considered.
+        ``model``: the model's name if the lane is for a request that begins a sequence, else "". If a name is given, only
+        those usable lanes are considered that have the fewest open sequences of the model.
         """
         lanes = self.lanes
         if len(lanes) == 1:
