@@ -42,9 +42,9 @@ class MemoryGroup:
 
     @property
     def limit(self) -> int | None:
-        """Returns how many bytes of memory the group's processes may use together, or None if there is no limit.
+        """Returns how many bytes of memory the control group's processes may use together, or None if there is no limit.
 
-        For a version 1 group without a limit, the result is a number larger than any memory.
+        In version 1 of Linux control groups, the kernel reports "no limit" as a very large number, which is returned.
         """
         return self._number(_NAMES[self.version].limit)
 
@@ -63,10 +63,10 @@ class MemoryGroup:
 
     @property
     def kills(self) -> int | None:
-        """Returns how many processes of this group the kernel has killed for want of memory.
+        """Returns how many processes of this control group the kernel has killed because memory ran out.
 
-        The result is None if the group has no such count. A version 2 group also counts processes that were killed because
-        the host had no memory left.
+        The result is None if the kernel reports no count for this group. A count of version 2 of control groups includes
+        processes that were killed because the host had no memory left.
         """
         return self._lines(_NAMES[self.version].events).get("oom_kill")
 
@@ -86,9 +86,9 @@ class MemoryGroup:
 
 
 def memory_groups() -> list[MemoryGroup]:
-    """Returns the control groups that may limit the memory of this process, from the innermost group to the root.
+    """Returns the control groups that may limit the memory of this process. An inner group comes before the groups around it.
 
-    The root is always in the result. The result may contain groups that do not exist. These report no limit.
+    The root groups of versions 1 and 2 are always in the result. If a group does not exist, the group's ``limit`` is None.
     """
     found: list[MemoryGroup] = []
     with contextlib.suppress(OSError):

@@ -142,9 +142,9 @@ class _Tensor:
 
 
 def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgument:
-    """Makes the error for an ensemble whose ``member`` is not loaded in version ``number``. -1 means that no version is loaded.
+    """Returns the error for an ensemble that needs the model ``member``, which is not loaded.
 
-    ``why`` is the error with which loading the member failed, or "" if there is none.
+    ``number``: the version of ``member`` that is needed, or -1 for any. ``why``: why loading ``member`` failed, or "".
     """
     lacks = f"whose required version {number} is not loaded." if number > 0 else "which has no loaded version."
     failed = f" Model '{member}' loading failed with error: {why}" if why else ""
@@ -152,11 +152,11 @@ def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgu
 
 
 def completed(encoded: bytes, find: Callable[[str, int], ModelConfig]) -> ModelConfig:
-    """Completes an ensemble's configuration from its members' configurations. ``encoded`` is the configuration in protobuf.
+    """Decodes an ensemble's configuration from protobuf, and checks it against the configurations of the ensemble's members.
 
-    The ensemble is decoupled if one of its members is decoupled. ``find(name, version)`` returns a member's completed
-    configuration. Version -1 means the newest. Raises InvalidArgument for the first name, datatype, shape or batch size that
-    does not fit the members.
+    The returned configuration is decoupled if a member is decoupled. ``find(name, version)`` returns a member's configuration.
+    Version -1 means the newest. Raises InvalidArgument if a name, datatype, shape or batch size does not fit the members, or if
+    the inputs of one step come from several decoupled steps.
     """
     config = from_bytes(encoded)
     name = config.name

@@ -127,7 +127,7 @@ def _words(wanted: Any) -> Iterator[str]:
 
 
 def worded(key: str) -> str:
-    """Describes the allowed values of a key, such as "none, low, medium or high" or "auto or int from 1 to 64"."""
+    """Describes the allowed values of a configuration key: "none, low, medium or high" or "auto or int from 1 to 64"."""
     wanted = described_type(key)
     parts = wanted.types if isinstance(wanted, msgspec.inspect.UnionType) else (wanted,)
     numbers = [
@@ -210,7 +210,8 @@ def written(configured: Configured) -> str:
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
     """Reads the settings in environment variables that begin with ``TENSORD_``.
 
-    Variables that a container platform has set are ignored. Raises ConfigurationError if a variable names no known key.
+    Ignores TENSORD_CONFIG, and variables that Kubernetes or Docker has set for services named "tensord" or "tensord-...".
+    Raises ConfigurationError if another variable that begins with ``TENSORD_`` stands for no configuration key.
     """
     variables = _variables()
     foreign = service_variables(environment)
@@ -225,7 +226,7 @@ def read_environment(environment: Mapping[str, str]) -> list[Setting]:
 
 
 def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
-    """Returns the names of the ``TENSORD_`` variables that a container platform has set for services named like tensord.
+    """Returns the names of variables that Kubernetes or Docker has set for services named "tensord" or "tensord-...".
 
     Sources: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
     """

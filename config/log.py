@@ -4,10 +4,9 @@
     ISO8601    2026-11-21T10:20:30.123Z INFO worker-0: text
     json       {"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., "traceback"?: ..., "trace_id"?: ...}
 
-In systemd's journal, which adds the time, both text formats are ``<6>worker-0: text``, where 6 is the priority. A JSON object
-has the priority in front, too. In the json format, a line of the access log (``tensord.daemon.front.answered``) also has
-``"request": {...}``. In the text formats, a line about a traced request ends with `` trace_id=...``. Control characters in a
-message are escaped, so that no client can forge a line.
+A JSON object lacks the keys marked "?" if there is no value. In a line of the access log, the object also has "request".
+In systemd's journal, all lines begin with a syslog priority, and the formats default and ISO8601 are ``<6>worker-0: text``.
+A line about a traced request contains the trace id. Control characters in a message are escaped, so that nobody forges lines.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def check_writable(options: Log) -> None:
 class LogFile(WatchedFileHandler):
     """Appends lines to the log file, which all processes share. If log rotation has moved the file, a new one is opened.
 
-    A line that cannot be written to the file goes to standard error instead. The reason is written there at most once a minute.
+    Lines that cannot be written to the file go to standard error. A message there says why, at most once a minute.
     """
 
     def __init__(self, path: str) -> None:
@@ -146,7 +145,7 @@ def _note_trace(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats log lines as text. In systemd's journal a line has a priority in front, elsewhere the time."""
+    """Formats log messages as text. Lines for systemd's journal begin with a syslog priority. Other lines contain the time."""
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()
@@ -168,7 +167,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each message as a JSON object on one line. If ``journal`` is true, systemd's priority stands in front of it."""
+    """Formats each log message as one line of JSON. A line for systemd's journal begins with a syslog priority, as ``<6>``."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()

@@ -268,9 +268,10 @@ def batch_buckets(config: ModelConfig) -> tuple[int, ...]:
 
 
 def axis_buckets(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the sizes for which a model is compiled, by axis. The model's parameters ``buckets.AXIS`` list the sizes.
+    """Returns the sizes for which a model is compiled, by the names of the axes of tensors.
 
-    For a parameter that is "auto", the tuple of sizes is empty. Raises InvalidArgument if a parameter is malformed.
+    The parameter ``buckets.NAME`` of ``config``, such as "32,128", lists the sizes of the axis NAME. If it is "auto", which
+    means powers of two, the tuple is empty. Raises InvalidArgument if a parameter is malformed.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(name for name in config.parameters if name.startswith(_AXIS)):
@@ -463,15 +464,18 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(config: ModelConfig) -> bool:
-    """Returns whether a model asks for workers of its own. Raises InvalidArgument if the parameter ``isolated`` is no boolean."""
+    """Returns the parameter ``isolated`` of a model's configuration, or False if it is not set.
+
+    The workers of an isolated model run no other model. Raises InvalidArgument if the parameter's value is no boolean.
+    """
     return wants(config, ISOLATED)
 
 
 def isolated_fraction(config: ModelConfig, default: float) -> float:
-    """Returns the fraction (0 to 1) of a GPU's memory that an isolated model's worker takes.
+    """Returns the fraction of a GPU's memory for a worker that runs only the model of ``config``, a number from 0 to 1.
 
-    The result is ``default`` if the model sets no fraction. Raises InvalidArgument if the parameter
-    ``isolated_memory_fraction`` is malformed.
+    The model's parameter ``isolated_memory_fraction`` gives the fraction. Without this parameter, the result is ``default``.
+    Raises InvalidArgument if the parameter is no number above 0 and up to 1.
     """
     if ISOLATED_FRACTION not in config.parameters:
         return default

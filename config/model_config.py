@@ -202,8 +202,8 @@ def _complete_instances(config: ModelConfig, gpus: Sequence[int]) -> None:
 def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
     """Returns the model configuration ``config`` with the GPUs in ``others`` added to its instance groups.
 
-    Each worker that serves the model has its own copy of the configuration, with its own GPUs. ``config`` is one worker's copy
-    in JSON, and ``others`` are all workers' copies.
+    ``config`` and ``others`` are workers' copies of one model's configuration, in JSON. Each worker's copy names
+    only the GPUs of that worker. ``others`` may contain ``config``.
     """
     different = {each for each in others if each != config}
     if not different:
@@ -238,7 +238,7 @@ def to_json(config: ModelConfig) -> bytes:
 
 
 def to_dict(message: Any) -> dict[str, Any]:
-    """Converts a protobuf message to a dict. Every field is in the proto's order, and enums are names."""
+    """Converts a protobuf message to a dict in the proto's order. Enums are names. Unset fields with presence are left out."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -270,7 +270,7 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
 def metadata(config: ModelConfig) -> bytes:
     """Returns the answer to a model metadata request as JSON, without the model's versions.
 
-    Shapes are as clients send them. They begin with -1 if the model has a batch dimension, and no reshape is applied.
+    The shape of each tensor is its ``dims`` in ``config``. If the model has a batch dimension, -1 comes before ``dims``.
     """
     batch = [-1] if config.max_batch_size > 0 else []
 

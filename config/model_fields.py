@@ -1,7 +1,7 @@
-"""Lists the fields of ModelConfig that are not used: those that a model is refused for, and those ignored with a warning.
+"""Lists the fields of Triton's ModelConfig that this server does not use.
 
-A test fails if a newer ModelConfig has a field that is not listed here and not known to be used. docs/models.md has these
-tables.
+A model that sets a field of ``REFUSED`` is not served. A model that sets a field of ``WITHOUT_EFFECT`` is served, and a warning
+says that the field is ignored. docs/models.md lists the fields of ``REFUSED`` and ``WITHOUT_EFFECT`` as well.
 """
 
 from __future__ import annotations

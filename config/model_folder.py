@@ -1,11 +1,11 @@
-"""Walks a model's folder and opens the files in it. The daemon and the workers read models' folders with these functions.
+"""Lists and opens files in a model's folder.
 
-Files that other programs leave beside a model's, such as editors' copies, are skipped. Only regular files are opened, because
-to open a FIFO would wait for a writer. If a version's folder has no model.py, these files in it make up the model:
+Backup copies that an editor makes, and similar files, are not listed. Only regular files are opened. If the folder of a model
+version has no model.py, the version consists of at least one program and at most one file or folder of parameters:
 
-    *.jaxexport             a program that jax.export wrote: the bytes of Exported.serialize()
-    *.stablehlo, *.mlir     a module of StableHLO: text, bytecode, or a portable artifact
-    params.safetensors, params.npz, params.msgpack, params/ (Orbax)     the program's parameters, one of these
+    *.jaxexport             a program: the bytes that Exported.serialize() of jax.export returned
+    *.stablehlo, *.mlir     a program: a StableHLO module as text, as bytecode, or as a portable artifact
+    params.safetensors, params.npz, params.msgpack, params/ (an Orbax folder)     the parameters
 """
 
 from __future__ import annotations
@@ -100,5 +100,5 @@ def programs(folder: Path) -> list[Path]:
 
 
 def parameters(folder: Path) -> list[Path]:
-    """Returns the parameter files in a version's folder. A valid model has at most one."""
+    """Returns the paths of the parameter files in the folder of a model version. A valid version has at most one."""
     return [path for name in _PARAMETERS if (path := folder / name).exists()]

@@ -197,14 +197,14 @@ class ResponseCacheOptions(Section, frozen=True):
 
 
 class RateLimit(Section, frozen=True):
-    """Options of the rate limiter: its resources. A model's instance executes only while it has all resources that it needs."""
+    """Options of the rate limiter: whether it is on, and the amount of each resource that executing model instances share."""
 
     mode: Literal["off", "execution_count"] = "off"
     resources: tuple[str, ...] = ()
 
 
 class ExecutablesOptions(Section, frozen=True):
-    """Options of the cache of compiled programs, and the limits of shapes, batches and states."""
+    """Options of compiled programs: their cache, and limits for shapes without a bucket, batches, and state of sequences."""
 
     cache_directory: str = ""
     max_unexpected_shapes: Count = 32
@@ -274,7 +274,7 @@ class Log(Section, frozen=True):
 
 
 class TraceOptions(Section, frozen=True):
-    """Options of traces: which requests are traced when the daemon starts, and where traces are written."""
+    """Options of traces: where traces are written, and which requests are traced until somebody changes the trace settings."""
 
     level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
     rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000

@@ -1,6 +1,6 @@
-"""Parses restrictions of groups of calls, ``GROUP[,GROUP...]:KEY=VALUE``: such calls need the header KEY with this VALUE.
+"""Parses ``GROUP[,GROUP...]:KEY=VALUE``: a client must send the header ``KEY: VALUE`` to call the RPCs of a GROUP.
 
-Source: Triton's --http-restricted-api and --grpc-restricted-protocol; the groups have Triton's names.
+GROUP is a name such as "inference". Source: Triton's options --http-restricted-api and --grpc-restricted-protocol.
 """
 
 from __future__ import annotations
