@@ -1,10 +1,10 @@
 """Checks whether models load (``tensord check``) or exports one (``tensord export``), in child processes that have JAX.
 
     a model      ─▶ loaded by ``python -m tensord.workers.check`` ─▶ a verdict: good, or why the model cannot be served
-    an ensemble  ─▶ after its members were checked: a verdict whether its configuration fits theirs
+    an ensemble  ─▶ after its members were checked: a verdict whether its configuration fits its members' configurations
 
-One process loads all models of a device, as a worker does; an isolated model has a process of its own. If a model crashes the
-process, or takes too long and is killed with it, a new process loads the remaining models.
+One process loads all models of a device one after the other. A model that asks for a worker of its own is loaded in a separate
+process. If a model crashes its process or exceeds its time limit, a new process loads the remaining models.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LINES = msgspec.json.Decoder(LoadLine)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking one model: whether its versions can be served, and what its process printed."""
+    """The result of checking one model: whether the model can be served, and what the process that loaded it printed."""
 
     model: FoundModel
     #: The reason why it cannot be served; "": every chosen version can.
@@ -89,12 +89,12 @@ def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Opt
 def check(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, deep: bool = False
 ) -> Iterator[Verdict]:
-    """Loads each model in a separate process, and yields a verdict on each: in the order of ``models``, but ensembles last.
+    """Loads ``models`` in child processes. Yields a verdict on each model in the order of ``models``, but ensembles last.
 
-    A model whose configuration cannot be read is not loaded.
+    Ensembles are not loaded, only checked. A model with an invalid configuration is not loaded, but gets a verdict.
     Args:
       devices: the devices of all workers. A model is loaded on the first device that it may use.
-      timeout: how many seconds the load of each version of a model may take.
+      timeout: how many seconds the load of each version of a model may take. It may take three times as long if ``deep``.
       deep: whether each loaded model also runs a generated request for each of its buckets.
     """
     tried: dict[str, Verdict] = {}
@@ -123,7 +123,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Checks an ensemble as a daemon does, and returns the verdict. ``tried``: the verdicts on its members, by name."""
+    """Checks whether the ensemble ``model`` fits its members. Returns the verdict. ``tried``: earlier verdicts, by model name."""
     reason, name = model.problem, model.name
     members = {
         member: tried[member].model if member in tried else FoundModel(member, Path()) for member in dict(model.members)
@@ -242,7 +242,7 @@ class _Attempt:
 
     @property
     def at(self) -> str:
-        """Returns what the process is doing now, such as ``loading m``, or "" if it has tried all models."""
+        """Returns what this model-loading process does now, such as ``loading m``, or "" if no model is left to load."""
         if not self.left:
             return ""
         steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]

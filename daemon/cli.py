@@ -1,8 +1,6 @@
 """The program ``tensord``: its commands ``serve``, ``check``, ``fetch``, ``init``, ``bench``, ``export``, ``man``, ``config``.
 
-click parses the options and completes them in the shell; ``tensord.daemon.flags`` has the options that set a key.
-
-Exit status: 0: done; 1: a failure while serving, or a bad repository; 2: a bad configuration or command line.
+Exit status: 0: the command succeeded; 1: the command failed; 2: the configuration or the command line is wrong.
 """
 
 from __future__ import annotations
@@ -155,11 +153,11 @@ def check(
 ) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
-    Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that
-    would serve it. That runs the models' code as the user who calls this. If root calls this, the check runs in
-    tensord.service's sandbox, as its user and with its cache: when the service starts, it finds there what the check
-    has compiled. With --deep, each bucket of a model also runs a request; with --read-only, no code of a model runs.
-    Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
+    Each model is loaded and compiled as in a worker, on the first device that would serve the model. The models' code
+    runs as the user who calls this command. If root calls this command without --user and tensord.service is installed,
+    the models' code runs as the service's user, in the service's sandbox, and the service's cache keeps the compiled
+    programs. With --deep, each model also answers a request for each of its buckets. With --read-only, no code of a
+    model runs. Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
     from tensord.daemon import check as model_check
     from tensord.daemon.check import Verdict
@@ -280,11 +278,11 @@ def fetch(
 ) -> None:
     """Bring the model at URL into FOLDER, whose name is the model's, such as models/digits.
 
-    URL is a path, or begins with s3://, gs:// or hf://. It names a folder, or an archive if it ends in .tar, .tar.gz or
-    .zip. The URL of an archive may also begin with https://. The model is downloaded next to FOLDER, checked as by
-    `tensord check` (with --read-only without running its code), and then replaces FOLDER by one rename. A fetch that was
-    interrupted goes on with the files that are missing. If FOLDER already holds what is at URL, nothing is done. The exit
-    status is 0 if the model is in FOLDER, 1 if it is not and FOLDER is unchanged, and 2 if the configuration is wrong.
+    URL is a path, or begins with s3://, gs:// or hf://. A URL that ends in .tar, .tar.gz or .zip names an archive, and
+    may also begin with https://. Any other URL names a folder. The model is downloaded, and then checked as `tensord check`
+    checks models. If the check succeeds, the model replaces FOLDER. With --read-only, the check runs no code of the
+    model. After an interrupted fetch, the next fetch downloads only the remaining files. If FOLDER already holds the model at
+    URL, nothing is done. Exit status 0: FOLDER holds the model. 1: FOLDER is unchanged. 2: the configuration is wrong.
     """
     from tensord.daemon import fetch as fetching
 
@@ -307,7 +305,7 @@ def _sha256(value: str | None) -> str:
 @main.command("init")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def init_model(folder: Path) -> None:
-    """Write an example model to begin with into FOLDER, whose name becomes the model's, such as models/mine."""
+    """Write an example model into FOLDER, which must be new or empty. If FOLDER is models/mine, the model is called mine."""
     from tensord.daemon import first_model
 
     try:
@@ -339,10 +337,10 @@ def bench(
 ) -> None:
     """Measure how many answers MODEL gives per second, and how long they take, by number of connections.
 
-    Each connection sends a request, waits for the answer and sends the next one. Inputs are generated: integers from 0 to
-    3, and normal numbers. Half of the requests took at most p50, 99 % at most p99. A daemon must serve MODEL: the one at
-    --address, or else the one that tensord_client.connect() finds. All clients are threads of this process. This needs
-    tensord-client, and tritonclient[grpc] for gRPC. Exit status 1: a request failed.
+    Each connection sends a request, waits for the answer and sends the next one. Inputs are random: normal numbers for
+    floating-point inputs, integers from 0 to 3 for integer inputs. Half of the requests took at most p50, and 99 % took at most
+    p99. Without --address, tensord_client.connect() finds the daemon. The daemon must serve MODEL. All clients are threads of
+    this process. This needs tensord-client, and tritonclient[grpc] for gRPC. Exit status 1: a request failed.
     """
     from tensord import closed_loop
 
@@ -428,9 +426,9 @@ def _described(command: click.Command, ctx: click.Context) -> click.Command:
 def print_config(ctx: click.Context, config: Path | None, short: bool) -> None:
     """Print a configuration file with every key, its value and its meaning.
 
-    A value that is not the default is followed by its source: the file, an environment variable or a flag. If every value is
-    the default, the output is the file of defaults. Your own file only needs the keys that differ from the defaults. With
-    --short, print a table of the keys that have a source, with value and source.
+    A value that was set is followed by "# from" and its source: a configuration file, an environment variable or a flag. Any
+    value without "# from" is the default. Your own file only needs the keys that differ from the defaults. With --short,
+    print a table of only the keys that were set, with value and source.
     """
     configured = layers.read(config, os.environ, flags.settings(ctx))
     if short:

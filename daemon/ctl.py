@@ -1,7 +1,7 @@
-"""The program ``tensorctl``: the operator's commands to a running daemon, sent over its control socket.
+"""The program ``tensorctl``: the operator's commands to a running daemon, sent over the daemon's control socket.
 
-The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else that of the one daemon which answers on a default path
-(``tensord.daemon.control.runtime_directory``). Exit status: 0: done; 1: the daemon refused; 2: the daemon cannot be reached.
+The option ``--socket`` names the socket, else the environment variable ``TENSORCTL_SOCKET``. Without a name, tensorctl searches
+default folders. Exit status: 0: done; 1: the daemon answered with an error; 2: no daemon answered, or several did.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Returns a function that completes names for a shell. ``read`` finds them in the daemon's answer to ``command``."""
+    """Returns a function for shell completion. It offers names that ``read`` finds in the daemon's answer to ``command``."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         parent = ctx.find_root().params
@@ -457,7 +457,7 @@ def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
 @click.argument("name", shell_complete=_model_name)
 @click.pass_obj
 def models_show(daemon: _Daemon, name: str) -> None:
-    """Show a model's versions: workers, programs, what makes requests slow, inputs and outputs.
+    """Show a model's versions: workers, programs, why requests ran slower Python code instead of C code, inputs and outputs.
 
     With --json everything that is known of the versions is printed.
     """
@@ -540,9 +540,9 @@ def regions_unregister(daemon: _Daemon, name: str) -> None:
 @_watched
 @click.pass_obj
 def connections(daemon: _Daemon, repeat_seconds: float | None) -> None:
-    """List clients' connections by front: owner, requests, how many bytes of the arenas they hold, and lanes.
+    """List the connections of clients: front, owner, requests, how many bytes of arenas each connection holds, and lanes.
 
-    At most 1,000 connections of each front are listed.
+    At most 1,000 connections of each front are listed. The Unix socket for clients is listed as "clients", without a limit.
     """
     daemon.show(repeat_seconds, lambda rows: tables.show(_CONNECTION_COLUMNS, rows), "connections")
 

@@ -5,14 +5,15 @@
         files/                complete files, each named after a digest of its path, size and identity at the source
         part.*/               incomplete files
         NAME/                 the new model
-    REPOSITORY/NAME/          the model that daemons serve; once the new model is checked, one rename exchanges the two
+    REPOSITORY/NAME/          the model that daemons serve, which the new model replaces once it has been checked
 
-If a fetch is killed, the hidden folder stays. The next fetch keeps each complete file that has not changed at the source.
+If a fetch is killed, the hidden folder stays. The next fetch uses each complete file that has not changed at the source.
+The source is a folder or an archive on any file system that fsspec knows. A folder's file system must be able to list files.
 
-    s3://bucket/models/digits          a source is a folder, on any file system of fsspec that can list its files,
-    https://host/digits-7.tar.gz       or an archive, on any file system of fsspec
+    s3://bucket/models/digits          a folder
+    https://host/digits-7.tar.gz       an archive
 
-The libraries behind fsspec raise many kinds of exceptions. Here they become a ServingError, without the secrets of a URL.
+If the source cannot be read, a ServingError is raised. Its message shows the URL without user name, password and query.
 """
 
 from __future__ import annotations
@@ -133,15 +134,15 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_byte_size: int) -> None:
-    """Builds the new model in the folder ``model``: downloads missing files, and verifies their checksums.
+    """Downloads the model at ``source`` into the folder ``model``, and verifies checksums.
 
-    Files that an earlier fetch has left beside ``model`` are not downloaded again.
+    A complete file that an earlier fetch downloaded is used again if ``source`` shows that the file has not changed since.
     Args:
-      files: the files of the model at the source.
-      sha256: the expected checksum of the archive, or of the file SHA256SUMS in a folder. If it is "", none is expected.
-      max_byte_size: the most bytes of the model.
+      files: what ``source.files()`` returned.
+      sha256: the expected checksum of the archive, or of the file SHA256SUMS if ``source`` is a folder. "": none.
+      max_byte_size: the most bytes that the model may have.
     Raises InvalidArgument if the model is damaged, is too large for the limit or the disk, or has a wrong checksum.
-    Raises Unavailable if a file could not be read, or if the model at the source has changed during the download.
+    Raises another ServingError if ``source`` cannot be read, or if the model at ``source`` changes during the download.
     Raises OSError if a file cannot be written.
     """
     whole = model.with_name("files")
@@ -189,10 +190,10 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
 
 
 def swap(model: Path, folder: Path) -> None:
-    """Replaces the served model in ``folder`` by the new one in ``model``, by one rename.
+    """Renames the folder ``model`` to ``folder``. A folder that was at ``folder`` is moved to the parent of ``model``.
 
-    If the file system cannot exchange two folders, two renames are needed, and for an instant no folder has the name.
-    Raises OSError if a rename failed. Then the former model is still served.
+    If the file system cannot exchange two folders by one rename, ``folder`` does not exist for an instant.
+    Raises OSError if a rename fails. Then ``folder`` is as it was before the call.
     """
     if not os.path.lexists(folder):
         model.rename(folder)
@@ -267,7 +268,7 @@ def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Dev
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file or a folder of the model at its source. The name of a folder ends with a slash."""
+    """A file, folder or archive at the URL from which a model is downloaded. The ``name`` of a folder ends with a slash."""
 
     #: Its path as its file system names it; "" of an archive, whose URL may hold a signature.
     path: str
@@ -341,12 +342,12 @@ class Source:
         return tuple(sorted(files, key=lambda file: file.name))
 
     def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
-        """Downloads ``files`` to the paths ``places``. A path exists only once its file has arrived completely.
+        """Downloads each file in ``files`` to the path at the same index of ``places``. Only complete files are put there.
 
-        ``stage``: a folder for incomplete files, on the same file system as ``places``. ``max_byte_size``: the most bytes of an
-        archive; the size of other files is not limited here.
-        Raises ServingError if a file could not be read, is too large, or has another size than was listed.
-        Raises OSError if a file cannot be written.
+        ``stage``: a folder for incomplete files, on the same file system as ``places``.
+        ``max_byte_size``: the most bytes of the archive if the source is an archive. Unused if the source is a folder.
+        Raises ServingError if a file cannot be read, has another size than its known ``byte_size``, or is too large.
+        Raises OSError if the disk is full, is read-only or fails.
         """
 
         def bring() -> None:
@@ -397,7 +398,7 @@ class Source:
 
 
 class _Coming(Callback):  # type: ignore[misc]
-    """Counts and prints the bytes of a download. Raises InvalidArgument if more than ``max_byte_size`` bytes come."""
+    """Prints the progress of a file's download. Raises InvalidArgument if the file has more bytes than the user allowed."""
 
     def __init__(self, file: File, max_byte_size: int) -> None:
         super().__init__()

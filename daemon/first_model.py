@@ -79,6 +79,6 @@ def write(folder: Path) -> str:
 
 
 def _program() -> str:
-    """Returns the command with which the user runs this program."""
+    """Returns "tensord", or the path of the running executable ``tensord`` if a shell would not find it by its name."""
     here = Path(sys.argv[0])
     return "tensord" if shutil.which("tensord") == str(here.absolute()) or here.name != "tensord" else str(here)

@@ -1,8 +1,8 @@
-"""Defines the command-line flags. Each sets one key of the configuration, and has Triton's name if the meaning is the same.
+"""Defines the daemon's command-line flags. Each flag sets one key of the configuration.
 
-A unit file or manifest that starts a Triton server should start tensord once the program's name is changed. So each of Triton's
-flags is treated in one of four ways: it sets a key; it is accepted but changes nothing (such as ``--allow-cpu-metrics=false``);
-it is refused with the reason; or it is unknown, and the most similar known flag is suggested.
+A unit file that starts a Triton server should start tensord once the program's name is changed. So a flag of tensord is named
+like Triton's flag of the same meaning. Some flags of Triton, such as ``--allow-cpu-metrics=false``, are accepted but change
+nothing. Any other flag is refused with a reason, or with the name of the most similar flag.
 
     arguments ─▶ ``canonical`` writes each flag as ``--name=value`` ─▶ click parses them ─▶ ``settings`` returns keys and values
 """
@@ -189,9 +189,9 @@ class FlagCommand(click.Command):
         return [*super().get_params(ctx), *_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the command-line words ``args`` into click's context ``ctx``. Returns an empty list.
+        """Parses the command-line words ``args`` into click's context ``ctx``.
 
-        For shell completion, click's own parser is used, and the words that it could not parse are returned.
+        When a shell completes a command line, returns the words that click cannot parse. Otherwise returns an empty list.
         Raises ConfigurationError if a flag or an argument is refused.
         """
         if ctx.resilient_parsing:  # a shell completes them
@@ -279,10 +279,11 @@ def settings(ctx: click.Context) -> list[Setting]:
 
 
 def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
-    """Rewrites the flags of a command line as ``--name=value``. Flags of Triton that change nothing in tensord are left out.
+    """Returns the command-line words ``arguments`` with each flag of the daemon written as one word, ``--name=value``.
 
-    ``own``: option of the command itself -> whether it takes a value. Own options and arguments are not rewritten.
-    Raises ConfigurationError if a flag is unknown, refused or lacks its value.
+    Flags of Triton that change nothing in tensord are left out. Options in ``own`` and their values are unchanged.
+    ``own``: each option that is no flag of the daemon, such as "--help" -> whether the option takes a value.
+    Raises ConfigurationError if a flag is unknown or refused, or lacks its value.
     """
     found: list[str] = []
     waiting = list(arguments)
@@ -327,7 +328,11 @@ _TRACE_FLAGS = {
 
 
 def _of_trace_config(value: str) -> str | None:
-    """Returns the flag that means the same as ``--trace-config=value``, or None if the value is a default."""
+    """Returns the flag that means the same as ``--trace-config=value``, such as "--trace-rate=1" for "rate=1".
+
+    Returns None for the values "mode=triton" and "level=OFF", which change nothing in tensord.
+    Raises ConfigurationError if the value names an unknown setting, or another mode than triton.
+    """
     mode, comma, setting = value.partition(",")
     name, equals, given = (setting if comma else mode).partition("=")
     if (comma and mode != "triton") or (name, given) == ("mode", "opentelemetry"):

@@ -1,7 +1,7 @@
-"""Runs ``tensord check``, if root calls it, with the settings of the installed service, so that its result holds there.
+"""Lets root run ``tensord check`` as the user of the installed service tensord.service, or as another user.
 
-tensord.service with its drop-ins ─▶ systemd-run with the same settings ─▶ the check, in the service's own sandbox
---user of any other user          ─▶ this process becomes that user
+As the service's user, the check runs in a sandbox that systemd makes with the service's settings.
+As another user, whom root names with ``--user``, the check runs in this process, which switches to that user.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Service:
 
 
 def installed() -> Service | None:
-    """Returns the user, folder and settings of the installed tensord.service, or None if it or systemd is not installed."""
+    """Returns how systemd runs tensord.service. Returns None if the service is not installed or systemctl fails."""
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
         done = subprocess.run(
@@ -72,10 +72,9 @@ def installed() -> Service | None:
 
 
 def settings(unit: str) -> list[str]:
-    """Returns the settings of a systemd service that suit another program too, such as its user and its sandbox.
+    """Returns the lines KEY=VALUE of the section [Service] in a systemd unit file, such as "User=tensord".
 
-    ``unit``: the text of the service's unit file. The lines KEY=VALUE of its section [Service] are returned, except settings
-    that only concern the service's own process, such as ExecStart=.
+    Settings that only concern the service's own process, such as ExecStart=, are left out. ``unit``: the text of the unit file.
     """
     found, section = [], ""
     for line in map(str.strip, unit.replace("\\\n", " ").splitlines()):
@@ -90,8 +89,8 @@ def check_inside(service: Service, words: Sequence[str], environment: Mapping[st
     """Runs ``tensord check`` in a sandbox with the settings of the service. Returns the exit status of the check.
 
     Args:
-      words: the arguments of ``tensord check``. Relative paths begin in the service's working directory; the path of the
-        configuration file begins in the caller's.
+      words: the arguments of ``tensord check``. The path of the configuration file is relative to the caller's working
+        directory. All other paths are relative to the service's working directory.
       environment: the caller's variables. Those whose names begin with TENSORD_ are passed on.
     Raises Unusable if systemd could not start the check in the sandbox.
     """

@@ -1,12 +1,12 @@
-"""The supervisor process: starts fronts and workers, connects and replaces them, stops them in order; never touches a tensor.
+"""Defines the supervisor, the process that starts, watches, replaces and stops the daemon's fronts and workers.
 
-    1. bind the sockets, adopt the workers (spawned before, because their imports take longest), read the repositories
-    2. start the fronts with the models as LOADING; each worker that reports gets its regions, its lanes, then its models
-    3. when the first loads have ended: READY=1 to systemd. systemd's watchdog is notified as long as no child process hangs
-    4. when a process dies (its pidfd says so), fronts are told, and a replacement starts after a delay that grows
-    5. SIGTERM: fronts finish the requests that they accepted, then workers stop, then what still runs is killed
+    1. It opens the listening sockets, and searches the model repositories for models. The first workers start meanwhile.
+    2. It starts the fronts. Each worker that is ready gets all registered regions, a lane to each front, and models to load.
+    3. When all fronts and workers are up, and each model has been loaded or has failed to load, it sends READY=1 to systemd.
+    4. When a front or a worker dies, it starts a new one after a delay. It tells the fronts when a worker dies.
+    5. At SIGTERM it lets the fronts finish their requests, then stops the workers, and then kills all remaining processes.
 
-It has one event loop in one thread; files are read in other threads. It never waits for a child process without a time limit.
+The supervisor runs one event loop in one thread, and reads files in other threads. It never reads or writes a tensor.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ class Supervisor:
     async def run(self) -> int:
         """Runs the daemon until its last child process has ended. Returns the exit status.
 
-        Raises ListenError or OSError if a socket cannot be opened or a process not started.
-        Raises InvalidArgument if the configuration cannot be used.
+        Raises ListenError if a listening socket cannot be opened. Raises InvalidArgument if the configuration cannot be used.
+        Raises OSError if the kernel has no file descriptor, memory or process id left when the daemon starts.
         """
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
@@ -446,7 +446,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells the fronts and the other parts of the daemon that a worker has died, and replaces it if it is needed."""
+        """Tells the fronts that a worker has ended. Replaces it on ``device`` after a delay, unless it was told to stop."""
         self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
@@ -465,9 +465,10 @@ class Supervisor:
             self.models.outdated(f"{child.name} {child.describe_exit()}")
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts the workers that are wanted for isolated models, and stops other workers of such models.
+        """Starts the workers in ``wanted`` that do not run. Stops each worker for a single model that is not in ``wanted``.
 
-        ``wanted``: the name of each such worker's device -> the fraction (0 to 1) of a GPU's memory that the worker may take.
+        ``wanted``: the device and the model of a worker, such as "cuda:0#m" -> the fraction (0 to 1) of the GPU's memory that
+        the worker may take.
         """
         if self.phase is DaemonPhase.STOPPING:
             return
@@ -558,7 +559,7 @@ class Supervisor:
         await self._shutdown.finish(self.workers.by_incarnation, deadline_ns)
 
     async def _bury(self) -> None:
-        """Cancels all tasks and kills every child process that still runs."""
+        """Cancels the supervisor's asyncio tasks, kills all fronts and workers, and waits until these processes are gone."""
         await self._tasks.cancel()
         await self._shutdown.bury(lambda: (*self.fronts, *self.workers))
         await self._leftovers.ended()
@@ -601,7 +602,7 @@ class Supervisor:
         return {**self.describe(), "standings": standings, "errors": errors}
 
     def _availability(self) -> tuple[bool, str]:
-        """Returns whether the daemon drains or stops, and why the daemon is not ready, or "" if it is ready."""
+        """Returns whether the daemon is being drained or stopped, and why the daemon is not ready ("" if it is ready)."""
         draining = self.drain.phase is not DrainPhase.NONE or self.phase not in (
             DaemonPhase.STARTING,
             DaemonPhase.SERVING,
@@ -630,7 +631,7 @@ def _raise_open_files(options: Options) -> None:
 
 
 class Tasks:
-    """Owns the supervisor's background tasks. If a task raises an exception, ``failed`` is called."""
+    """Runs the supervisor's background tasks. ``failed``: called without arguments when a task has raised an exception."""
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed

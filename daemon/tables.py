@@ -23,7 +23,7 @@ def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
 def shown(value: Any) -> str:
     """Returns a value as the text of a table's cell, on one line.
 
-    A mapping must be a worker's current run, with the keys "model", "version" and "seconds". No other mapping is accepted.
+    A mapping must have the keys "model", "version" and "seconds". The text of a mapping is, for example, "digits 2, 3.0 s".
     """
     if value is None:
         return ""
@@ -36,7 +36,7 @@ def shown(value: Any) -> str:
 
 
 def scaled(byte_size: float) -> str:
-    """Returns a number of bytes with three digits and a unit, such as ``1.5 MiB``."""
+    """Returns a number of bytes as text with a unit, such as "1.5 MiB", rounded to three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if byte_size < 1024 or unit == "TiB":
             break

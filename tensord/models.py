@@ -131,7 +131,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
       outputs: the names of the outputs to return, or none for all outputs.
       own: further fields of the request, such as ``version`` or ``priority``.
-    Raises: InvalidArgument: an input is no array, or the calling code is not that of a model that is answering a request.
+    Raises: InvalidArgument: an input is no array, or the calling code is not the code of a loaded model.
       ``result()`` raises the errors of the called model.
     """
     from tensord.workers.calls.asking import begin as begun
@@ -150,7 +150,7 @@ def stream(
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
       outputs: the names of the outputs to return, or none for all outputs.
       own: further fields of the request, such as ``version`` or ``priority``.
-    Raises: InvalidArgument: an input is no array, or the caller is not the code of a model that runs a request. If a response is
+    Raises: InvalidArgument: an input is no array, or the calling code is not the code of a loaded model. If a response is
       an error, the iterator raises it as a ServingError, and ends.
     """
     from tensord.workers.calls.asking import stream as streamed
@@ -159,14 +159,14 @@ def stream(
 
 
 def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Lets the server load another model, or load it again, and waits until that is done. A model's ``create`` may use it, too.
+    """Makes the server load or reload the model ``name``, and waits until it is loaded. A model's ``create`` may call this.
 
     Args:
-      config: a configuration in JSON that replaces the model's config.pbtxt, or "" to replace nothing.
-      files: the content of files by name, ``file:<version>/<name>``. The model then consists of these files only. None means
-        the model's own files.
+      config: a configuration in JSON that replaces the model's config.pbtxt, or "" to keep the model's configuration.
+      files: the contents of all files of the model, by ``file:<version>/<name>``. With ``files``, ``config`` must be given,
+        too. None means the files in the model's folder.
 
-    Raises: ServingError: the model could not be loaded, and why; or no model on a server runs this code.
+    Raises: ServingError: the load failed, or the caller is not the code of a model that a server is loading or serving.
     """
     from tensord.workers.calls.asking import load
 
@@ -174,10 +174,10 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
 
 def unload_model(name: str, dependents: bool = False) -> None:
-    """Lets the server begin to unload a model, and does not wait until it is unloaded.
+    """Makes the server begin to unload the model ``name``, and does not wait until the model is unloaded.
 
-    If ``dependents`` is true and the model is an ensemble, its members that no other ensemble uses are unloaded, too. Raises
-    ServingError if the server refuses, or if the calling code is not that of a model on a server.
+    ``dependents``: True to unload also the models that were loaded only as members of the ensemble ``name``. Raises
+    ServingError if the server refuses, or if the caller is not the code of a model that a server is loading or serving.
     """
     from tensord.workers.calls.asking import unload
 

@@ -91,7 +91,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def _nested(tree: Any) -> Any:
-    """Turns a dict whose names have dots or slashes into nested dicts. Raises ValueError if one name begins another."""
+    """Turns {"a.b": x} or {"a/b": x} into {"a": {"b": x}}. Raises ValueError if ``tree`` has both names "a" and "a.b"."""
     if not isinstance(tree, Mapping):
         return tree
     separator = "/" if any("/" in str(name) for name in tree) else "."

@@ -89,7 +89,7 @@ def load(
       config: a configuration file of ``tensord serve``, or None. Variables such as TENSORD_WORKERS_THREADS count as well.
       device: the device to run on, or None for JAX's first device.
 
-    Raises: ServingError: the model cannot be loaded; the message is the daemon's.
+    Raises: ServingError: the model cannot be loaded; the message says why.
     """
     served = _load(Path(folder).absolute(), version, config, device)
     connection = LocalConnection(lambda *_: served)
@@ -99,9 +99,9 @@ def load(
 
 
 def served(repository: Path, model: str, version: int) -> _Served:
-    """Loads a model of the folder ``repository`` in this process, for clients in this process. ``version`` 0 means the newest.
+    """Loads the model in ``repository``/``model`` and returns it. Code in this process can send requests to the loaded model.
 
-    Raises: NotFound: there is no such model.  ServingError: the model cannot be loaded.
+    ``version`` 0 means the newest. Raises: NotFound: there is no such model or version.  ServingError: loading has failed.
     """
     if not (repository / model).is_dir():
         raise NotFound(f"{UNKNOWN_MODEL}'{model}' is not found")
@@ -156,7 +156,10 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
-    """Completes an ensemble's configuration from its members' configurations. ``loaded``: name -> version number -> version."""
+    """Returns ``model``. An ensemble that has a decoupled member is configured as decoupled in the returned object.
+
+    Raises InvalidArgument if an ensemble does not fit its members. ``loaded``: model name -> version number -> loaded version.
+    """
     if not model.members:
         return model
 
@@ -171,7 +174,7 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
 
 
 class _Served:
-    """A model that this process serves, for clients in this process."""
+    """A model that is loaded in this process, and to which code in this process can send requests."""
 
     def __init__(self, worker: LocalWorker, version: ModelVersion, of: _Served | None = None) -> None:
         self._worker = worker
@@ -203,7 +206,7 @@ class _Served:
         return self._derivatives[name]
 
     def begin(self, request: LocalRequest, call: Call) -> int:
-        """Copies a call's inputs and sends the request to the worker, whose loop gives the responses to ``request``.
+        """Sends ``call`` to this model with copies of the inputs. Another thread calls ``request.take`` with each response.
 
         Returns the number of copied bytes. Raises ServingError if an input cannot be sent or the model was closed.
         """

@@ -1,11 +1,10 @@
 """Opens and ends the lanes between local clients and workers, and limits how many lanes each user may have.
 
-    a client asks for lanes ─▶ a socket pair for each worker: one end to the worker (LaneOpened), the other to the client
-    the client's connection ends, or the client reports a lane as ended ─▶ LaneClosed to the worker ─▶ LaneClosed from it
-    the worker ends a lane by itself ─▶ LaneClosed from the worker
+When a client asks for lanes for a model, the supervisor opens a lane to each worker that serves the model. A client never has
+two lanes to the same worker. A lane serves requests to any model of its worker.
 
-A lane serves requests to any models of its worker. It counts towards the user's limit until the worker has reported that it
-released everything of the lane. So the limit also covers lanes that a busy worker has not closed yet.
+If a client closes its connection to the supervisor, or reports that it no longer uses a lane, the supervisor asks the lane's
+worker to end the lane. The lane counts towards the user's limit until the worker reports that the lane has ended.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class _OpenLane:
 
 
 class ClientLanes:
-    """Counts and limits the connections of clients, and opens and ends their lanes."""
+    """Opens and ends lanes between local clients and workers. Limits the number of lanes and of connected clients."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         clients = options.clients
@@ -128,11 +127,11 @@ class ClientLanes:
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
         """Waits until a worker serves the model version that a client asks for, and returns the state of the version.
 
-        First ends the lanes that the client reports as ended, and waits until their workers have closed them.
+        First ends the lanes ``wanted.ended``, which the client no longer uses, and waits until their workers have closed them.
         Raises Unsupported if clients get no lanes from this server.
         Raises NotFound if the model or the version is unknown, or is not to be served.
         Raises Unavailable if the server is draining, if no worker serves the version within ``wanted.wait`` seconds, or if a
-        worker is too busy to close an ended lane.
+        worker does not close a lane of ``wanted.ended`` in time.
         """
         if not self._options.lanes:
             raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")
@@ -172,13 +171,13 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens a lane between a client and each worker that serves a model version. Existing lanes of the client are kept.
+        """Opens a lane between a client and each worker that serves a model version and has no lane to the client yet.
 
-        Returns the answer to the client, and the client's ends of the new lanes, which the caller must close. The answers to
-        different clients list different workers first, to spread the load. If this method raises an error, no new lane is open.
+        Returns the answer to the client, and the client's sockets of the new lanes, which the caller must close. The answer lists
+        the client's lanes to all workers of the version, new or not. If this method raises an error, no new lane is open.
         ``wanted``: the client's request for lanes. ``state``: the state of the model version.
-        Raises Unavailable if there are too many lanes or no free file descriptor. Raises Unsupported if the model's metadata is
-        too long for an answer.
+        Raises Unavailable if the client's user would have too many lanes, or if too few file descriptors are free. Raises
+        Unsupported if the model's metadata is too long for an answer.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
             raise Unsupported(
@@ -262,7 +261,7 @@ class ClientLanes:
         ]
 
     def _expected(self, state: ModelState) -> int:
-        """Returns how many workers should serve the version of ``state``."""
+        """Returns how many workers would serve the model version of ``state`` if every worker with a usable device ran."""
         workers = self._supervisor.workers
         wanted = {*(state.devices or workers.devices)} & {*workers.usable}
         return sum(device in wanted for device in workers.slots.values())

@@ -4,15 +4,14 @@
     {"open": {"model": "m", "version": 0}}               ─▶  OpenAnswer, with a file descriptor for each new lane
     {"register": {"name": "x", "byte_size": 4096}}       ─▶  {}       the client sends a memfd with this message
     {"unregister": {"name": "x"}}                        ─▶  {}       the name "" means all regions of the client's user
-    {"push": {"model": "m", "number": 17}}               ─▶  the set that is in use now: model, version, set, number, byte_size
-                                                             the client may send a memfd in safetensors' layout with it
+    {"push": {"model": "m", "number": 17}}               ─▶  the parameter set now: model, version, set, number, byte_size
+                                                             a memfd in safetensors' layout may come with this message
     {"parameters": {"model": "m"}}                       ─▶  {"parameters": [...]}
     {"drop": {"model": "m", "set": "customer-7"}}        ─▶  {}
-    {"revert": {"model": "m"}}                           ─▶  the set that is in use now, as for push
+    {"revert": {"model": "m"}}                           ─▶  the parameter set now, with the same fields as for push
     any message that fails                               ─▶  {"error": "the sentence", "code": "NOT_FOUND"}
 
-A client that holds a memfd may use its memory, so the memory's owner is not checked. docs/clients-socket.md describes the
-client's side.
+The daemon does not check who owns a memfd. docs/clients-socket.md describes the client's side.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_ANSWER = 128 << 10
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's message that asks the daemon for the server's name and version and for the ways to reach the server."""
+    """A client's message that asks for the daemon's name and version, its HTTP addresses, and whether clients get lanes."""
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,9 +48,9 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's message that asks to register the memfd sent with it as a region.
+    """A client's message that asks to register a part of a memfd, which is sent with the message, as a region.
 
-    ``byte_size`` and ``offset`` are in bytes. ``offset`` is a multiple of the page size.
+    ``byte_size``: the part's size in bytes. ``offset``: the part's offset in the memfd in bytes, a multiple of the page size.
     """
 
     name: str
@@ -117,7 +116,7 @@ class HelloAnswer(msgspec.Struct):
 
 
 class LaneEntry(msgspec.Struct):
-    """Describes one lane to a worker, in the daemon's answer to a client that has asked for lanes to a model's workers."""
+    """Describes a lane between a client and a worker, in the daemon's answer to a client that has asked for lanes."""
 
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".
@@ -148,7 +147,7 @@ class OpenAnswer(msgspec.Struct):
 
 
 class ClientError(msgspec.Struct):
-    """The daemon's answer to a client's message that has failed. ``error``, ``code``: the ServingError's text and code."""
+    """The daemon's answer if it cannot do what a client's message asks. ``error``: why. ``code``: such as "NOT_FOUND"."""
 
     error: str
     code: str

@@ -1,8 +1,7 @@
 """Serves the Unix socket on which local clients ask for lanes and pass shared memory (memfds) to the daemon.
 
-    accept ─▶ admit ─▶ message ─▶ answer ─▶ message ...  ─▶ end of file: the client's lanes are ended
-
-The mode and folder of the socket decide who may connect. The kernel tells which user a client is. Each connection has a task.
+The mode and folder of the socket decide who may connect. The kernel tells the daemon which user a client is. When a client
+closes its connection, the daemon ends the client's lanes.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ class ClientSocket:
     def listen(self) -> None:
         """Binds the clients' socket and listens on it. Clients that connect wait until ``serve`` is called.
 
-        If no path is configured, the socket is bound in the folder of the control socket, and a failure is only logged.
-        Raises InvalidArgument if the configured path cannot be used.
+        If no path is configured, a default path is used. If the default path cannot be bound, this logs a warning.
+        Raises InvalidArgument if a configured path cannot be bound.
         """
         mode = int(self._options.clients.socket_mode, 8)
         if self.path is not None:
@@ -144,7 +143,7 @@ class ClientSocket:
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path for the HTTP fronts' Unix socket beside this one, or None if the fronts are to bind none."""
+        """Returns the path for the HTTP fronts' Unix socket, or None if clients.http is off or no clients' socket listens."""
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()
@@ -304,7 +303,7 @@ class ClientSocket:
         await self._fronts.settled()
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs that the server refuses ``what`` to a client, at most one line per user in 10 s."""
+        """Logs that the client ``peer`` does not get ``what``, such as "a lane". Logs at most one line per user in 10 s."""
         now = asyncio.get_running_loop().time()
         if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
             if len(self._said) >= _MAX_QUIET:
@@ -341,9 +340,9 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receives a message and its file descriptors. Returns None if the connection has ended.
+    """Receives a client's message and its file descriptors. Returns None if the connection has ended.
 
-    Returns b"" if descriptors were lost because this process has no free ones. The client then gets the error Unavailable.
+    If the process has too few free descriptors to receive them, sends the client the error Unavailable and returns (b"", []).
     Raises ConnectionError if the message is too long or has too many descriptors.
     """
     loop = asyncio.get_running_loop()
@@ -378,7 +377,10 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until ``fd`` can be read or written. ``add``, ``remove``: the loop's methods for readers, or for writers."""
+    """Waits until ``fd`` can be read, if ``add`` and ``remove`` are the event loop's ``add_reader`` and ``remove_reader``.
+
+    Waits until ``fd`` can be written, if ``add`` and ``remove`` are ``add_writer`` and ``remove_writer``.
+    """
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:

@@ -1,4 +1,4 @@
-"""Sends and receives the records of a control channel on an asyncio loop, and matches the replies to calls with the calls."""
+"""Exchanges records between the supervisor process and its child processes, and matches each reply to a call with this call."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ControlChannel:
         """Stores the callbacks.
 
         Args:
-          on_record: called with each record and its file descriptors, which it must close.
-          on_close: called once, when the other process has closed the channel or sent invalid data, but not after ``close``.
+          on_record: called with each record and its file descriptors. The callback must close the descriptors.
+          on_close: called once if the peer process closes the channel or sends invalid data, but not after ``close``.
         """
         self._channel = channel
         self._on_record = on_record
@@ -47,7 +47,7 @@ class ControlChannel:
         self._loop.add_reader(self._channel.fileno(), self._readable)
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues a record for the other process, with duplicates of the file descriptors. Does nothing on a closed channel."""
+        """Queues a record to the process at the other end, with duplicates of ``fds``. Does nothing on a closed channel."""
         if self._closed:
             return
         self._channel.put(record, *fds)
@@ -68,11 +68,11 @@ class ControlChannel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many datagrams of records are queued because the socket's buffer is full."""
+        """Returns about how many records are queued and not sent yet, or 0 if the channel is closed."""
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Receives the last records of a process that has died, and closes the channel."""
+        """Passes records that the dead peer process sent to the constructor's ``on_record``, and then closes this channel."""
         if not self._closed:
             self._readable()
         self.close()
@@ -126,19 +126,19 @@ class ControlChannel:
 
 
 class ControlCalls:
-    """Calls operations of the process at the other end of a control channel, and matches replies to calls."""
+    """The calls that one process makes to another process, and their replies. One of the two processes is the supervisor."""
 
     def __init__(self, send: Callable[..., None]) -> None:
-        """Stores ``send(record, *fds)``, which sends a record with file descriptors on the channel."""
+        """Stores ``send``. A call ``send(record, *fds)`` sends a record and file descriptors to another process."""
         self._send = send
         self._waiting: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._last = 0
 
     async def call(self, operation: Operation, *fds: int, peer: Peer = ANONYMOUS) -> tuple[bytes, list[int]]:
-        """Calls an operation. Returns its result, and the file descriptors that came with it, which the caller must close.
+        """Calls an operation of the process at the other end of the control channel. Returns the result and file descriptors.
 
-        ``fds``: descriptors that are sent with the call. ``peer``: the client for whom a front calls.
-        Raises the ServingError with which the other process replied. Raises Unavailable if no file descriptor is free.
+        The caller must close these descriptors. ``fds``: descriptors to send. ``peer``: the client for whom a front calls.
+        Raises the ServingError with which the called process replied. Raises Unavailable if no file descriptor is free.
         """
         self._last += 1
         number = self._last
@@ -154,18 +154,18 @@ class ControlCalls:
         reply.check()
         return reply.result, received
 
-    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
+    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, fd: int = -1) -> bytes:
         """Calls an operation of the supervisor for a client, and returns the result, which is JSON or empty.
 
         Args:
           peer: the client.
-          end: a file descriptor that is sent with the call and that the caller must close, or -1. For a push, it is the memory
-          with the parameters. For the registration of a region, it becomes readable when the region is to be unregistered.
+          fd: a file descriptor to send with the call, which the caller must close, or -1 for none. A push sends the memory with
+          the parameters. To register a region, send a descriptor that becomes readable when the region is to be unregistered.
         Raises Unavailable if too many calls wait for replies. Raises the ServingError with which the supervisor replied.
         """
         if len(self._waiting) >= _LIMIT:
             raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")
-        result, _ = await self.call(operation, *([end] if end >= 0 else []), peer=peer)
+        result, _ = await self.call(operation, *([fd] if fd >= 0 else []), peer=peer)
         return result
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
@@ -177,7 +177,7 @@ class ControlCalls:
             waiter.set_result((reply, fds))
 
     def fail(self, error: ServingError) -> None:
-        """Makes every call that waits for a reply raise ``error``, because the other process is gone."""
+        """Makes every call that waits for a reply raise ``error``. Called if the process that should reply is gone."""
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_exception(error)

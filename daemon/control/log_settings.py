@@ -1,7 +1,7 @@
-"""Holds the log settings in force, which clients can change. The supervisor owns them and publishes them to every process.
+"""Holds the log settings in force, which clients can change. The supervisor publishes changes to every process.
 
-Clients can change levels and the text format, but no file name: only the operator decides where the log is written. Source:
-Triton docs/protocol/extension_logging.md; keys and texts as recorded against a real Triton.
+Clients can change the levels and the text format, but not the log file.
+Source: Triton docs/protocol/extension_logging.md.
 """
 
 from __future__ import annotations

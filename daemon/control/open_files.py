@@ -1,4 +1,4 @@
-"""Repeats what fails because a process of the daemon may open no more files."""
+"""Repeats an operation while it fails because a process of the daemon has no free file descriptor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ T = TypeVar("T")
 
 
 async def awaited(attempt: Callable[[], Awaitable[T]], on_wait: Callable[[Exception], object] = lambda _: None) -> T:
-    """Calls ``attempt`` until it does not fail for lack of a file descriptor, once a second. Returns its result.
+    """Awaits ``attempt()`` and returns the result. Tries again after a second if no file descriptor was free.
 
-    No process learns that another one has closed a file, so nothing but a further attempt can tell.
-    ``on_wait``: called with the error of the first attempt, if there is a second one. Raises whatever else ``attempt`` raises.
+    Raises every other error of ``attempt``. ``on_wait``: called with the error before the second attempt, and not again.
     """
     while True:
         try:

@@ -1,9 +1,9 @@
-"""Defines the fields of a push of parameters, as clients write them in JSON: over HTTP, on the clients' socket, in tensorctl.
+"""Defines the JSON fields of a push of parameters, for HTTP, for the Unix socket for clients and for tensorctl.
 
-{"file": "params-17.safetensors", "number": 17}
-{"region": "params", "offset": 0, "byte_size": 4096}
-{"leaves": {"dense.kernel": {"region": "r", "offset": 0, "byte_size": 64, "datatype": "FP32", "shape": [4, 4]}}, "partial": true}
-{"number": 17}      the parameters themselves follow the JSON, or a file descriptor of memory with them is sent along
+{"file": "params-17.safetensors", "number": 17}         a file in the model's folder
+{"region": "params", "offset": 0, "byte_size": 4096}    a part of a region, in safetensors' layout
+{"leaves": {"dense.kernel": {...}}}                     arrays by name, each in a part of a region, see ``LeafFields``
+{"number": 17}                                          parameters after the JSON over HTTP, or in a memfd on the socket
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def source(self, memory_byte_size: int) -> ParameterSource:
         """Returns the source of the parameters: a file, a region, arrays in regions, or memory.
 
-        ``memory_byte_size``: the size of the memory that came with the push. It is negative if none came.
-        Raises InvalidArgument if the push names no source, several sources or too many arrays.
+        ``memory_byte_size``: the size of the memory that the client sent with the push, or -1 if the client sent no memory.
+        Raises InvalidArgument if the push has no source or several, or if ``leaves`` has more than 10,000 arrays.
+        Raises InvalidArgument if ``offset`` or ``byte_size`` is set without ``region``.
         """
         named = [name for name in ("file", "region", "leaves") if getattr(self, name)]
         if len(named) + (memory_byte_size >= 0) != 1:
@@ -88,11 +89,9 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def operation(self, model: str, version: int, name: str, memory_byte_size: int = -1) -> PushParameters:
         """Builds the operation that pushes parameters into a parameter set of a model version.
 
-        Args:
-          version: the version, or 0 for the newest.
-          name: the name of the parameter set, or "" for ``main``.
-          memory_byte_size: the size of the memory that came with the push. It is negative if none came.
-        Raises InvalidArgument if the push names no source, several sources or too many arrays.
+        ``version``: 0 means the newest version. ``name``: the name of the parameter set. "" means ``main``.
+        ``memory_byte_size``: the size of the memory that the client sent with the push, or -1 if the client sent no memory.
+        Raises InvalidArgument if the fields are no valid push, for example if both ``file`` and ``region`` are set.
         """
         return PushParameters(
             model,

@@ -66,7 +66,7 @@ class Refusals:
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
         """Returns a function that passes its argument to ``on_room``, and counts an error as a refused request to ``model``.
 
-        ``on_room``: called with the memory for the request's tensors, or with the error if there is none.
+        ``on_room``: called with the memory for a request's tensors, or with a ServingError if the request gets no memory.
         """
 
         def given_room(given: T | ServingError) -> None:

@@ -1,10 +1,10 @@
-"""Finds the folder of a daemon's sockets if no configuration names one, by the same rule for the daemon and for tensorctl.
+"""Finds the folder of a daemon's sockets if the configuration gives no path for a socket.
 
     as a service      $RUNTIME_DIRECTORY, which systemd makes: /run/tensord
-    otherwise         $XDG_RUNTIME_DIR/tensord, or else /tmp/tensord-UID: a folder that only the user can open
+    otherwise         the user's folder: $XDG_RUNTIME_DIR/tensord or, if that cannot be used, /tmp/tensord-UID
 
-tensorctl searches the user's folder first, then the service's. A second daemon of the same user has its process id in the name
-of its control socket. Neither the daemon nor tensorctl uses a user's folder that another user could have made or can write.
+tensorctl searches the user's folder first, then the service's folder. A user's folder is used only if it belongs to the user
+and no other user has access to it. A second daemon of a user has its process id in the file name of its control socket.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the path of the socket ``name``, even if missing, and existing paths with a process id (control-4711.sock)."""
+    """Returns ``folder / name`` and, for control.sock, each existing ``folder / control-PID.sock`` with a process id PID."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

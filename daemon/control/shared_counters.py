@@ -1,16 +1,16 @@
-"""Holds counters of the fronts of a protocol in shared memory: one page that all of these fronts and the supervisor map.
+"""Holds counters of the fronts of one protocol in shared memory, which these fronts and the supervisor map.
 
-Whichever front is quickest accepts a client's connection. So fronts read each other's counts, to have about as many connections
-each and to keep a limit for all together. The memory has no name and is sealed against resizing. It has a row of 32 u64 words
-for each front:
+Each front reads how many client connections the other fronts have. So the fronts share the connections about equally, and keep
+one limit for all connections. The memory is nameless and sealed against resizing. It has a row of 32 u64 words for each front:
 
-    the first words        serves (0 or 1), connections, prepared requests: with a number now, ever numbered, ever evicted,
-                           refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
-                           answers by code (``CODES`` of its protocol)
-    the last two words     how many records the supervisor has sent to the front, dropped traces
+    words 0 and 1          whether the front accepts connections (0 or 1); how many client connections the front has
+    words 2 to 4           prepared requests: how many have a number now, how many ever got one, how many ever lost theirs
+    from word 5            refused requests by reason, in the order of ``tensord.daemon.control.refusals.OF_FRONTS``;
+                           then answers by status code, in the order of ``CODES`` in this module
+    the last two words     how many records the supervisor has sent to the front; how many traces the front has dropped
 
-A row is four cache lines. Its front writes it, except the number of sent records, which the supervisor writes. When a front has
-died, the supervisor sets the counts of its present state to 0 before a new front gets the row. The other counts go on.
+The supervisor writes how many records it has sent. A front writes all other words of its row. When a front has died, the
+supervisor sets words 0 to 2 and the number of sent records to 0 before a new front gets the row.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class SharedCounters:
             raise
 
     def front(self, row: int) -> FrontCounters:
-        """Returns the counters of the front in row number ``row``, which only that front may change."""
+        """Returns the counters of the front to which row ``row`` belongs. Only this front may call methods that change them."""
         return FrontCounters(self._words, self._serves, self._connections, row)
 
     def connections(self, row: int) -> int:
-        """Returns how many client connections the front in row number ``row`` has."""
+        """Returns the number of client connections of the front to which row ``row`` belongs."""
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
@@ -90,17 +90,17 @@ class SharedCounters:
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns reason -> number of requests that the front with row ``row``, and its predecessors in this row, refused."""
+        """Returns reason -> number of requests refused by all fronts that ever had row ``row``."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns status code -> number of answers of the front with row ``row``, and of fronts that had this row before."""
+        """Returns status code -> number of answers of all fronts that ever had row ``row``. ``protocol``: "http" or "grpc"."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
     def dropped_traces(self, row: int) -> int:
-        """Returns how many traces the front with row ``row``, and fronts that had this row before, have dropped."""
+        """Returns the number of traces dropped by all fronts that ever had row ``row`` of these counters."""
         return self._words[row * _WORDS + _TRACES]
 
     def note_sent(self, row: int, count: int) -> None:
@@ -108,12 +108,12 @@ class SharedCounters:
         self._words[row * _WORDS + _SENT] = count
 
     def clear(self, row: int) -> None:
-        """Sets the counts of a dead front's present state to 0, such as its connections. Counts that only grow stay."""
+        """Sets a dead front's current counts, such as connections, to 0 in row ``row``. Counts that only grow stay."""
         at = row * _WORDS
         self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = self._words[at + _SENT] = 0
 
     def close(self) -> None:
-        """Unmaps the memory and closes its file descriptor. Must be called once."""
+        """Unmaps the shared memory of these counters and closes its file descriptor. Must not be called twice."""
         for view in (self._serves, self._connections, self._words):
             view.release()
         self._mapping.close()
@@ -137,7 +137,7 @@ class FrontCounters:
         return self.read < int(self._words[self._at + _SENT])
 
     def serve(self, serving: bool) -> None:
-        """Sets whether this front accepts connections. If so, fronts with more connections leave new ones to this front."""
+        """Tells the other fronts of the same protocol whether this front accepts client connections."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:
@@ -180,9 +180,9 @@ class FrontCounters:
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the smallest number of connections that another front of this protocol has.
+        """Returns the smallest number of client connections among the other fronts of this front's protocol.
 
-        Returns None if no other front of this protocol accepts connections.
+        Fronts that accept no connections do not count. Returns None if no other front accepts connections.
         """
         serves = self._serves.tolist()
         serves[self._row] = 0

@@ -12,9 +12,9 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns the path ``configured`` or, if it is "", the path of the file ``name`` in this service's runtime folder.
+    """Returns the path ``configured``. If this is "", returns the path of the file ``name`` in the folder RUNTIME_DIRECTORY.
 
-    systemd names this folder in RUNTIME_DIRECTORY, a variable in ``environment``. Returns None if the variable is not set.
+    systemd sets RUNTIME_DIRECTORY in ``environment``. Returns None if ``configured`` is "" and RUNTIME_DIRECTORY is not set.
     """
     if configured:
         return Path(configured)

@@ -1,8 +1,8 @@
-"""Accepts connections from listening sockets that all front processes of a protocol share, so that each gets a fair number.
+"""Accepts connections from listening sockets that all front processes of a protocol share, and spreads them over the fronts.
 
-A new connection wakes every front. A front that has clearly more connections than another one waits for a moment. If no other
-front has accepted the connection by then, the waiting front does, so no client waits for a front in trouble. A front that has
-lost connections accepts as many new ones without waiting. See docs/decisions/one-listening-socket.md.
+A new connection wakes every front. A front that has clearly more connections than another front waits for a millisecond. If no
+other front accepts the connection in this millisecond, the waiting front accepts it. A front whose old connections have ended
+accepts new ones in their place without waiting. See docs/decisions/one-listening-socket.md.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Closes the listening sockets, and waits at most ``timeout`` seconds for TLS handshakes of accepted connections."""
+        """Closes the listening sockets. Returns once no client is in its TLS handshake, or after ``timeout`` seconds."""
         if self._closed:
             return
         self._counters.serve(False)
@@ -146,8 +146,8 @@ class Acceptor:
 class AcceptLimit:
     """Decides how many connections a front accepts in one iteration of the event loop. Sans-I/O.
 
-    The limit is 1 at first. It doubles, up to 64, after an iteration that has reached it, and is 1 again after any other
-    iteration. After iterations that found only one connection, it is raised more rarely.
+    The limit is 1 at first. Iterations that accept as many connections as the limit allows raise the limit, up to 64. An
+    iteration that accepts fewer connections sets the limit to 1.
     """
 
     __slots__ = ("_alone", "_skips", "room")

@@ -66,9 +66,10 @@ class Rule:
     message: str
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises Restricted if the headers of a request lack the access key.
+        """Raises Restricted if a request does not have the header ``self.header`` with the value ``self.value``.
 
-        ``headers``: (name, value), with names in lower case. If the header is repeated, its first value counts.
+        ``headers``: the request's headers as (name, value), with names in lower case. If the request has several headers with
+        the name ``self.header``, only the first one counts.
         """
         for name, value in headers:
             if name == self.header:
@@ -105,16 +106,16 @@ class Access:
 
 
 def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for HTTP.
+    """Returns the access rules for HTTP. ``restrictions``: maps the name of a restricted group of calls to a Restriction.
 
-    A restricted call needs the header ``Restriction.key`` with the value ``Restriction.value``.
+    Every call of the group needs the header ``Restriction.key`` with the value ``Restriction.value``.
     """
     return Access(restrictions, "This API is restricted, expecting header")
 
 
 def grpc_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for gRPC. A restricted call needs a metadata field with the value ``Restriction.value``.
+    """Returns the access rules for gRPC. ``restrictions``: maps the name of a restricted group of calls to a Restriction.
 
-    The name of the field is ``triton-grpc-protocol-``, followed by ``Restriction.key``.
+    Every call of the group needs the metadata ``triton-grpc-protocol-KEY: VALUE``, with the restriction's key and value.
     """
     return Access(restrictions, "This protocol is restricted, expecting header", "triton-grpc-protocol-")

@@ -1,8 +1,7 @@
 """Counts a front's answers by status code, remembers its last errors, and writes its access log.
 
-If ``log.access`` is n > 0, the access log gets every n-th successful inference answer, and at most ten errors a second. Errors
-that clients have caused are also summed up in the daemon's log, once a minute. The last errors are shown by the status page and
-by ``tensorctl errors``. Only the front's event loop uses this module.
+The access log gets every n-th successful inference answer, and at most ten answers a second that are errors. The configuration
+key ``log.access`` sets n. If n is 0, nothing is written to the access log. Only the front's event loop uses this module.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Answered:
           counters: the front's counters in shared memory, in which the answers are counted.
           refusals: counts the errors of clients by model.
           protocol: "http" or "grpc".
-          access: every ``access``-th good inference answer is logged, and at most 10 errors a second. 0: nothing is logged.
+          access: 0 logs nothing. n logs every n-th successful inference answer, and at most 10 errors a second.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol
@@ -53,14 +52,14 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Sets what is logged: every ``access``-th good inference answer, and at most 10 errors a second.
+        """Sets what is logged: every ``access``-th successful inference answer, and at most 10 errors a second.
 
         If ``access`` is 0, nothing is logged.
         """
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts a successful inference answer, and writes every n-th such answer to the access log. ``log_every`` sets n.
+        """Counts a successful inference answer, and writes every n-th one to the access log, as ``self.log_every(n)`` demands.
 
         ``version``: the version of the model, or 0 if it is unknown. ``answer``: the answer's content, whose size is logged.
         """
@@ -79,13 +78,13 @@ class Answered:
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
-        """Counts and remembers an answer that is an error, and writes it to the access log.
+        """Counts, remembers and logs an answer that is an error. The access log takes at most 10 errors a second.
 
         Args:
           code: the HTTP status in digits, or the name of the gRPC status.
           message: the text of the error.
           request: the inference request. It is None if the request could not be decoded, or was no inference request.
-          account: the account of the connection, which is needed only if ``request`` has none.
+          account: ``account.client`` is the client who gets the answer. Needed only if ``request`` is None or has no account.
         """
         self._words[self._places.get(code, self._other)] += 1
         model, client_id = ("", "") if request is None else request.names

@@ -1,8 +1,4 @@
-"""Defines a bounded cache that keeps the values that are looked up often.
-
-New values go into a young generation. When it is full, it becomes the old generation, and the old one before it is dropped.
-A value that is found in the old generation is moved to the young one.
-"""
+"""Defines a cache of bounded size, which keeps the values that were stored or looked up last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures whether a client reads too slowly. Sans-I/O: the caller passes times, in seconds, about once a second."""
+"""Measures how fast clients receive bytes, so that the server need not wait for slow clients. Sans-I/O."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns True if the client has received at most ``rate * seconds`` bytes in the last ``seconds`` seconds or longer.
+        """Returns whether the client is too slow. The caller must call this method regularly while bytes wait for the client.
 
-        Returns False if no bytes wait for the client, and at the first call while they wait. Call it regularly while bytes wait.
+        A client is too slow if it received at most ``rate * seconds`` bytes in a period longer than ``seconds`` seconds.
         Args:
-          since: the time at which bytes began to wait for the client, in seconds like ``now``. It is 0 if no bytes wait.
-          left: a number that falls by one with each byte that the client receives, such as the number of bytes that wait.
+          since: when bytes began to wait for the client, in seconds on the clock of ``now``. 0 means that no bytes wait.
+          left: the number of bytes that wait, or minus the number of bytes that the client has received so far.
+          now: the present time in seconds.
         """
         if not since:
             return False

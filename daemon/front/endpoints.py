@@ -1,8 +1,7 @@
 """Answers all HTTP and gRPC calls other than inference, from the front's table of models or by asking the supervisor.
 
-Each protocol decodes a request to the arguments of a method here, and encodes the result in its own format. Errors are
-ServingErrors. What an answer says of a model is true of all fronts, as the client's next request may go to another front.
-Source: KServe V2 and Triton's extensions; the texts of errors are those of a real Triton.
+The HTTP and gRPC fronts decode a request to the arguments of a method here, and encode what the method returns. A method that
+fails raises a ServingError. Source: KServe V2 and Triton's extensions. The texts of errors are those of a real Triton.
 """
 
 from __future__ import annotations
@@ -136,10 +135,11 @@ class Endpoints:
     # -------------------------------------------------------------------------------------------- repository
 
     async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Loads a model, and returns once it is loaded.
+        """Loads a model, and returns once the model is loaded.
 
-        ``parameters``: ``config`` is JSON text, and ``file:<version>/<name>`` is the bytes of a file. If there are files, the
-        model has no other files, and ``config`` is needed. Raises ServingError if a parameter is wrong, or if the load failed.
+        ``parameters``: ``config`` is the model's configuration as JSON text. ``file:<version>/<name>`` is the bytes of a file.
+        If files are given, ``config`` is needed as well, and the model's files in the repository are not used.
+        Raises ServingError if a parameter is wrong, or if the load failed.
         """
         config, files = "", {}
         for key, value in sorted(parameters.items()):

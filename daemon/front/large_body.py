@@ -1,8 +1,7 @@
 """Receives large HTTP and gRPC request bodies into the request arena while they arrive.
 
-If the arena has no room for a body, the body waits for room or is refused. Once the body has arrived, ``take_lease`` hands its
-memory to the caller. Before that, ``drop`` may free the memory at any time. The protocol decides where in the memory the bytes
-go (``http.reception``, ``grpc.arriving_message``).
+If the arena has no room for a body, the body waits for room or is refused. Subclasses of ``Receiver``, one for each protocol,
+decide where in the arena memory the bytes go.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Returns the body's lease, which the caller then owns. Returns None if there is none, or if it was taken before."""
+        """Returns the lease of the request body's arena memory, and gives up the lease. Returns None if no lease is owned."""
         lease, self._lease = self._lease, None
         return lease
 
@@ -71,7 +70,7 @@ class Receiver:
         raise NotImplementedError
 
     def refuse(self, error: ServingError) -> None:
-        """Refuses the body with ``error``, because there was no memory for it."""
+        """Stores the error with which the request will be answered. Bytes of the body that still arrive are discarded."""
         raise NotImplementedError
 
     def _progressed(self) -> None:

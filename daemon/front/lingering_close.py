@@ -1,15 +1,12 @@
 """Closes connections without losing answers: ends the sending side, waits for the client to close, and then closes the socket.
 
-    all bytes written ─▶ sending ends ─▶ bytes from the client are discarded ─▶ the client closes, or takes too long ─▶ closed
+If a socket is closed while bytes from the client are unread, or if the client then sends more bytes, the kernel resets the
+connection. The kernel then drops answers that it has not sent yet, and many clients drop answers that they have not read. So
+the server reads and discards the client's bytes until the client has closed the connection.
 
-A socket that is closed while bytes of the client are unread, or to which the client then sends more, is reset: the kernel drops
-answers that it has not sent yet, and many clients drop answers that they have not read. Clients of gRPC send while they read:
-they grant windows and acknowledge pings. So the server waits, and a client that keeps reading gets all answers. A client that
-neither reads nor closes is waited for at most ``LINGER_SECONDS``, which is checked about once a second.
-
-While the server waits, the connection has left its protocol, and does not count for the limit of connections. With TLS one side
-cannot be ended alone: the server waits as well, and the client learns of the end when the connection is closed.
-Source: RFC 9112, section 9.6.
+If a client receives too slowly for more than ``LINGER_SECONDS``, or sends too many bytes, the server closes the socket at once.
+While the server waits, the connection does not count for the limit of connections. With TLS, the server cannot end its sending
+side alone: the client learns of the end when the server closes the socket. Source: RFC 9112, section 9.6.
 """
 
 from __future__ import annotations
@@ -31,9 +28,10 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Waits, after the server has ended a connection, until the client closes it too, and then frees the connection.
+    """Closes connections on which the server sends nothing more, each once the client closes its side or receives too slowly.
 
-    A client that receives at most ``min_rate`` bytes a second is not waited for. ``clock``: the front's.
+    A client is too slow if it receives at most ``min_rate`` bytes a second for more than ``LINGER_SECONDS``.
+    ``clock``: returns the present time in seconds.
     """
 
     def __init__(self, min_rate: int, clock: RunningTime) -> None:
@@ -43,10 +41,10 @@ class LingeringClose:
         self._lingering: dict[Lingering, None] = {}
 
     def see_out(self, transport: asyncio.Transport) -> None:
-        """Ends the sending side of a connection, and closes the connection once the client has closed its side, or is too slow.
+        """Ends the sending side of a connection. Closes the connection once the client closes its side or receives too slowly.
 
-        Call this method only after the kernel or the TLS transport has got all written bytes. Soon after, the connection's
-        protocol gets ``connection_lost`` and no more data, while the socket stays open until the client closes its side.
+        Call this method only after the kernel or the TLS transport has got all bytes written to ``transport``. The protocol of
+        ``transport`` gets ``connection_lost`` in the next iteration of the event loop, and no more data.
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 
@@ -66,13 +64,13 @@ class LingeringClose:
         former.connection_lost(None)
 
     def check(self, now: float) -> None:
-        """Closes the connections whose clients receive too slowly. ``now``: seconds of the front's clock."""
+        """Closes connections passed to ``see_out`` whose clients receive too slowly. ``now``: seconds of the front's clock."""
         for lingering in list(self._lingering):
             if lingering.is_late(now, self._min_rate):
                 lingering.cut()
 
     def forget(self, lingering: Lingering) -> None:
-        """Stops waiting for the client of ``lingering``, because the connection is closed."""
+        """Removes the connection whose protocol is ``lingering`` from the connections that ``check`` may close."""
         self._lingering.pop(lingering, None)
 
     def __len__(self) -> int:

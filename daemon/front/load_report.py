@@ -28,13 +28,19 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the format of the load report for which the header ``value`` asks: "text", "json", "bin", or "" for no report."""
+    """Returns the format of the load report that a client asks for: "text", "json" or "bin", or "" if it asks for no report.
+
+    ``value``: the value of the request header ``endpoint-load-metrics-format``. The report tells the load of the host.
+    """
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 
 
 def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
-    """Returns name and value of the HTTP header with the load of ``submitter`` in the format ``wanted`` (text, json or bin)."""
+    """Returns (name, value) of an HTTP header that tells a load balancer how many requests of ``submitter`` are in flight.
+
+    The header also tells which fraction of the workers is busy. ``wanted``: the format of the value, "text", "json" or "bin".
+    """
     in_flight, utilization = submitter.load
     if wanted == "text":
         value = f"TEXT application_utilization={utilization:.3f}, named_metrics.in_flight={in_flight}".encode()

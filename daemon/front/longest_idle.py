@@ -34,7 +34,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Closes a front's longest idle connection to make room for a new client. Its log names ``limit``, the most connections."""
+    """Closes a front's longest idle connection to make room for a new client, and logs a warning at most once a minute."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections
@@ -78,9 +78,9 @@ class LongestIdle:
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
     """Returns a connection's state for operators, with the keys owner, idle_s, request_bytes and answer_bytes.
 
-    idle_s is the seconds from the connection's last use to ``now``, or None while the connection is in use. request_bytes and
-    answer_bytes say how many bytes of request and response arenas the connection holds. If ``account`` is None, owner is "" and
-    both are 0.
+    owner is the client's user or TCP host, such as "uid 1000" or "tcp 10.0.0.5". idle_s is the seconds from the connection's
+    last use to ``now``, or None while the connection is in use. request_bytes and answer_bytes say how many bytes of request and
+    response arenas the connection holds. If ``account`` is None, owner is "", request_bytes is 0 and answer_bytes is 0.
     """
     return {
         "owner": "" if account is None else account.client.owner,

@@ -113,12 +113,12 @@ class ConnectionEnd:
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
     """Yields a descriptor that becomes readable when the regions of a client are to be removed.
 
-    The descriptor is open in the ``with`` block only. It is -1 if the regions stay, or if the client is not on a Unix socket.
+    The descriptor is open in the ``with`` block only. Yields -1 if ``reclaim`` is "never" or the socket is not a Unix one.
     Args:
       fd: the descriptor of the client's connection.
-      connection: shows the end of that connection.
-      reclaim: "never", "owner" (when the client's process ends) or "connection" (when the connection ends). "owner" means
-      "connection" if the kernel cannot watch the process.
+      connection: tells when that connection ends.
+      reclaim: when to remove the regions: "never", "owner" (when the client's process ends) or "connection" (when the
+      connection ends). "owner" means "connection" if the kernel cannot watch the process.
     Raises Unavailable if no descriptors are left.
     """
     if reclaim == "never" or peer_of(fd).kind != "unix":

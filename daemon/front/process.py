@@ -1,8 +1,7 @@
-"""Runs a front's process, for any protocol: its control connection, its table of models and its submitter.
+"""Runs the process of a front, and carries out the messages that the daemon's supervisor process sends to the front.
 
-Start ─▶ states of models ─▶ Serve ─▶ (ChildReady) ─▶ lanes and models change ─▶ Stop ─▶ drain, close, exit 0
-
-The front gets these messages from the supervisor, except ChildReady, which it sends once it accepts clients.
+The first message is Start. After the message Serve, the front accepts clients and sends ChildReady to the supervisor. After the
+message Stop, the front accepts no more clients, answers the requests that have arrived, and exits with status 0.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ _LAST_CALL_NS = 250_000_000
 
 @dataclass(frozen=True, slots=True)
 class FrontPlace:
-    """Holds the listening sockets of a front, the counters of all fronts, and the number of the front's row in these counters."""
+    """Holds a front's listening sockets, the counters of all fronts of its protocol, and ``row``, the front's index in them."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -163,9 +162,9 @@ class Front(ABC):
 
         Args:
           certificates: the TLS certificates. Their files are read again when they change.
-          counters: counts the open connections of all fronts.
-          opening: says how many accepted sockets are still in their TLS handshake.
-          open_: is called with each accepted socket and the name of its client (``Peer.owner``), and makes the connection.
+          counters: count the open connections of all fronts of the protocol.
+          opening: carries out TLS handshakes on accepted sockets, and knows how many handshakes are under way.
+          open_: is called with each accepted socket and the name of the client (``Peer.owner``). It begins to serve the client.
         """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
@@ -206,9 +205,10 @@ class Front(ABC):
 
     @abstractmethod
     def end(self, connection: Any, at_once: bool) -> None:
-        """Ends a connection as soon as it is idle, because the front stops. Called repeatedly until the connection has ended.
+        """Ends a connection because the front stops. Called repeatedly until the connection has ended.
 
-        ``at_once``: True to refuse requests that begin now, False to tell the client only that the connection will end.
+        If ``at_once`` is False, the client is told by GOAWAY, or in an HTTP response, that the connection will end.
+        If ``at_once`` is True, new requests are refused, and the connection closes once all accepted requests are answered.
         """
 
     @abstractmethod

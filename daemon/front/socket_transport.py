@@ -1,9 +1,6 @@
-"""An asyncio transport for a client's socket that costs little to create and to close.
+"""An asyncio transport for a client's socket, which costs less to create and to close than asyncio's own transports.
 
-    accept ─▶ connection_made ─▶ the first read, at once ─▶ the socket is watched by the front's epoll (``SocketWatch``)
-
-asyncio's own transports ask the kernel for addresses and options, and take three iterations until they read. This one does not.
-Written bytes that the socket does not take at once are kept without a copy, and ``pause_writing`` tells the protocol so.
+If the socket does not take all written bytes at once, the transport keeps the rest, and calls the protocol's ``pause_writing``.
 """
 
 from __future__ import annotations
@@ -92,10 +89,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Handles the epoll mask ``events``.
-
-        If it is EPOLLIN alone and reading is not paused, ``read`` may be called instead.
-        """
+        """Handles events that epoll has reported for the socket. ``events``: the events as epoll's bit mask."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -222,7 +216,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Stores ``pieces`` without their first ``sent`` bytes, and pauses the protocol's writing."""
+        """Keeps ``pieces`` without their first ``sent`` bytes for a later write. Calls the protocol's ``pause_writing``."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)
@@ -294,7 +288,7 @@ class SocketTransport(asyncio.Transport):
             self._end_soon(error)
 
     def _end_soon(self, error: OSError | None) -> None:
-        """Ends the connection in the next iteration of the loop."""
+        """Closes the socket in the next iteration of the event loop, after calling the protocol's ``connection_lost(error)``."""
         self._ending = True
         self._watch.loop.call_soon(self._end, error)
 

@@ -1,4 +1,4 @@
-"""``python -m tensord.daemon.grpc``: the gRPC front, started by the supervisor with its control channel and listening socket."""
+"""Runs the gRPC front process: ``python -m tensord.daemon.grpc``, which only the daemon's supervisor process starts."""
 
 from __future__ import annotations
 

@@ -1,22 +1,18 @@
-"""Receives a gRPC message in pieces, writes its tensors to the arena meanwhile, and decompresses messages.
+"""Receives a gRPC message in pieces, and decompresses compressed messages.
 
-    | compressed 8 | length 32 | message: length bytes |
+    | compressed: 1 byte | length: 4 bytes, big-endian | message: length bytes |
 
-Pieces are buffered in ordinary memory at first. Once the first raw tensor of a large ModelInferRequest begins, arena memory for
-the tensors is reserved. If the arena has no room, the message waits for room or is refused. Later bytes of tensors go into the
-arena. Messages without tensors, or with too many bytes before the first one, stay in ordinary memory.
+The raw tensors (``raw_input_contents``) of a large ModelInferRequest are written to leased arena memory while they arrive:
 
-    leased memory  | tensor | pad | tensor | pad | ...    pad: aligns to 64 bytes, so that an executable uses tensors in place
+    leased memory  | tensor | pad | tensor | pad | ...    pad: aligns the next tensor to 64 bytes
 
-    message        | arrived ................ | left .................... |
-    tensor                | arrived ........ | rest ...... |     rest: the leased memory for the bytes that have not arrived
+If the arena has no room, the message waits for room or is refused. A message is buffered in ordinary memory if it has no raw
+tensor, or if much data precedes its first raw tensor.
 
-Bytes of a tensor arrive in one of two ways: ``feed`` copies them to ``rest``; or the connection reads them from its socket into
-``rest``, and then ``Stream.advance`` counts them; before that ``feed`` must not be called. Either way ``left`` falls, and the
-start of ``rest`` moves, by the number of bytes.
+There are two ways to write the bytes of a tensor to the leased memory. Either ``ArrivingMessage.feed`` copies the bytes, or the
+client's connection reads the bytes from its socket into ``ArrivingMessage.rest`` and then has ``Stream.advance`` count them.
 
-A message's length is known from its first five bytes. Each tensor's length comes just before the tensor, and other fields may
-follow the tensors. Source: gRPC's PROTOCOL-HTTP2.md.
+Source: gRPC's PROTOCOL-HTTP2.md.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ NOWHERE = memoryview(b"")
 class ArrivingMessage(Receiver):
     """Receives one gRPC message in pieces, into the arena if it has large tensors, else into a buffer.
 
-    Call ``take`` or ``drop`` at the end.
+    The message holds its arena memory until ``take`` or ``drop`` is called, or until the message is refused.
     Args:
       flag: the first byte of the message. If it is 0, the message is not compressed.
       byte_size: the length of the message.
@@ -101,7 +97,7 @@ class ArrivingMessage(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
-        """Copies ``piece``, which must not reach beyond the end of the message, to the arena or to a buffer."""
+        """Receives ``piece``, the next bytes of the message. ``piece`` must not reach beyond the end of the message."""
         if self.is_placed:
             self._fill(piece, 0)
         else:
@@ -117,7 +113,7 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses ``piece`` up to the first raw tensor. If that begins here, reserves arena memory for all raw tensors."""
+        """Parses ``piece`` up to its first raw tensor. If there is one, reserves arena memory for the message's raw tensors."""
         cutter = self.cutter
         try:
             at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)
@@ -153,7 +149,7 @@ class ArrivingMessage(Receiver):
         self.rest = lease.view[: self.cutter.raw_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Copies the bytes of tensors in ``piece[at:]`` to the arena."""
+        """Parses ``piece[at:]``, the next bytes of the message, and copies the bytes of raw tensors among them to the arena."""
         lease, end = self._lease, len(piece)
         while at < end and lease is not None:
             if size := min(len(self.rest), end - at):
@@ -198,7 +194,7 @@ class ArrivingMessage(Receiver):
 
     @property
     def client_id(self) -> str:
-        """Returns the beginning of the request id that has arrived so far, which may be "" or the whole id."""
+        """Returns what has arrived of the request's ``id``: "", the beginning of the id, or the whole id."""
         return self.cutter.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
@@ -212,10 +208,10 @@ class ArrivingMessage(Receiver):
         return b"" if content is None else content
 
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
-        """Returns (all other fields, id, tensors, lease) of a ModelInferRequest that has arrived completely.
+        """Returns (head, id, tensors, lease) of a ModelInferRequest that has arrived completely.
 
-        A tensor that goes into the record is returned as bytes, any other as a slice of the arena. The caller then owns the lease
-        of the slices.
+        The head has all encoded fields except the id and the tensors. A small tensor is returned as bytes, and a large tensor
+        as a slice of the arena. The lease holds the memory of all slices. The caller then owns the lease.
         Raises RefusedRequest if the message is no valid request, or if the arena had no memory for it.
         """
         if self._error is not None:
@@ -246,7 +242,7 @@ class ArrivingMessage(Receiver):
 
 
 class CallRefused(Exception):
-    """Raised when a message is refused. The call must end with the gRPC status ``code`` and ``message``."""
+    """Raised when a client's call must end with an error: the gRPC status code ``code`` with the text ``message``."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)

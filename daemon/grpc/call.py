@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 class Call(ABC):
     """A gRPC call, which takes messages from a stream and sends responses on that stream.
 
-    No method is called after ``abandoned``.
+    Once the method ``abandoned`` was called, no other method of the object is called.
     """
 
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Returns an object that receives a large message into the arena, or None if the server is to buffer the message.
+        """Returns an object that receives a large message into the arena. Returns None if the server must buffer the message.
 
-        The call must end the object by ``take`` or ``drop``. A buffered message is passed to ``message`` once it is complete.
+        Once the whole message is in the arena, the call must use the object's ``take``, or release the memory by ``drop``.
+        A buffered message is passed to the call's method ``message`` once it is complete.
         Args:
-          byte_size: the length of the message.
-          on_room: the object calls it when it has got arena memory that it waited for.
+          byte_size: the length of the message in bytes.
+          on_room: a function that the returned object calls once its wait for arena memory has ended.
         Raises CallRefused if the call accepts no further message.
         """
         return None
@@ -70,9 +71,9 @@ class Call(ABC):
 
     # Unary calls end by themselves.
     def stop(self) -> None:  # noqa: B027
-        """Ends the call once its accepted requests are answered, because the server stops. May be called again.
+        """Ends the call once all requests that have arrived are answered. A stopping server may call this several times.
 
-        This method is not called while ``is_new`` is True.
+        This method is not called before the client has sent the first request of the call.
         """
 
     @abstractmethod
@@ -107,14 +108,14 @@ class InferCall(Call):
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
-        """Sends the client an answer, which may be an error, to one request of the call.
+        """Sends the client an answer to one request of the call. The answer may be an error.
 
         Args:
           asked: the request.
           prepared: the part of the answer that repeats, such as the names and shapes of the outputs.
-          record: the part that does not repeat. If the answer is an error, it has the code and the text.
-          parts: the pieces of the ModelInferResponse. Empty if the answer is an error, or only says that no response follows.
-          sent: must be called once the answer was written to the client. If it is None, nothing is called.
+          record: the rest of the answer. If the answer is an error, ``record`` has the error's code and text.
+          parts: the encoded ModelInferResponse in pieces. The list is empty if no response is to be sent.
+          sent: a function to call once the answer was written to the client, or None.
         """
 
     @abstractmethod

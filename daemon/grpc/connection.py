@@ -1,15 +1,10 @@
 """One client's gRPC connection: moves bytes between its socket and ``Http2``, checks its deadlines and closes it.
 
-    socket ─▶ the front's read buffer ─▶ Http2.receive ─▶ streams
-         ╰──▶ the memory of a large message ─▶ Http2.data_was_read, once that memory is full
-    socket ◀── flush ◀── Http2.out ◀── streams                   once in each iteration of the event loop
+``Http2`` parses and makes HTTP/2 frames, but does no I/O. Without TLS, the bytes of a large tensor are read from the socket
+straight into arena memory.
 
-While the client does not take the bytes written to it, the server reads nothing from it either. If a client sends more frames
-than the server parses in one iteration of the loop, the rest is parsed in the next one, and nothing more is read until then.
-
-The bytes of a large tensor are read straight into their final memory, which saves two copies. After a large message, only the
-first pages of the read buffer are used, so that little of the next large message is read into it. After some reads without a
-large message, the whole buffer is used again.
+While the client does not read its responses, the server reads nothing from the client. If the client has sent very many frames,
+the server parses some of them in each iteration of the event loop, and reads from the client again once all are parsed.
 """
 
 from __future__ import annotations
@@ -126,7 +121,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parses ``nbytes`` bytes from the read buffer, or counts them if they were read into the memory of a large message."""
+        """Handles ``nbytes`` bytes that the event loop has read from the socket into the memory from ``get_buffer``."""
         http2, room = self.http2, self._room
         if http2.phase is CLOSED:
             return
@@ -161,7 +156,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Ends the pause that ``_rest`` began: parses the bytes that had been received before it, and resumes reading."""
+        """Parses the bytes that were received before ``_rest`` paused reading, and then resumes reading from the client."""
         if self.http2.phase is CLOSED or self._paused_since:
             return
         self._resting = False
@@ -185,7 +180,7 @@ class Http2Connection(asyncio.BufferedProtocol):
                 self._room = self._buffer = self.serving.read_buffer
 
     def stop_direct(self, stream: Stream) -> None:
-        """Stops reading into the memory of the message on ``stream``, because the message will be dropped."""
+        """Stops reading from the socket into the memory of ``stream``'s message. Later bytes go into the read buffer."""
         http2 = self.http2
         if self._room is not self._buffer and http2.data_stream is stream:
             self._room = self._buffer
@@ -195,7 +190,10 @@ class Http2Connection(asyncio.BufferedProtocol):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def flush(self) -> None:
-        """Writes the bytes in ``Http2.out`` to the transport. Then closes the connection if it is ending and has no streams."""
+        """Writes all bytes that wait for the client to the transport.
+
+        Then closes the connection if it accepts no new streams and has no open stream.
+        """
         http2 = self.http2
         if http2.phase is CLOSED:
             return
@@ -245,7 +243,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls ``on_written`` once the written bytes have left or the connection is lost."""
+        """Calls ``on_written`` once the kernel or the TLS transport has all written bytes, or once the connection is lost."""
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:
@@ -313,7 +311,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def used_at(self) -> float:
-        """Returns when the connection last served a call, in seconds of the front's clock."""
+        """Returns roughly when the connection last had an unanswered request, in seconds of the front's clock."""
         if self.http2.answered != self._answered_before:
             self._answered_before = self.http2.answered
             self._used_at = max(self._used_at, self.http2.heard_at)

@@ -1,9 +1,6 @@
-"""Limits the entries of an encoded request message, before it is parsed and read entry by entry. Sans-I/O.
+"""Limits how often fields are repeated in an encoded protobuf request message, before the message is parsed. Sans-I/O.
 
-    message ─▶ check: no field is repeated too often ─▶ protobuf parses it ─▶ Python reads each entry
-
-The check counts fields by their descriptors and ends at the first limit that is exceeded, so its own cost is limited as well.
-Messages too short to exceed a limit are not checked. Malformed messages are left to protobuf.
+The bytes besides tensors and files are limited as well. Malformed messages are left to protobuf.
 Source: protobuf's encoding specification.
 """
 
@@ -58,9 +55,10 @@ class _Kind:
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Raises InvalidArgument if an encoded protobuf message has too many values in a field, or too many bytes besides tensors.
+    """Raises InvalidArgument if a protobuf message repeats a field more often than this module's constants allow.
 
-    ``descriptor``: the protobuf descriptor of the message's type. A malformed message raises no error here.
+    Also raises InvalidArgument if the message has more than ``MAX_TEXT`` bytes besides tensors and files.
+    ``message``: the encoded message, which may be malformed. ``descriptor``: the protobuf descriptor of the message's type.
     """
     size = len(message)
     if size <= UNCOUNTED:

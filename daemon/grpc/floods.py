@@ -1,12 +1,10 @@
 """Limits how many frames, pings and stream resets one client connection may send. Does no I/O.
 
-    frames in one iteration   a fixed number; later frames wait for the next iteration, so that other connections are served
-    all frames                so many a second, and more for each answer that the client gets and for the data that it sends
-    resets of calls           so many a second, and one for each answer that the client gets
-    pings                     so many, one after the other, that come too early
+    frames          a fixed number a second, more for each answer to the client, and more for the bytes of requests and answers
+    stream resets   a fixed number a second, and one more for each answer to the client
+    pings           while no call is open, ``max_ping_strikes`` in a row, each less than ``min_ping_interval`` after the last
 
-An ordinary client needs few frames for a call, however small: one or two to ask, one or two to grant window for the answer. A
-client that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end exceeds a limit.
+A client that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end exceeds a limit.
 Source: RFC 9113, section 10.5; Envoy's limits (max_inbound_priority_frames_per_stream and its neighbours).
 For pings: gRPC's proposal A8, "Client-side Keepalive".
 """
@@ -54,7 +52,7 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Raises the number of frames and resets that the client may send, by the amount for ``seconds`` seconds."""
+        """Lets the client send more frames and stream resets: as many as it may send in ``seconds`` seconds."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
@@ -62,10 +60,10 @@ class Floods:
         """Checks how many frames the client has sent. All arguments are totals since the connection began.
 
         Args:
-          frames: the number of frames that came.
-          answers: the number of messages sent to the client, and of ends of calls.
-          byte_size: the number of bytes of DATA that came, and of large responses that were sent.
-        Raises Violation if more frames came than time, answers and bytes allow.
+          frames: the number of frames that the client has sent.
+          answers: the number of answers that the server has sent to the client.
+          byte_size: the number of bytes of received DATA frames, plus the number of bytes of large answers.
+        Raises Violation if ``frames`` exceeds a limit. This limit grows with time, with ``answers`` and with ``byte_size``.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
         if left < 0:
@@ -74,9 +72,10 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts one call that the client has reset. Raises Violation if the client has reset too many calls.
+        """Counts one stream reset by the client. Raises Violation if the client has sent more stream resets than are allowed.
 
-        ``answers``: the number of answers sent since the connection began. Each answer allows the client one more reset.
+        A fixed number is allowed at first, a fixed number more each second, and one more for each answer to the client.
+        ``answers``: the number of answers sent to the client since the connection began.
         """
         self._resets += 1
         left = self._resets_given + answers - self._resets
@@ -87,8 +86,8 @@ class Floods:
     def ping(self, now: float, busy: bool, answers: int) -> None:
         """Counts a ping that came at ``now``, in seconds. Raises Violation if too many pings in a row came too early.
 
-        A ping is too early if it comes less than ``min_ping_interval`` after the last one. While a call is open (``busy``), and
-        after an answer, no ping is too early. ``answers``: how many answers were sent since the connection began.
+        A ping came too early if it came less than ``min_ping_interval`` seconds after the last one, no answer was sent since the
+        last one, and no call is open. ``busy``: whether a call is open. ``answers``: answers sent since the connection began.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

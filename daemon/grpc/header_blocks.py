@@ -1,9 +1,8 @@
 """Decodes the header blocks of gRPC calls, and builds those of responses.
 
-A client sends the same headers with each call, except for the deadline and the metadata. The meaning of the common headers is
-cached by their decoded content, so their encoding does not matter (``hpack_decoder``).
-A request whose fields break a rule of HTTP/2 is malformed: its stream is reset. As in every gRPC library, a program's metadata
-may have blanks around a value, the name ``host``, and names of HTTP/1.1 connection headers (``metadata``).
+The meaning of headers that many calls share, such as ``:path``, is cached.
+A request whose headers break a rule of HTTP/2 is malformed, and its stream is reset. Two exceptions are allowed, as in other
+gRPC servers: blanks around a value are removed, and headers of HTTP/1.1 connections, such as ``keep-alive``, are ignored.
 Source: RFC 7541; RFC 9113, sections 8.1 to 8.3; gRPC's PROTOCOL-HTTP2.md for the meaning of the headers.
 """
 
@@ -192,9 +191,9 @@ def check_trailers(fields: Iterable[Field]) -> None:
 
 
 def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Returns header fields as text, without blanks around the values. The fields must have been checked before.
+    """Returns the name and the value of each header field as text, without blanks around the value. Validates nothing.
 
-    ``host`` and the fields of HTTP/1.1 connections (``keep-alive``, ...) are left out.
+    Leaves out ``host`` and the fields of HTTP/1.1 connections, such as ``keep-alive``.
     """
     return [
         (name.decode("latin-1"), value.strip(b" \t").decode("latin-1"))
@@ -260,7 +259,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Returns encoded trailers with the gRPC ``status`` and ``message``. A long message is cut."""
+    """Returns trailers with the gRPC ``status`` and ``message`` as an HPACK block. Cuts the message to at most 4096 bytes."""
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:

@@ -1,10 +1,9 @@
-"""Decodes HPACK header blocks to the fields that many calls share and the fields of the single call. Sans-I/O.
+"""Decodes HPACK header blocks, and separates the fields that many calls share (``COMMON``) from all other fields. Sans-I/O.
 
     | :method POST | :path /... | te trailers | grpc-timeout 5S | user-agent ... | traceparent 00-... |
-         shared        shared       shared          single            shared             single
+         shared        shared       shared          other             shared             other
 
-The shared fields are packed into one bytes object, so that their meaning can be cached under it. ``daemon/grpc/_hpack.c``,
-where it could be built, gives the same results and refuses the same blocks.
+The shared fields become one bytes object, which can be a cache's key. ``_hpack.c`` does the same, and is used if it is built.
 Source: RFC 7541.
 """
 
@@ -30,9 +29,9 @@ _SIZES = struct.Struct("=II")
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Splits header fields into those that many calls share (``COMMON``), in packed form, and the others.
+    """Splits header fields into two groups. The first group has the fields whose names are in the set ``COMMON``.
 
-    The function ``fields`` unpacks the packed form.
+    Returns the first group as bytes that the function ``fields`` unpacks, and all other fields as pairs (name, value).
     """
     common: list[bytes] = []
     own: Fields = []
@@ -45,7 +44,7 @@ def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
 
 
 def fields(common: bytes) -> Fields:
-    """Unpacks ``common``, the header fields that many calls share."""
+    """Unpacks ``common``, the first group of header fields that ``decode`` returns, into pairs (name, value)."""
     found, at = [], 0
     while at < len(common):
         name_size, value_size = _SIZES.unpack_from(common, at)
@@ -68,8 +67,9 @@ class LibraryDecoder:
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
         """Decodes an HPACK block into two groups of header fields. Call this method for each block of the connection, in order.
 
-        The first group has the fields with a name in ``COMMON``, in bytes that this module's ``fields`` unpacks. The second group
-        has all other fields as pairs (name, value), and each pseudo-header, such as ``:path``, that wrongly follows such a field.
+        The first group has the fields with a name in ``COMMON``, as bytes that the function ``fields`` unpacks.
+        The second group has all other fields, as pairs (name, value). Every pseudo-header, such as ``:path``, that follows a
+        field of the second group is in the second group.
         Raises ValueError if ``block`` is malformed. Raises OverflowError if the block's header fields exceed the size limit.
         """
         try:

@@ -1,8 +1,8 @@
-"""Speaks HTTP/2 as a server, without I/O: parses the client's bytes, calls its streams, and queues bytes to send in ``out``.
+"""Speaks HTTP/2 as a server, without I/O: parses the client's bytes, and queues bytes to send in ``out``.
 
-    receive ─▶ preface ─▶ | frame | frame | ... | rest |       rest: parsed in the next iteration of the event loop
-                          ╰── limited number ───╯
-    DATA ─▶ Stream.receive      HEADERS ─▶ a new Stream and its Call      WINDOW_UPDATE ─▶ Stream.pump
+Each iteration of the event loop parses a limited number of frames:
+
+    DATA ─▶ passed to its ``Stream``      HEADERS ─▶ a new ``Stream``      WINDOW_UPDATE ─▶ one ``Stream`` or all may send more
 
 A client that breaks the protocol causes a connection error: ``Violation`` is raised, and the connection sends GOAWAY. A fault
 of a single request is a stream error: RST_STREAM is sent. Why no library: docs/decisions/grpc-transport.md.
@@ -85,7 +85,7 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 class Http2:
     """Owns the streams of one HTTP/2 connection, and the bytes that wait to be sent to the client.
 
-    These bytes are in ``out``. If ``is_flushing`` is true, ``connection.flush`` is going to send them and need not be scheduled.
+    The attribute ``out`` holds these bytes, and ``Http2Connection.flush`` sends them.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:
@@ -223,7 +223,7 @@ class Http2:
         return False
 
     def _preface(self, data: bytes) -> int:
-        """Returns the offset behind the client's connection preface, or 0 if the preface is incomplete."""
+        """Returns the size of the client's preface, or 0 if ``data`` is too short. Raises Violation if the preface is wrong."""
         size = min(len(data), len(frames.PREFACE))
         if data[:size] != frames.PREFACE[:size]:
             raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
@@ -313,7 +313,10 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame of ``size`` bytes against the windows. Returns its stream, or None if the stream has ended."""
+        """Counts a DATA frame of ``size`` bytes for stream ``number`` against the receive windows. Returns the stream.
+
+        Returns None if the client or the server has reset the stream. Raises Violation if the client may not send this frame.
+        """
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -568,7 +571,7 @@ class Http2:
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
-        """Sends the last GOAWAY of a graceful end, if the first was sent."""
+        """Sends the second GOAWAY of a graceful end. Does nothing if ``announce_end`` has not sent the first GOAWAY."""
         if self.phase is ConnectionPhase.ANNOUNCED:
             self.phase = ConnectionPhase.ENDING
             self._last_told = self.numbers.last
@@ -605,12 +608,12 @@ class Http2:
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:
-        """Checks that the client sends few enough frames, and that it sends and reads fast enough.
+        """Ends each call whose client sends a message too slowly or reads responses too slowly.
 
         Args:
           now: seconds of the front's clock.
-          seconds: the time since the last check.
-          unread: whether reading is paused. If so, a frame that is not complete is not the client's fault.
+          seconds: how many seconds have passed since the last check.
+          unread: whether reading from the client is paused. If it is paused, an incomplete frame is not late.
         Raises Violation if the client sends too many frames, or if a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):

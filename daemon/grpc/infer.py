@@ -1,10 +1,9 @@
-"""Sends the inference requests in gRPC messages to workers, and encodes the answers as gRPC messages.
+"""Sends the inference requests in gRPC messages to workers, and encodes the workers' answers as gRPC messages.
 
-    message ─▶ ask ─▶ walk ─▶ its kind is cached: PreparedMessage ─┐
-                          ╰─▶ any other: decoded in full ──────────┴▶ CallRequest ─▶ Submitter
-    answer  ─▶ CallRequest.completed, which encodes it ─▶ InferCall.completed
+    gRPC message ─▶ Infer.ask: decodes the request ─▶ CallRequest ─▶ Submitter ─▶ worker
+    worker ─▶ Submitter ─▶ CallRequest.completed: encodes the answer ─▶ InferCall.completed
 
-``unary_infer`` and ``stream_infer`` decide what a call does with its requests and answers. Nothing here blocks.
+The calls that use this module are in ``unary_infer`` and ``stream_infer``. No function here blocks.
 """
 
 from __future__ import annotations
@@ -74,15 +73,15 @@ class Infer:
     ) -> CallRequest:
         """Sends the inference request in a message to a worker, and returns the request. The answers go to ``call.completed``.
 
-        If the arena has no free memory, the returned request is sent later, once there is memory. Tensors that are in the arena
-        stay there, and the request takes over their lease. If an error is raised, no arena memory stays reserved.
+        If the request needs arena memory and none is free, this method returns at once. The request is then sent later.
+        If this method raises an error, the request holds no arena memory.
         Args:
-          message: a buffer with the request in ``message[start:end]``, or an ``ArrivingMessage``, whose tensors are in the arena.
-            For an ``ArrivingMessage``, ``start`` and ``end`` are ignored.
+          message: a buffer with the request in ``message[start:end]``, or an ``ArrivingMessage``. For an ``ArrivingMessage``,
+            ``start`` and ``end`` are ignored.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC. If it is 0, the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC. If it is 0, the message was complete just now.
         Raises RefusedRequest if the message is no valid request, or cannot be sent.
-        Raises Unavailable if too many requests are in flight.
+        Raises RefusedRequest or Unavailable if too many requests are in flight.
         """
         sampled = lease = None
         if isinstance(message, ArrivingMessage):
@@ -357,9 +356,9 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """A callback that is called once an answer was written to the client. Calls ``release``, and ends ``trace``.
+    """A callback that is called once an answer was written to the client. Frees the memory of the answer, and ends a trace.
 
-    ``release``: frees the memory of the answer. If it is None, there is nothing to free.
+    ``release``: frees the memory. If it is None, no memory is freed. ``trace``: the trace of the request.
     """
 
     __slots__ = ("_release", "_trace")

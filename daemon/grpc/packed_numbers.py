@@ -20,7 +20,10 @@ _MAX_VARINT = 10
 
 
 def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
-    """Returns the numbers of an InferTensorContents as an array. Exactly one field of ``contents`` must be filled."""
+    """Returns the numbers in ``contents``, an InferTensorContents, as an array of ``dtype``.
+
+    The caller ensures that exactly one field of ``contents`` has values. ``dtype``: the datatype of that field.
+    """
     contents.DiscardUnknownFields()
     written: bytes = contents.SerializeToString()
     at = 1

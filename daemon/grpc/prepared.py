@@ -1,13 +1,12 @@
-"""Caches the meaning of request messages that clients repeat, so that only the first message of a kind is decoded in full.
+"""Caches decoded request messages. What the messages of one kind have in common is decoded only in the first of them.
+
+Messages are of one kind if they differ only in id, scheduling parameters and raw tensors:
 
     message  | model, parameters, inputs, outputs | id | scheduling parameters | raw tensors |
-               the same in all messages of a kind   decoded in each message
-    answer   | model_name, model_version | id | parameters, outputs | raw tensor | raw tensor | ...
-               encoded once                     encoded once              (AnswerLayout)
+               decoded once for each kind           decoded in each message
 
-Messages of one kind may come over any connection. Whether their model can be served is checked again whenever any model has
-changed. The first request of a kind is sent in full, because a kind that comes only once gets no number. Later ones are
-prepared. A message that is malformed or unusual, or has tensor values outside its raw tensors, is always decoded in full.
+Messages of one kind may come over any connection. The front sends the first request of a kind to a worker in full. Later
+requests of that kind can be sent prepared. A message with tensor values outside ``raw_input_contents`` is not cached.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Understood(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PreparedMessage:
-    """The decoded part that requests share if they differ only in id, scheduling and ``raw_input_contents``."""
+    """The decoded part that requests share if they differ only in id, scheduling parameters and raw tensors."""
 
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
     MAX_ANSWERS: ClassVar[int] = 8
@@ -83,12 +82,12 @@ class PreparedMessage:
 
 
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
-    """Caches decoded request messages. The key is the message's bytes without its id, scheduling and ``raw_input_contents``."""
+    """Caches decoded request messages. The key is a message's bytes without id, scheduling parameters and raw tensors."""
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 
     def __init__(self, table: ModelStates, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
-        """Makes an empty cache of the last ``count`` messages. If ``count`` is 0, nothing is cached."""
+        """Makes an empty cache for at least the ``count`` messages used last. If ``count`` is 0, nothing is cached."""
         super().__init__(count)
         self._table = table
         self._submitter = submitter
@@ -96,7 +95,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the cached message ``known`` has ``raws`` raw tensors, and its model can be served now."""
+        """Returns whether the cached message ``known`` can be used to read a new message with ``raws`` raw tensors.
+
+        Returns False if ``known`` has another number of raw tensors, or if the model of ``known`` cannot be served now.
+        """
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
@@ -129,10 +131,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Decodes the message ``content[start:end]`` in full.
+        """Decodes the message ``content[start:end]`` in full. May cache the decoded message if ``known`` is None.
 
-        ``walked``: the parts of the message that ``walk`` found, or None if ``walk`` could not read the message. ``known``: the
-        cached message with the same fields besides id, tensors and scheduling parameters, or None if none is cached.
+        ``walked``: the parts of the message as ``walk`` returned them. If it is None, the message is not cached.
+        ``known``: a cached message that differs from this message only in id, raw tensors and scheduling parameters, or None.
         Raises RefusedRequest if the message is no valid request for a served model.
         """
         if walked is None or walked[2]:
@@ -153,14 +155,14 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a message in full, and caches the part that it shares with other messages.
+        """Decodes a request message in full. May cache the decoded message if ``known`` is None.
 
         Args:
-          head: the message without its id and its raw tensors.
+          head: the message without the id and ``raw_input_contents``.
           client_id: the id of the request.
-          raws: the raw tensors.
-          walked: the parts into which ``walk`` has cut the message, or None if ``walk`` could not read it.
-          known: the shared part, or None if it is not cached yet.
+          raws: the entries of ``raw_input_contents``.
+          walked: the parts of the message as ``walk`` returns them. If it is None, the message is not cached.
+          known: a cached message that differs from this message only in id, raw tensors and scheduling parameters, or None.
         Raises RefusedRequest if the message is no valid request for a served model.
         """
         try:

@@ -44,7 +44,7 @@ _CONTENTS = {each.contents: name for name, each in DATATYPES.items() if each.con
 
 @dataclass(slots=True)
 class DecodedHead:
-    """Holds a decoded ModelInferRequest without id and ``raw_input_contents``.
+    """Holds all fields of a decoded ModelInferRequest except ``id`` and ``raw_input_contents``.
 
     The object never changes, because requests share it.
     """
@@ -89,10 +89,12 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes a ModelInferRequest without id and ``raw_input_contents``, and finds the state of its model.
+    """Decodes the head of an inference request, and returns it with the state of the requested model version.
 
-    ``has_raw``: whether the request has ``raw_input_contents``. If so, no input may have ``contents``.
-    Raises NotFound if the model or the version does not exist. Raises InvalidArgument if the head breaks the protocol.
+    ``head``: an encoded ModelInferRequest from which the caller has removed ``id`` and ``raw_input_contents``.
+    ``has_raw``: whether the caller has removed any ``raw_input_contents``. If so, no input may have ``contents``.
+    Raises InvalidArgument if ``head`` is invalid. Raises NotFound if the model or version is unknown or not expected to serve.
+    Raises Unavailable if the version is not being loaded now, but the daemon expects it to serve later.
     """
     if len(head) > counts.UNCOUNTED:
         counts.check(head, grpc_service_pb2.ModelInferRequest.DESCRIPTOR)
@@ -134,7 +136,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model name in ``head``, an encoded inference request, or "" if the request has none. Cuts a long name."""
+    """Returns the first 300 bytes of the model name in ``head``, an encoded ModelInferRequest, or "" if it has no name."""
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
@@ -191,7 +193,10 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
 
 
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
-    """Converts ``contents``, values in the protocol's type ``kind``, to the bytes of a tensor of ``datatype``."""
+    """Converts ``contents``, an InferTensorContents with values of datatype ``kind``, to the bytes of a ``datatype`` tensor.
+
+    Raises InvalidArgument if a value is out of the range of ``datatype``. ``name``: the input's name, for that error.
+    """
     if datatype == "BYTES":
         return encoded(list(contents.bytes_contents))
     numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]
@@ -204,7 +209,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Returns the slice of a region that the parameters of an input or output name."""
+    """Reads the slice of a region from ``parameters``, the gRPC parameters of the input or output ``name``."""
 
     def read(key: str, choice: str) -> Any:
         return _value(f"'{key}' parameter for tensor '{name}'", parameters[key], choice) if key in parameters else 0
@@ -246,8 +251,8 @@ def _requested(entry: Any) -> RequestedOutput:
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
     """Decodes the scheduling parameters of a gRPC request, such as the priority.
 
-    ``parameters``: an encoded ModelInferRequest that has no other fields. Returns None if any parameter is invalid or is no
-    scheduling parameter. The caller then decodes the whole request.
+    ``parameters``: an encoded ModelInferRequest that has only the field ``parameters``.
+    Returns None if any of these parameters is invalid or is no scheduling parameter.
     """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters

@@ -28,7 +28,8 @@ _MAX_START = 20
 class RefusedRequest(Exception):
     """Raised when a request message is refused.
 
-    ``client_id`` and ``model`` are those of the request, or "" if they are unknown. ``trace`` is its trace, or None.
+    ``error``: the reason. ``client_id``: the request's id, or "" if it is unknown. ``model``: the name of the requested model,
+    or "" if it is unknown. ``trace``: the request's trace, or None if it has none.
     """
 
     def __init__(self, error: ServingError, client_id: str = "", trace: Trace | None = None, model: str = "") -> None:

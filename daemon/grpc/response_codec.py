@@ -1,11 +1,8 @@
 """Encodes inference answers as protobuf bytes: ModelInferResponse and ModelStreamInferResponse. Sans-I/O.
 
-    1 model_name | 2 model_version | 3 id | 4 parameters, 5 outputs | 6 raw_output_contents | raw_output_contents | ...
-             encoded once               encoded once                      not copied
-
-An answer is encoded in pieces, so that the tensors' bytes are not copied into a message object first, and the part that answers
-share is encoded once. Every output has an entry in raw_output_contents. If an output is in a shared-memory region, its entry is
-empty, so that the indices agree.
+An encoded answer is a list of byte pieces, so that the bytes of its tensors are not copied. If several answers differ only in
+the id and the bytes of the tensors, the remaining fields are encoded once for all of these answers.
+Every output has an entry in raw_output_contents. The entry is empty if the output was written to a region.
 Source: grpc_service.proto; protobuf's encoding specification.
 """
 
@@ -106,7 +103,7 @@ def streamed(parts: list[Buffer]) -> list[Buffer]:
 
 
 def streamed_error(message: str, client_id: str, model: str = "", final: bool | None = None) -> bytes:
-    """Encodes a ModelStreamInferResponse with the error ``message``.
+    """Encodes a ModelStreamInferResponse with the error ``message``, for the request whose id is ``client_id``.
 
     ``final``: the value of the parameter ``triton_final_response``. If it is None, the response lacks that parameter.
     """

@@ -1,11 +1,9 @@
-"""One HTTP/2 stream, which carries one gRPC call: ``Http2`` passes it the client's bytes, and the ``Call`` sends its responses.
+"""Carries one gRPC call over one HTTP/2 stream: passes a client's messages to a ``Call``, and sends the ``Call``'s responses.
 
-    client ─▶ | compressed 8 | length 32 | message: length bytes | ... in DATA frames of any size ─▶ END_STREAM
-    client ◀─ HEADERS ◀─ | compressed 8 | length 32 | message | ... in DATA frames ◀─ HEADERS: the trailers
+    client ─▶ | compressed: 8 bits | length: 32 bits | message | ... in DATA frames of any size ─▶ END_STREAM
+    client ◀─ HEADERS ◀─ | compressed: 8 bits | length: 32 bits | message | ... in DATA frames ◀─ HEADERS: the trailers
 
-The window granted to the client limits what it may still send. Response bytes that the client does not take are queued here
-without a copy, and a callback tells their owner when they have left. While a stream has many unsent bytes, the client gets no
-more window, so a client that never reads its responses cannot send more requests.
+Response bytes that the client does not accept yet wait in a queue. While this queue is long, the client gets no more window.
 Source: gRPC's PROTOCOL-HTTP2.md, RFC 9113 sections 5, 6.9 and 8.1.1.
 """
 
@@ -71,9 +69,9 @@ _MIN_COMPRESSED = 512
 
 
 class Stream:
-    """Carries one gRPC call over HTTP/2. ``Http2`` owns it until ``ended`` is True.
+    """Carries one gRPC call over one HTTP/2 stream.
 
-    ``send_window``: how many bytes may be sent on this stream until the client grants more.
+    ``send_window``: how many bytes of DATA may be sent on this stream until the client grants more.
     """
 
     # What nearly every call leaves as it is costs nothing here.
@@ -233,12 +231,12 @@ class Stream:
         return self.arriving is not None and self.arriving.waits_for_room
 
     def release(self) -> None:
-        """Lets the client send more messages, because the call, which had enough to do, takes them again."""
+        """Lets the client send messages again, after the call had set ``held``."""
         self.held = False
         self._go_on()
 
     def _go_on(self) -> None:
-        """Restarts the time that the client has to send its message, because the server does not hold it up any more."""
+        """Grants window again, and restarts the time limit for the message that the client is sending."""
         self.partial_since = 0.0
         self._note()
         self.grant()
@@ -246,8 +244,8 @@ class Stream:
     def frame_arrived(self, flags: int) -> None:
         """Handles the end of a DATA or HEADERS frame of this stream. ``flags``: the frame's flags.
 
-        If END_STREAM is set, tells the call that the client sends no more, or refuses the call if a message is incomplete.
-        Otherwise grants the client more window when the client has used much of it.
+        If END_STREAM is not set, may grant the client more window. If END_STREAM is set, tells the stream's ``Call`` that the
+        client sends no more. If the client's last message is incomplete, the gRPC call ends with an error instead.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:
@@ -269,9 +267,10 @@ class Stream:
             self._defect()
 
     def grant(self) -> None:
-        """Sends a WINDOW_UPDATE that lets the client send more bytes, if the client has used some of the window.
+        """Sends a WINDOW_UPDATE that restores the full window of the stream, if the client has used part of the window.
 
-        Sends nothing while the call accepts no messages or waits for arena memory, or after the client's or the stream's end.
+        Sends nothing while the call accepts no further messages, or while the arriving message waits for arena memory.
+        Sends nothing after the stream has ended, or after the client has sent END_STREAM.
         """
         if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
             self.http2.write(frames.window_update(self.id, self.ungranted))
@@ -556,8 +555,8 @@ class Stream:
         """Ends the call if the client sends a message too slowly, or takes responses too slowly.
 
         ``now``: seconds of the front's clock.
-        ``pending``: how many bytes of an unfinished message the connection has received but not passed to this stream yet.
-        ``unread``: for how many seconds the connection was not read since the last check. A message is not late for them.
+        ``pending``: how many bytes of the arriving message were received but not passed to this ``Stream`` yet.
+        ``unread``: seconds in which nothing was read from the client. The time limit of the arriving message grows by them.
         """
         if self.partial_since:
             self.partial_since = min(now, self.partial_since + unread)
@@ -587,11 +586,11 @@ class Stream:
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, pending: int) -> None:
-        """Ends the call when accepted requests are answered. A stopping server repeats this until the call has ended.
+        """Has the call end once its requests are answered. A stopping server calls this repeatedly until the call has ended.
 
-        A call whose client stays silent for ``SILENCE_SECONDS``, before the first message or in the middle of one, is ended.
+        If the first message or the rest of a message is missing, and no byte comes for ``SILENCE_SECONDS``, refuses the call.
         ``now``: seconds of the front's clock.
-        ``pending``: how many bytes of an unfinished message the connection has received but not passed to this stream yet.
+        ``pending``: how many bytes of the arriving message were received but not passed to this ``Stream`` yet.
         """
         call = self.call
         if self._finished or call is None:

@@ -1,7 +1,6 @@
-"""Answers ModelStreamInfer: one call with many requests in flight, answered in the order of the requests. Nothing here blocks.
+"""Answers ModelStreamInfer calls, each of which may have many requests in flight. Nothing here blocks.
 
-    response of a decoupled model                  ─▶ sent at once
-    response of any other model                    ─▶ queued until all earlier requests to such models are answered ─▶ sent
+Responses of decoupled models are sent at once. Responses of all other models are sent in the order of their requests.
 
 If a request fails, the client gets a response with ``error_message`` and the stream goes on. A client that sent the header
 ``triton_grpc_error: true`` gets the error as the gRPC status instead, which ends the stream.

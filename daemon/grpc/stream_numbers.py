@@ -1,7 +1,7 @@
 """Tracks the stream identifiers of a connection: which are not used yet, and how the streams ended that are no longer open.
 
 A client uses odd identifiers, each one once, in rising order. What a frame on a stream that is not open means depends on how
-the stream ended. Nearly all streams are ended by both sides, so only the latest streams that ended otherwise are remembered.
+the stream ended. Of the streams that only one side has ended, only the latest are remembered.
 Does no I/O. Source: RFC 9113, sections 5.1 and 5.1.1.
 """
 
@@ -57,7 +57,7 @@ class StreamNumbers:
     def past(self, number: int) -> Past:
         """Returns why the stream ``number`` is not open.
 
-        If it ended too long ago to be remembered, returns CUT, as if this server had ended it: its frames are then ignored.
+        Returns ``Past.CUT`` for a stream that ended too long ago to be remembered. The caller must ignore the stream's frames.
         """
         if not number & 1 or number >= self.next:
             return Past.IDLE

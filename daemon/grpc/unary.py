@@ -23,7 +23,7 @@ Answer = Callable[[Any], Awaitable[Message]]
 
 
 class Unary(Call):
-    """Answers one unary management call with the message that a coroutine returns."""
+    """A unary gRPC call other than inference. A coroutine makes the response message from the request message."""
 
     def __init__(self, stream: Stream, request: type[Message], answer: Answer) -> None:
         self._stream = stream

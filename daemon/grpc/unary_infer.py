@@ -1,11 +1,8 @@
-"""Answers ModelInfer: one request, one response; and keeps the steps of each sequence on a connection in order. Nothing blocks.
+"""Answers ModelInfer calls, each of which has one request and one response. Nothing blocks.
 
-    complete message ─▶ half_closed ─▶ Infer.ask ─▶ Submitter ─▶ completed ─▶ Stream.answer
-
-The requests of one sequence are sent to a worker in the order in which their calls began. So a request waits while an earlier
-request of its sequence is a large message that still arrives or waits for arena memory. Once the earlier request is sent, the
-later one is sent as well. If the earlier one cannot be sent, the later one is refused, because the sequence would lack a step.
-While no large message is arriving or waiting for memory, no request is checked for its sequence.
+A request of a sequence waits while an earlier large request of the same sequence and connection is still arriving. It also
+waits while an earlier request of the same sequence and connection waits for arena memory. Once the earlier request was sent to
+a worker, the waiting request is sent. If the earlier request cannot be sent, the waiting request is refused with CANCELLED.
 """
 
 from __future__ import annotations
@@ -104,7 +101,7 @@ class UnaryInfer(InferCall):
         return found
 
     def resume(self) -> None:
-        """Sends the request to a worker, because the earlier requests of its sequence were sent."""
+        """Sends the request of this call to a worker. If the request cannot be sent, the call ends with an error."""
         try:
             self._begin()
         except Exception:
@@ -199,7 +196,7 @@ class UnaryInfer(InferCall):
         self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
-        """Ends the call with the gRPC status ``code`` and ``message``. ``sent`` is called once both are written."""
+        """Ends the call with the status ``code`` and ``message``. Calls ``sent`` once both are sent or the client has left."""
         if sent is not None:
             self.stream.send_later(sent)
         try:

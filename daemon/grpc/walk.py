@@ -1,10 +1,7 @@
-"""Splits an encoded ModelInferRequest into what many requests share and what differs from request to request. Sans-I/O.
+"""Splits an encoded ModelInferRequest into its id, its scheduling parameters, its raw tensors and its other fields. Sans-I/O.
 
-    | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
-        shared  differs       differs          shared   shared             differs              differs
-
-``walk``, written in C (``_walk.c``), accepts what clients usually write. Any other message is decoded in full
-(``PreparedMessages.read``), and so is every message if ``_walk.c`` was not compiled.
+Many requests differ only in the id, the raw tensors and the scheduling parameters, such as the priority.
+``walk`` returns None for a message that it cannot split, and for every message if the C extension ``_walk`` was not compiled.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Keeps the requests of one HTTP connection in order, writes their answers in that order, and closes the connection at the end.
+"""Writes the answers of one HTTP connection in the order of the requests, and closes the connection after the last answer.
 
-    requests   [ active | next | next ]     an Exchange (infer), a Generation (generate, generate_stream),
-                                            or an AsgiRequest (everything else, which Starlette answers)
-
-What arrives after a refused request is discarded.
+Each request is an ``Exchange`` (infer), a ``Generation`` (generate, generate_stream) or an ``AsgiRequest`` (any other path).
 """
 
 from __future__ import annotations
@@ -92,7 +89,7 @@ class AnswerOrder:
 
     @property
     def between(self) -> bool:
-        """Returns whether no request is arriving or unanswered."""
+        """Returns whether no request on this connection is arriving or waiting for its answer."""
         return not (self.requests or self.receiving or self.times.head_since)
 
     # ------------------------------------------------------------------------------------------------ answers
@@ -128,10 +125,10 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Sends ``part``, the next bytes of a streamed answer, to the client. The answer is for the connection's oldest request.
+        """Sends ``part``, the next bytes of the streamed answer to the connection's oldest unanswered request.
 
-        Returns False if the client reads too slowly. The caller must then send no other part until the request's ``written`` is
-        called. The caller must call ``answered`` after the last part.
+        Returns False if the transport's write buffer is full. Once that buffer has drained, this object calls the method
+        ``written`` of the request, and the caller may send the next part. The caller calls ``answered`` after the last part.
         """
         self.transport.write(part)
         if not self.flow.write_paused:
@@ -186,9 +183,9 @@ class AnswerOrder:
             self._turning = False
 
     def announce_end(self) -> None:
-        """Makes the newest unanswered request, if there is one, the last request of the connection.
+        """Has the connection closed after the answer to the newest unanswered request. That answer says ``Connection: close``.
 
-        The answer to that request says ``Connection: close``. Where its head was sent before, nothing is changed.
+        Does nothing if all requests are answered, or if the head of that answer was sent already and the client can still send.
         """
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
@@ -209,9 +206,9 @@ class AnswerOrder:
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Writes more of the unfinished answers, because the transport's buffer has drained.
+        """Continues the unfinished answers of this connection. Called when the transport's write buffer has drained.
 
-        Unless the buffer is full again, the next request is answered, and reading from the client resumes.
+        If the buffer is not full afterwards, lets the client's next request be answered, and may read from the client again.
         """
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
@@ -228,22 +225,19 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """Pauses reading from the client if ``pause`` is True, because memory for the body is missing. Else ends the pause."""
+        """Pauses reading from the client if ``pause`` is True. If ``pause`` is False, ends the pause that this method began."""
         self._body_waits = pause
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Pauses reading from the socket if the client reads no answers, or if a body waits for memory. Else resumes it."""
+        """Pauses reading if the client reads no answers, or if a body waits for memory. Otherwise, may resume reading."""
         if self.flow.write_paused or self._body_waits:
             self.flow.pause_reading()
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
             self.flow.resume_reading()
 
     def ask_for_body(self, request: HttpRequest) -> None:
-        """Sends ``100 Continue`` if the client waits for that before it sends the body of ``request``.
-
-        Then the client's deadline for the body starts again.
-        """
+        """If the client waits for ``100 Continue`` for ``request``, sends it and restarts the time limit for the body."""
         if self._expects_continue and self.receiving is request:
             self._expects_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -263,9 +257,9 @@ class AnswerOrder:
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the arriving body have come.
+        """Returns how many bytes of the request body that is arriving have come. Returns -1 if no body is arriving.
 
-        Returns -1 if no body is arriving, or if the client must not send it yet.
+        Also returns -1 while the client waits for ``100 Continue``, and while the server waits for memory for the body.
         """
         if self.receiving is None or self._body_waits or self._expects_continue:
             return -1
@@ -327,7 +321,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Closes the connection, on which no request waits for an answer, once all written answers are sent."""
+        """Closes the connection once all written answers are sent. Call it only if no request waits for an answer."""
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
         else:
@@ -346,7 +340,7 @@ class AnswerOrder:
 class Flow:
     """Pauses and resumes reading from the client of one connection.
 
-    ``times``: the client's deadlines. A pause does not count towards them. ``clock``: the front's, by which they go.
+    ``times``: the client's deadlines. Each pause extends the deadlines by its length. ``clock``: the front's clock.
     """
 
     __slots__ = ("_clock", "_paused_at", "_times", "read_paused", "resting", "transport", "write_paused")

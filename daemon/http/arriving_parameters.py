@@ -1,6 +1,7 @@
-"""Receives model parameters that clients push: JSON, then the parameters, which are written to a memfd and sealed (read-only).
+"""Receives the model parameters that clients push over HTTP, and writes them to a sealed (read-only) memfd.
 
-body   | JSON (Inference-Header-Content-Length bytes; without that header: all of it) | safetensors' layout |
+The body of a push is JSON, followed by the parameters in safetensors format. The HTTP header Inference-Header-Content-Length
+has the size of the JSON in bytes. A push without this header has no parameters in its body: the whole body is JSON.
 """
 
 from __future__ import annotations

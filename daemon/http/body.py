@@ -1,10 +1,9 @@
-"""Holds the body of an inference request while it arrives: in ordinary memory, or in the request arena.
+"""Holds the body of an inference request while it arrives: in ordinary memory, or in the arena for requests.
 
-A body of JSON alone never goes into the arena. Its tensors need arena memory once they are decoded, and a request must not hold
-arena memory while it waits for more.
+An uncompressed body of known length goes into the arena if it has binary tensors and more than 4096 bytes. Any other body is
+collected in ordinary memory. A block of the arena holds one body:
 
-lease    | pad | JSON head | tensor | tensor | ...      pad = -head size mod 64, so the first tensor is 64-byte aligned,
-                                                         which is what an executable needs to use it in place
+    | 0 to 63 unused bytes | JSON | tensor | tensor | ...      the first tensor starts at a multiple of 64 bytes
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _THROWN_AWAY = 64 << 10
 class CollectedBody:
     """Collects a request body that is small, or of unknown length, in ordinary memory.
 
-    ``limit``: the most bytes that the body may have. It is 0 if the body is certainly small.
+    ``limit``: the most bytes that the body may have. The caller may pass 0 if the body has at most 64 KiB.
     """
 
     __slots__ = ("_first", "_limit", "_more", "_pages", "received")
@@ -104,7 +103,7 @@ class TextBody:
         return self._memory[: self._byte_size - self.received]
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes, which the caller has written to the beginning of ``rest()``, as received."""
+        """Notes that the caller has written the next ``byte_size`` bytes of the body to the memory that ``rest`` returned."""
         self.received += byte_size
         if self._kept and not self._grown(byte_size):
             self.drop()
@@ -151,7 +150,7 @@ class PlacedBody:
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes, which the caller has written to the beginning of ``rest()``, as received."""
+        """Notes that the caller has written the next ``byte_size`` bytes of the body to the memory that ``rest`` returned."""
         self.received += byte_size
 
     def head(self, head_size: int) -> memoryview:
@@ -188,12 +187,12 @@ def located(
 ) -> list[InputContent | Unconverted]:
     """Returns the content of each input tensor of a request, in the order of ``sources``.
 
-    For a ``BinaryPart``, this is the tensor's place in the arena, or its bytes if they go into the record or the body is not in
-    the arena. Any other element of ``sources`` is returned unchanged.
+    If ``body`` is a ``PlacedBody``, a ``BinaryPart`` becomes a ``Slice`` of the arena, or a copy of its bytes if the tensor is
+    small. If ``body`` is of another type, a ``BinaryPart`` becomes a view of its bytes. Other sources are returned unchanged.
     Args:
-      sources: where the JSON says that the data of each tensor is.
+      sources: for each tensor, where the tensor's data are, as the JSON of the request says.
       json_size: the number of bytes of JSON in the body before its binary tensors.
-      inline_byte_size: the most bytes of all tensors together that go into the record.
+      inline_byte_size: a tensor is small if the tensor and all copies before it have together at most so many bytes.
     """
     found: list[InputContent | Unconverted] = []
     left = inline_byte_size

@@ -1,9 +1,7 @@
 """Decompresses request bodies and compresses answers: gzip (RFC 1952) and deflate, zlib's format (RFC 1950). Sans-I/O.
 
-Both work in steps of limited size, so that the event loop can serve other connections between two steps:
-
-    body   ─▶ Inflation.feed ─▶ step, step, ... ─▶ finish       the decompressed body never exceeds its limit
-    answer ─▶ Deflation      ─▶ step, step, ... ─▶ compressed
+Each call of ``Inflation.step`` decompresses a limited number of bytes, and each call of ``Deflation.step`` compresses a limited
+number of bytes. The event loop can serve other connections between two calls.
 """
 
 from __future__ import annotations

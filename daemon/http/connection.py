@@ -1,15 +1,11 @@
 """Serves one HTTP/1.1 connection: receives its requests, keeps their answers in order, and enforces its deadlines.
 
-    socket ─▶ Connection ─▶ cached head (heads) ─▶ Exchange ──────────────────────────────────────╮
-                │   ╰─────▶ any other head: ParserFeed ─▶ Exchange, Generation, or AsgiRequest ───┴─▶ AnswerOrder ─▶ socket
-                ╰─────────▶ BodyReader: reads the rest of a large body straight into the body's memory
+The client gets an error response if too many connections are open (503), if a request is not complete in time (408), or if the
+module ``parser_feed`` refuses a request. The connection is closed if the client sends no request for too long. The connection
+is also closed if the client does not read its answers for too long.
 
-The client gets an error if too many connections are open (503), if a request is not complete in time (408), or if
-``parser_feed`` refuses a request. If a client sends no request, or does not read its answers, for too long, the connection is
-closed.
-
-If a client closes its sending side, its requests are cancelled. If ``http.answer_half_closed`` is set, those that it has sent
-completely are answered instead.
+If the client closes its sending side, its unanswered requests are cancelled. If the option ``http.answer_half_closed`` is set
+and the connection has no TLS, complete requests are answered instead.
 """
 
 from __future__ import annotations
@@ -160,7 +156,7 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds ``data`` to the parser. ``between``: whether the data begins a request."""
+        """Parses ``data``, received bytes. ``between``: whether no earlier request is arriving or waiting for its answer."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)
@@ -217,7 +213,10 @@ class Http1Connection(asyncio.Protocol):
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Continues after the ``BodyReader`` has read a piece of a request's body: reads the next one, or submits the request."""
+        """Called when the ``BodyReader`` has read a piece of a request's body. If bytes are missing, reads the next piece.
+
+        After the last piece, tells the request that its body is complete.
+        """
         order = self.order
         body, self._direct = self._direct, None
         assert body is not None
@@ -255,10 +254,10 @@ class Http1Connection(asyncio.Protocol):
             order.leave()
 
     def shutdown(self) -> None:
-        """Closes the connection now if it is idle, and else after the answer to its last request.
+        """Closes the connection at once if it is idle. Otherwise has it closed after the newest unanswered request is answered.
 
-        While the server stops, call this method repeatedly. Each call checks whether the client still sends the rest of an
-        incomplete request. If the client has stopped, the request is refused with 503.
+        Call this method repeatedly until the connection is closed. An incomplete request is refused with 503 if the client has
+        sent no byte of the request for two seconds.
         """
         order = self.order
         if self.idle:
@@ -295,9 +294,9 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns the time at which the connection became idle, in seconds of the front's clock.
+        """Returns the time since which the connection has been idle, in seconds of the front's clock.
 
-        While the head of a request arrives, returns when its first bytes came. From the end of the head to the answer, returns 0.
+        While the head of a request arrives, returns when its first bytes came. Use the result only if ``asks_nothing`` is True.
         """
         return self.order.times.idle_since or self.order.times.head_since
 

@@ -1,7 +1,7 @@
-"""Reads the JSON object of a control request (repository, regions, settings) and its fields.
+"""Reads the JSON body of an HTTP request about the model repository, regions or settings.
 
-A function that is named after a kind of value returns a value of that kind, or raises InvalidArgument. The texts of errors are
-those of a real Triton 2.51. If Triton answers a client's mistake with status 500, the status here is 400.
+The functions raise InvalidArgument, which the client gets as status 400, if the body or a value in the body is wrong.
+The texts of errors are those of Triton 2.51.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ class Job:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Stops the conversion. ``Conversions.run`` then calls neither ``done`` nor ``failed`` for the conversion.
+        """Stops the conversion at once. Neither ``done`` nor ``failed``, which ``Conversions.run`` was given, is then called.
 
-        The memory that the conversion uses may then be freed.
+        After this call, the caller may free the memory from which the conversion reads and to which the conversion writes.
         """
         self.cancelled = True
         self._steps.close()

@@ -26,9 +26,10 @@ class Late(enum.Enum):
 class ClientDeadlines:
     """Notes when a connection began to wait for its client, and finds the deadlines that the client has missed.
 
-    Each attribute says when a wait began, in seconds of the front's clock, or is 0 if there is no such wait. ``idle_since``: the
-    wait for the next request. ``head_since`` and ``body_since``: the wait for the rest of a head or a body. ``stalled_since``:
-    the wait until the client reads answers. ``now``: the first value of ``idle_since``.
+    Each attribute is the time at which a wait began, or 0 if the connection is not in this wait. Times are in seconds of the
+    front's clock. ``idle_since``: the wait for the next request. ``head_since``: the wait for the rest of a request's head.
+    ``body_since``: the wait for the rest of a request's body. ``stalled_since``: the wait until the client reads answers.
+    The argument ``now`` is the time at which the wait for the first request begins.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
@@ -60,7 +61,7 @@ class ClientDeadlines:
             self.body_since = now
 
     def resumed(self, since: float, now: float) -> None:
-        """Moves the deadlines of head and body on by the time from ``since`` to ``now``, in which the server read nothing."""
+        """Postpones the deadlines of the arriving head and body by ``now - since``, for which the server read nothing."""
         if self.head_since:
             self.head_since += now - max(since, self.head_since)
         if self.body_since:

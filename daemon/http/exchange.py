@@ -1,13 +1,10 @@
-"""Handles one inference request over HTTP, from its body to its answer. Everything runs in callbacks, without tasks and queues.
+"""Handles one inference request over HTTP, from its body to its answer.
 
-    head ─▶ body (reception; a small body skips it) ─▶ JSON is parsed (prepared) ─▶ submitter
-    answer ─▶ encoded (response_codec) ─▶ socket
+    the body arrives    ─▶ its JSON is parsed       ─▶ the request is sent to a worker
+    the worker answers  ─▶ the answer is encoded    ─▶ the HTTP response is written to the client's socket
 
-An exchange writes its answer only when it gets the turn from the ``AnswerOrder``.
-
-    answer of a cached kind     the cached head gets the id; tensors in the arena are not copied
-    any other answer            encoded by ``response_codec``, in steps if it is large; tensors in the arena are not copied
-    compressed answer           compressed in steps, and then copied to one piece
+A request is sent to a worker only after all earlier requests of the same connection are answered.
+Large JSON is decoded and encoded in steps. Responses are compressed in steps. Between two steps, other clients are served.
 """
 
 from __future__ import annotations
@@ -112,10 +109,11 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Checks whether the model can serve this request, and prepares to receive the request's body in pieces.
+        """Checks whether this request can be served, and prepares to receive the request's body in pieces.
 
-        If the model cannot serve it, ``refused`` becomes True, and the client gets the error after ``complete`` was called.
-        A caller may skip ``begin`` if a body of known, small size contains JSON, is not compressed and needs no ``100 Continue``.
+        If the request cannot be served, ``refused`` becomes True. The client gets the error after ``complete`` was called.
+        The caller may skip this method for a small body of known length that is not compressed and contains JSON.
+        The caller may not skip this method if the client waits for ``100 Continue`` before it sends the body.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account
@@ -250,9 +248,9 @@ class Exchange(InFlight):
             self._refused(error)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body into the request arena, and returns the object that receives the body.
+        """Reserves memory in the front's arena for a large binary body. Returns the object that writes the body to this memory.
 
-        Returns None, without effect, if the arena has no room now, or if the request is refused.
+        Returns None if the arena has no room now or this request cannot be served. No error is sent to the client then.
         """
         reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self.account)
         try:
@@ -512,7 +510,10 @@ class Exchange(InFlight):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps and writes it: JSON of ``json_size`` bytes, then ``tail_size`` bytes of tensors."""
+        """Compresses the body of an answer with ``deflation``, in steps, and then sends the answer to the client.
+
+        Before compression, the body is ``json_size`` bytes of JSON, followed by ``tail_size`` bytes of tensors.
+        """
         if self._gone:
             return
         if deflation.step():
@@ -544,7 +545,7 @@ class Exchange(InFlight):
         return self._head.origin_lines + self._timing_line + lines
 
     def written(self) -> None:
-        """Releases the shared memory of the answer, which the transport no longer needs, and ends the trace."""
+        """Releases the shared memory of the answer. Call this method when the transport no longer needs that memory."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)

@@ -1,13 +1,12 @@
-"""Handles the endpoints generate, generate_stream and infer_stream.
+"""Handles HTTP requests to the endpoints generate, generate_stream and infer_stream.
 
-    head, body ─▶ Generation ─▶ generate_codec ─▶ submit.placement ─▶ the model's responses, any number
+A model may give several responses to one such request.
 
-    Generate          answers with one JSON object, from the only response or from all responses joined
-    GenerateStream    answers with a server-sent event for each response, as soon as the response comes
-    InferStream       answers with each response in binary form: its JSON and the bytes of its tensors
+    generate           sends the client one JSON object with all responses joined, or an error if they cannot be joined
+    generate_stream    sends the client a server-sent event for each response, as soon as the worker has sent the response
+    infer_stream       sends the client each response in binary form: its JSON and the bytes of its tensors
 
-A response is acknowledged to its worker once it is written, and none is written while the client does not read: so the worker
-waits for a slow client. If a client disconnects, its request is cancelled.
+If a client reads slowly, the worker waits before it sends more responses. If a client disconnects, its request is cancelled.
 Source: Triton docs/protocol/extension_generate.md; WHATWG HTML, "Server-sent events".
 """
 
@@ -133,7 +132,7 @@ class Generation(InFlight):
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
-        """Notes that the whole body has arrived, and submits the request if all earlier requests are answered."""
+        """Notes that the whole body has arrived, so that the request can be submitted."""
         if self._reception is not None:
             self._reception.complete()
         self._go_on()
@@ -455,12 +454,12 @@ class GenerateStream(Generation):
 
 
 class InferStream(GenerateStream):
-    """One request to infer_stream, in the format of ``infer``. Its HTTP response has all responses, each of which is
+    """One request to infer_stream, written like one to ``infer``. The HTTP body of the answer has a message for each response:
 
-      | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
+      | u32 size of the JSON | u64 size of the tensors that follow | JSON | tensor | tensor | ...      little-endian
 
-    An error is a response whose JSON has ``error`` and ``code``. An error that is the whole answer is an ordinary HTTP error
-    response.
+    An error is also sent as a message, whose JSON has the keys ``error`` and ``code``. But if an error ends the request before
+    any message was sent, the client gets an HTTP error status instead.
     """
 
     _media_type: ClassVar[bytes] = b"application/octet-stream"

@@ -34,9 +34,9 @@ _MAX_MARKS = 1 << 18
 def decode(body: bytes, metadata: bytes) -> DecodedRequest:
     """Decodes the body of a generate request to an inference request.
 
-    ``metadata``: the metadata of the model as JSON. It names the inputs and their shapes, with the batch dimension.
-    Raises InvalidArgument if the body is no JSON object, has too many values, or has a value that no input or parameter can
-    have. Raises Unsupported if a sequence id is a string and too long.
+    ``metadata``: the model's metadata as JSON, with the names of the inputs and their shapes, including the batch dimension.
+    Raises InvalidArgument if the body is no JSON object, has too many values, or has a wrong value for an input or parameter.
+    Raises Unsupported if a sequence id is a string and too long.
     """
     if b"\0" in body:
         end = body.index(b"\0")
@@ -126,7 +126,7 @@ class JoinedAnswers:
           prepared: describes the outputs.
           contents: the bytes of each output, or their slice of the response arena.
           view: returns the memory of a slice.
-        Raises InvalidArgument if all responses so far have more than ``max_byte_size`` bytes together.
+        Raises InvalidArgument if all outputs added so far have more bytes together than the constructor's ``max_byte_size``.
         """
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):
@@ -143,9 +143,9 @@ class JoinedAnswers:
             parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Joins all responses to one answer. Returns a description of the answer, and the bytes of each joined output.
+        """Joins all responses that were added. Returns the joined answer without the outputs' bytes, and each output's bytes.
 
-        If there was no response, the outputs have no elements.
+        If no response was added, the outputs have no elements.
         """
         tensors = [
             PreparedTensor(name, datatype, (sum(sizes), *rest))

@@ -1,11 +1,8 @@
 """Caches the parsed heads of inference requests, for all connections of a front. Sans-I/O.
 
-    head       | request line | Host: a | User-Agent: b | Content-Length: 9 | traceparent: 00-c | |
-    shortened  | request line | Host: a |               | Content-Length: 9 |                   | |
-
-A head is found by its bytes, or by the bytes of its shortened form. That form lacks each well-formed header line at which
-neither the parser nor this front looks. So a head is found even if clients and proxies put a different identifier into each
-request.
+A head is the request line and the headers of an HTTP request. Headers that the daemon does not read are ignored in the
+comparison of heads, unless the operator has rules for headers. So a head is found in the cache even if a client puts another
+identifier into each request.
 """
 
 from __future__ import annotations
@@ -51,12 +48,12 @@ class Heads(BoundedCache[bytes, InferHead]):
         """Creates an empty cache. A head is the request line and the headers of an HTTP request.
 
         Args:
-          max_byte_size: a head with more bytes is not cached.
-          max_fields: a head with more headers is not cached.
+          max_byte_size: the most bytes that the daemon accepts in a head.
+          max_fields: the most headers that the daemon accepts in a head.
           cuts: whether heads count as equal if they differ only in headers that the daemon does not read. Must be False if the
           operator has rules for headers.
           count: how many heads to cache, ``MAX_COUNT`` at most.
-          joins: whether the daemon reads the header ``traceparent``. Then heads with other values of this header are different.
+          joins: whether the header ``traceparent`` is one of the headers that the daemon reads.
         """
         # Each by its bytes, and by what of them matters.
         super().__init__(2 * min(count, MAX_COUNT))
@@ -81,7 +78,8 @@ class Heads(BoundedCache[bytes, InferHead]):
     def learn(self, head: bytes, meaning: InferHead) -> None:
         """Caches ``meaning``, which is the parsed form of ``head``.
 
-        A head is not cached if it is long, has an error, names a parent trace, or belongs to a chunked body.
+        Does nothing if ``head`` has more than ``MAX_HEAD`` bytes, or is not exactly one complete head of a POST request.
+        Does nothing if ``meaning`` has an ``error``, a ``trace_parent`` or no ``content_length``.
         """
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return

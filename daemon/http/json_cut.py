@@ -3,9 +3,8 @@
     ..."data": [ 0.1,0.2, ... ,0.3 ]...      the remaining text     ..."data": ["<token>:0"]...
                └─── cut out ───────┘         what was cut out       [ 0.1,0.2, ... ,0.3 ]
 
-An array of numbers ends at its last bracket, an array of strings at the first bracket with an even number of quotation marks
-before it, base64 text at the next quotation mark. The remaining text is parsed to objects, which take many times the memory and
-the time of the text. So its size is limited. The limit is checked while the text is searched, in steps.
+In the remaining text, a placeholder such as ``["<token>:0"]`` stands for each value that was cut out. The token is random, so
+clients cannot forge a placeholder. A request whose remaining text has more than ``MAX_TEXT`` bytes is refused.
 """
 
 from __future__ import annotations
@@ -57,9 +56,10 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``self.spans`` of the large value that was cut out at a tensor's ``data`` key.
+        """Returns the index in ``self.spans`` of the large value that the placeholder ``data`` stands for.
 
-        ``data``: the key's value in ``self.text``, decoded or as ``msgspec.Raw``. Returns None if nothing was cut out there.
+        ``data``: the value of a ``data`` key in ``self.text``, decoded or as ``msgspec.Raw``.
+        Returns None if ``data`` is no placeholder.
         """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
@@ -78,9 +78,9 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts the large values of ``data`` keys out of ``document``, a JSON text. Returns None if there are none.
+    """Cuts the large values of ``data`` keys out of ``document``, a JSON text. Returns None if there are no large values.
 
-    Raises InvalidArgument if the rest of the text is too long.
+    Raises InvalidArgument if the text without the large values has more than ``MAX_TEXT`` bytes.
     """
     found = steps(document)
     while True:
@@ -92,9 +92,10 @@ def cut(document: bytes | memoryview) -> Cut | None:
 
 
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
-    """Cuts the large values of ``data`` keys out of ``document``, a JSON text, in steps of a few milliseconds.
+    """Cuts the large values of ``data`` keys out of ``document``, a JSON text. Yields every few milliseconds.
 
-    Returns None if there are no such values. Raises InvalidArgument if the rest of the text is too long.
+    Returns the shortened text and the places of the values, or None if there are no large values.
+    Raises InvalidArgument if the text without the large values has more than ``MAX_TEXT`` bytes.
     """
     view = memoryview(document)
     size, at, kept, marks = len(view), 0, 0, 0
@@ -201,9 +202,9 @@ def _is_odd(text: bytes) -> bool:
 
 
 def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
-    """Returns the offset in ``view`` of the first ``what`` in ``view[start:end]``, or -1 if there is none.
+    """Returns the offset in ``view`` of the first ``what`` in ``view[start:end]``. Returns -1 if there is no ``what``.
 
-    ``enough``: a number of bytes from ``start`` after which the search may give up. If it is None, the search goes up to ``end``.
+    ``enough``: a number of bytes, or None. If the first ``enough`` bytes from ``start`` have no ``what``, the result may be -1.
     """
     size, begin = _GLANCE_BYTE_SIZE, start
     while start < end and (enough is None or start - begin <= enough):

@@ -1,13 +1,14 @@
-"""Converts the JSON ``data`` of an input (numbers, booleans or strings) to the tensor's bytes on the wire.
+"""Converts the JSON ``data`` of an input to the tensor's bytes in the format of the binary tensor data extension.
+
+A client may send ``data`` as an array, flat or nested like the shape, with the values in row-major order:
 
     BOOL            true, false
     INT*, UINT*     integers in the datatype's range; 2.0 and 1e2 are no integers
     FP32, FP64      numbers, NaN, Infinity, -Infinity; a number beyond FP32's range becomes infinity
     BYTES           strings, encoded as UTF-8
-    FP16, BF16      not allowed: the protocol does not say how they look in JSON
-    any             instead of an array, one string: base64 of what the binary tensor data extension would send
+    FP16, BF16      not allowed as an array
 
-An array is flat, or nested as the shape says; its values are in row-major order.
+For each datatype, a client may also send ``data`` as one string, the base64 of the tensor's bytes.
 Source: KServe V2 "Tensor Data"; its request schema for base64.
 """
 
@@ -43,10 +44,10 @@ MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' fi
 
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
-    """Converts a flat JSON array of ``count`` values, or a base64 string, to the bytes of a tensor.
+    """Converts ``text``, a flat JSON array or a JSON string of base64, to the bytes of a tensor with ``count`` elements.
 
-    Raises UnusualText for any other text, which the caller must convert by ``exact``. Raises InvalidArgument if a base64
-    string is malformed or has a wrong size.
+    Raises InvalidArgument if ``text`` is a string but not the base64 of a tensor with this datatype and number of elements.
+    Raises UnusualText if this function cannot convert ``text``. The caller must then parse the text and call ``exact``.
     """
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])
@@ -107,9 +108,9 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
-    """Raises InvalidArgument if the input ``name`` is FP16 or BF16, and not empty, because JSON cannot express its values.
+    """Raises InvalidArgument if an input that is a JSON array has the datatype FP16 or BF16. Empty inputs are allowed.
 
-    ``count``: the number of elements of the input.
+    ``count``: the number of elements of the input. ``name``: the name of the input.
     """
     if count and not DATATYPES[datatype].json:
         raise InvalidArgument(

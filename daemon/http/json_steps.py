@@ -1,15 +1,10 @@
-"""Converts large JSON data of inputs, which was cut out of a request (``json_cut``), to tensors, piece by piece. Sans-I/O.
+"""Converts the JSON text of a tensor's values to the tensor's bytes, piece by piece. Sans-I/O.
 
-    [ 0.1,0.2, ... ,0.3 ]                 numbers: a piece ends before a comma, and simdjson reads it into the tensor's memory
-      └ piece ┘└ piece ┘
-    [ "a","b", ... ,"," , ... ,"z" ]      strings: a piece ends at a quotation mark before a comma and another quotation mark
-      └ piece  ┘└ piece      ┘
+The text may be an array of numbers, an array of booleans, an array of strings, or a base64 string.
+The event loop can serve other connections between two pieces. No piece takes longer than about a millisecond.
 
-No piece takes longer than about a millisecond. A piece of numbers that simdjson refuses is parsed by RapidJSON, which converts
-it or says what is wrong. If simdjson is not installed, msgspec parses the pieces.
-
-The quotation mark at which a piece of strings ends may be the first one of the string ",". Then the piece is no JSON, and it
-cannot be parsed. So the piece is extended to the next quotation mark of this kind, which is the right one.
+A piece of strings ends where a quotation mark, a comma and a quotation mark follow each other. If these characters are the
+string ",", the piece is no JSON. Then the piece is extended to the next place where such characters follow each other.
 """
 
 from __future__ import annotations
@@ -79,9 +74,9 @@ class JsonArray:
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts the whole array, without a pause, to the bytes of the tensor.
+        """Returns the bytes of the tensor. Converts the whole array in one call, which takes long for a large array.
 
-        Raises InvalidArgument if the text does not fit the datatype or the shape.
+        Raises InvalidArgument if ``self.text`` is no JSON array for ``self.datatype`` and ``self.shape``.
         """
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
@@ -110,7 +105,7 @@ class JsonArray:
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yields pieces of ``text``, which are cut at commas, with their offsets."""
+        """Cuts ``self.text`` at commas into pieces of limited size. Yields (offset of the piece in ``self.text``, piece)."""
         start, end = 1, len(self.text) - 1
         while end - start > PIECE_BYTE_SIZE:
             piece = bytes(self.text[start : start + PIECE_BYTE_SIZE])
@@ -150,7 +145,10 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Returns whether the array is nested, not flat. Raises InvalidArgument if its nesting is not that of the shape."""
+        """Returns True if the array is nested, False if it is flat.
+
+        Raises InvalidArgument if a nested array contradicts the tensor's shape.
+        """
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
@@ -206,7 +204,7 @@ class JsonStrings:
     def fill(self, place: memoryview) -> Generator[None, None, int]:
         """Writes the bytes of the tensor into ``place``, yields after each piece, and returns how many bytes were written.
 
-        Raises InvalidArgument if the text is no JSON array of ``count`` strings.
+        Raises InvalidArgument if ``self.text`` is no JSON array of exactly ``self.count`` strings.
         """
         start, written, count = 1, 0, 0
         while start < len(self.text):

@@ -1,4 +1,4 @@
-"""Encodes output tensors as JSON: a tensor as a flat array, at once or in pieces, or all of a generate response as one object.
+"""Encodes output tensors as flat JSON arrays, and each response to a generate request as a JSON object.
 
 Numbers are written as the shortest text that reads back as the same value of their datatype. NaN and the infinities are written
 as Triton writes them, though JSON has no such literals.
@@ -51,9 +51,9 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """Yields ``content``, the bytes of a tensor, as JSON in pieces, each of which takes about 1 ms.
+    """Yields a tensor as a flat JSON array, in pieces. Encoding one piece takes about 1 ms.
 
-    Raises InvalidArgument at a value that JSON cannot express.
+    ``content``: the tensor's bytes. Raises InvalidArgument if JSON cannot express the tensor.
     """
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):

@@ -48,7 +48,7 @@ def unsigned(value: Any, key: str = "") -> int:
 def member(holder: Any, name: str, key: str = "") -> Any:
     """Returns the member ``name`` of the JSON object ``holder``.
 
-    Raises InvalidArgument if ``holder`` is no object or has no such member. ``key`` begins the message unless it is "".
+    Raises InvalidArgument if ``holder`` is no object or has no such member. The error names ``key``, unless ``key`` is "".
     """
     if not isinstance(holder, dict) or name not in holder:
         raise InvalidArgument(f"{_place(key)}attempt to access non-existing object member '{name}'")

@@ -1,8 +1,8 @@
 """Reads the head of an HTTP request: what its request line and header fields mean. Sans-I/O.
 
-Header fields are as the parser gave them, names in lower case. The parser has already refused what is no HTTP: fields without a
-colon or with a space before it, folded fields, bare line feeds, lengths that are no numbers, a length together with a transfer
-coding, two lengths.
+Callers pass the header fields of a request that an HTTP parser has accepted, with names in lower case. So the fields are well
+formed, and each Content-Length is a number. A request has at most one Content-Length. A request with a Transfer-Encoding has no
+Content-Length.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Feeds received bytes to the HTTP parser in small pieces: a limited number of requests or chunks per event loop iteration.
+"""Feeds a client's bytes to an HTTP parser. Limits the number of requests and chunks per iteration of the event loop.
 
-    received bytes  | head | body ... | head | ...     | rest |     rest: fed in the next iteration; meanwhile nothing is read
-                    ╰── at most this in an iteration ──╯
+    received bytes  | head | body ... | head | ...     | rest |     rest: fed in the next iteration
+                    ╰────── fed in one iteration ──────╯
 
-The parser cannot be told to stop in the middle of the bytes it was given, so a client that sends thousands of small requests or
-chunks would keep other clients waiting. A head that a chunked body may follow is given to the parser alone. So it is known
-where the chunked body begins, and ``chunk_sizes`` can follow the body's framing.
+The parser reads all bytes that it is given without a stop. Without the limit, a client that sends thousands of small requests
+or chunks would keep other clients waiting.
 
-A client gets an error response if a head is too large or has too many fields (431), if a request is malformed HTTP (400) or
-``message_head`` refuses it, or if a body is too large (413).
+A client gets an error response if its request is refused. The status is 431 if the head is too large or has too many fields,
+413 if the body is too large, 400 if the request is malformed HTTP, 501 if the transfer coding is not supported, 505 if the
+HTTP version is not supported, and 503 if the server is stopping.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Makes requests from what the HTTP parser of a connection reports, and appends them to the connection's ``AnswerOrder``.
+    """Implements the callbacks of a connection's HTTP parser, and creates an object for each request that arrives.
 
-    Requests whose heads are not acceptable are refused.
+    If the head of a request is not acceptable, the client gets an error response.
     """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
@@ -101,7 +101,7 @@ class Messages:
         self.body_left = 0
 
     def close(self) -> None:
-        """Drops the HTTP parser, and tells all holders of the ``ConnectionEnd`` that the client's connection has been closed."""
+        """Drops the HTTP parser. Tells the processes that watch the client's connection that the connection has been closed."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 

@@ -1,12 +1,7 @@
-"""Parses the JSON of HTTP inference requests, and caches what requests of one kind have in common ("prepared"). Sans-I/O.
+"""Parses the JSON of HTTP inference requests, and caches what similar requests have in common. Sans-I/O.
 
-    JSON ─▶ the same text is cached ─────────────────────────────────────────▶ ParsedRequest: kind, id, sources
-         ├▶ the quick parser (request_head) ─▶ its kind is cached ───────────▶
-         │                                  ╰▶ a new kind: request_codec ────▶
-         ╰▶ what the quick parser cannot read: the exact parser ─────────────▶
-
-Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters. If
-the kind is cached, only what may differ is checked: id, scheduling, the values of tensors, the order of keys and the HTTP head.
+Requests are similar if they differ only in id, tensor values and scheduling parameters, such as the priority. If a similar
+request is in the cache, only the parts that may differ are checked. A second cache maps whole JSON texts to parsed requests.
 """
 
 from __future__ import annotations
@@ -44,9 +39,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Parses the inference requests of a front, and caches what they share.
+    """Parses the inference requests of a front, and caches what similar requests share.
 
-    Requests of one kind share everything except id, scheduling and values.
+    Requests are similar if they differ only in id, scheduling parameters and tensor values.
     """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
@@ -80,11 +75,11 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
-        """Parses a request whose JSON is not in the cache ``texts``, and caches it if the same request is likely to come again.
+        """Parses an inference request that is not in the cache ``self.texts``. May add the parsed request to this cache.
 
         Args:
           head: the HTTP head of the request.
-          key: the key of the JSON in ``texts``.
+          key: ((model, version, number of bytes of all binary tensors that follow the JSON), JSON).
         Raises InvalidArgument if the JSON is malformed or contradicts itself.
         Raises Unsupported if a sequence id is a string and too long.
         """
@@ -129,7 +124,11 @@ class PreparedRequests:
         return request
 
     def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
-        """Splits a request's parameters. Returns its scheduling, and ``repr`` of the other parameters ("" if none are left)."""
+        """Separates scheduling parameters, such as the priority, from the other ones in ``given``, a request's parameters.
+
+        Returns the scheduling parameters, and the ``repr`` of a dict of the other parameters. The ``repr`` is "" if there are
+        no other parameters.
+        """
         # As text: 1, 1.0 and true are equal, and not the same.
         text = repr(given)
         known = self._parts[text]
@@ -162,11 +161,11 @@ def _values(prepared: PreparedKind, head: RequestHead, cut: Cut | None) -> list[
 
 
 class PreparedKind:
-    """Holds what inference requests of one kind share: everything except id, scheduling and values.
+    """Holds what inference requests share if they differ only in id, scheduling parameters and tensor values.
 
     Args:
-      head: the HTTP head of the first such request.
-      asked: the decoded JSON of that request.
+      head: the HTTP head of the first of these requests.
+      asked: the decoded JSON of the first of these requests.
       inline_byte_size: the most bytes of a request's tensors that are sent to a worker within the request's record.
     """
 
@@ -232,10 +231,11 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the cached object that encodes every answer with the prepared part ``prepared`` for HTTP clients.
+        """Returns an object that encodes all answers that share ``prepared`` as HTTP responses.
 
-        If no object is cached, the method makes one from the worker's answer ``record``. Else it ignores ``record`` and ``view``.
-        ``view`` returns a tensor's bytes. Raises InvalidArgument if a tensor of ``record`` is outside the response arena.
+        The object is cached. If none is cached for ``prepared``, this method makes one from ``record``, the worker's answer.
+        ``view``: returns the bytes of a tensor in shared memory.
+        Raises InvalidArgument if a tensor of ``record`` is outside the worker's arena.
         """
         known = self._answers.get(id(prepared))
         if known is None or known.prepared is not prepared:
@@ -250,7 +250,7 @@ class PreparedKind:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed inference request. All requests of one kind share the object ``prepared``."""
+    """A parsed inference request: id, scheduling parameters, the sources of its inputs' data, and a ``PreparedKind``."""
 
     prepared: PreparedKind
     id: str
@@ -260,7 +260,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """Encodes answers that differ only in id and tensor values, and share one cached JSON head."""
+    """Encodes inference answers as HTTP responses. The answers that one object encodes differ only in id and tensor values."""
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -272,15 +272,17 @@ class AnswerText:
         record: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes an answer's HTTP head and JSON once, for all answers that differ only in their ids and binary tensor values.
+        """Encodes and stores the HTTP head and JSON that all answers with the same ``prepared`` share, except for the id.
 
-        Stores nothing if the JSON contains tensor values or is too long. This object's ``whole`` and ``pieces`` then return None.
+        Stores nothing if the JSON contains tensor values or is longer than ``_MAX_TEXT`` bytes. The methods ``whole`` and
+        ``pieces`` then return None.
         Args:
-          asked: the request of the first such answer. The request says which outputs are binary.
-          prepared: the part that all these answers have in common.
-          record: the first answer's own part, such as its tensor values.
+          model: the name of the model.
+          asked: the request that is answered. It says which outputs are binary.
+          prepared: the part of the answer that repeats.
+          record: the part of the answer that does not repeat, such as the tensor values.
           view: returns the bytes of a tensor in shared memory.
-        Raises InvalidArgument if a tensor is outside the arena.
+        Raises InvalidArgument if a tensor of ``record`` is outside the arena of the worker that sent the answer.
         """
         self.prepared = prepared
         #: The bytes of each binary part; None: answers of this kind are not cached.
@@ -304,10 +306,10 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, record: AnswerRecord) -> bytes | None:
-        """Returns a whole HTTP answer as bytes, which consists of the cached head with JSON and of the tensors in ``record``.
+        """Returns a whole HTTP response as bytes. ``client_id``: the id that the client gave to the request.
 
-        Returns None if no head is cached, or if the tensors have other sizes than when the head was made. All tensors must be
-        in the record itself. ``client_id``: the id that the client gave to the request.
+        ``record``: the worker's answer, which must contain the bytes of every tensor.
+        Returns None if this object has stored no JSON, or if the stored JSON names other byte sizes of the tensors.
         """
         contents: Any = record.contents
         if [*map(len, contents)] != self._sizes:
@@ -317,12 +319,11 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns an answer as pieces of an HTTP response: the head and JSON first, then the content of each tensor.
+        """Returns an HTTP response as pieces: first its head and JSON in one piece, then the bytes of each tensor.
 
-        ``client_id``: the id that the client gave the request. ``record``: the worker's answer, with the tensors' contents.
-        ``view``: returns a view of a slice of shared memory, without a copy.
-        Returns None if no head is cached, or if the tensors have other sizes than when the head was made.
-        Raises InvalidArgument if a tensor is outside the arena.
+        Returns None if this object has stored no JSON, or if the stored JSON names other byte sizes of the tensors.
+        ``client_id``: the id that the client gave to the request. ``record``: the worker's answer. ``view``: returns the memory
+        of a slice. Raises InvalidArgument if a tensor is outside the worker's arena.
         """
         if self._sizes is None:
             return None

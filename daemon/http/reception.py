@@ -1,9 +1,7 @@
-"""Receives the body of one HTTP request into memory: chooses the memory, decompresses the body, and knows when it is complete.
-
-begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: the body is complete, decompressed and in its memory, or ``error`` is set
+"""Receives the body of one HTTP request into memory, and decompresses a compressed body.
 
 A compressed body is decompressed in steps, one in each iteration of the event loop. While a body waits for arena memory, the
-front does not read from the socket.
+front does not read from the client's socket.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ class Reception(Receiver):
     """Receives the body of one HTTP request, and owns the body's memory until ``leave`` or ``drop`` is called.
 
     Args:
-      pause: called to stop (True) or resume (False) reading from the socket.
-      progressed: called when the whole body may be there, so that the caller looks at ``ready``.
+      pause: called with True to stop reading from the client's socket, and with False to resume reading.
+      progressed: called when ``ready`` may have become True.
       account: counts the memory of the body. If it is None, the memory is not counted.
     """
 
@@ -72,10 +70,10 @@ class Reception(Receiver):
     # ---------------------------------------------------------------------------------------------------------- place
 
     def begin(self) -> None:
-        """Prepares memory for the body of a request. Reading may pause until the arena has room.
+        """Prepares memory for a request's body. Pauses reading from the client's socket while the front's arena has no room.
 
-        Raises InvalidArgument if the head says that the JSON is longer than the body, or if the body can never fit into the
-        arena. Raises Unavailable if the host has no memory left.
+        Raises InvalidArgument if the head says that the JSON is longer than the body, or if the arena can never hold the body.
+        Raises Unavailable if the host has no memory left.
         """
         length, json_size = self._head.content_length, self._head.json_size
         limit = self._serving.options.http.max_body_byte_size
@@ -93,9 +91,10 @@ class Reception(Receiver):
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """Reserves memory of the request arena for a large binary body, and returns the object that writes the body there.
+        """Reserves arena memory for the whole request body, and returns the object that writes the body into this memory.
 
-        Returns None, without effect, if the arena has no room now.
+        Returns None, without effect, if no memory can be reserved now. The HTTP head must give the lengths of body and JSON.
+        Raises InvalidArgument if the arena can never hold the body. Raises Unavailable if the host has no memory left.
         """
         length = self._head.content_length
         assert length is not None

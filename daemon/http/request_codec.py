@@ -228,10 +228,10 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
     """Decodes a raw request, whose whole body is the bytes of the model's only input.
 
-    The input may have one dimension of variable size, which then follows from the size of the body. A BYTES input must have the
-    shape [1], and the body is its element without a length. A model that batches gets a batch of one. Every output is sent back
-    as binary. ``state``: the state of the model version that the request names.
-    Raises InvalidArgument if the model has more than one input, or if the body does not fit the input's shape.
+    If one dimension of the input has a variable size, the size of the body determines this dimension. A BYTES input must have
+    exactly one element, and the body is this element without a length prefix. If the model batches, the batch has one row.
+    Every output is sent back as binary. ``state``: the state of the model version that the request names.
+    Raises InvalidArgument if the number of inputs is not 1, if several dimensions vary, or if the body does not fit the shape.
     Source: Triton docs/protocol/extension_binary_data.md, "Raw Binary Request". Errors have the texts of a real Triton.
     """
     inputs = msgspec.json.decode(state.metadata)["inputs"]
@@ -340,7 +340,7 @@ def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> Requ
 
 
 def _region(parameters: dict[str, Any]) -> RegionSlice:
-    """Returns the slice of a region that the parameters of an input or output name."""
+    """Returns the name of a region, the offset and the byte size from ``parameters``, the parameters of an input or output."""
     region = text(parameters["shared_memory_region"], "shared_memory_region")
     offset = unsigned(parameters.get("shared_memory_offset", 0), "shared_memory_offset")
     byte_size = unsigned(parameters.get("shared_memory_byte_size", 0), "shared_memory_byte_size")

@@ -1,14 +1,12 @@
 """Parses the JSON of an inference request, with a quick parser or an exact one. Sans-I/O.
 
-    JSON ─▶ quick parser: msgspec, straight to the types of this module                nearly every request
-              └─ UnusualText ─▶ exact parser: RapidJSON, then key by key in Triton's order
+The function ``quick`` parses with msgspec, and can read nearly every request. If it raises UnusualText, the caller must use the
+function ``exact``, which parses with RapidJSON and is slower. ``exact`` ignores unknown keys and accepts the literals NaN and
+Infinity, as Triton does. The errors of ``exact`` have the texts of a real Triton.
 
-The exact parser is slower. Its errors have the texts of a real Triton, and it reads the literals NaN and Infinity, which are no
-JSON, but which Triton and its clients write. Both parsers return objects with the same attributes. From the quick parser,
-``data`` is text that is still to be parsed, and a tensor's ``parameters`` has only those that the protocol knows. From the
-exact parser, ``data`` is a value, and ``parameters`` has all that were given. Only the exact parser ignores unknown keys, as
-Triton does. The quick parser refuses them, because msgspec would not check whether their values are JSON.
-Source: the sentences that a real Triton 2.51 answers with (its ``triton::common::TritonJson``), as recorded.
+``quick`` returns a RequestHead. The ``data`` of its inputs is JSON text that is not parsed yet.
+``exact`` returns an ExactRequest. The ``data`` of its inputs is a parsed value.
+Source: the recorded error messages of a real Triton 2.51.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the JSON object of an inference request, read by the quick parser."""
+    """Holds the fields of the JSON object of an inference request."""
 
     inputs: list[InputHead]
     id: str = ""
@@ -141,11 +139,11 @@ def itself(offset: int) -> int:
 
 
 def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
-    """Parses any JSON text of an inference request as Triton does.
+    """Parses ``head``, the JSON of an inference request, with a slow parser that also reads NaN and infinities.
 
     ``place``: converts an offset in ``head`` to the offset in the text that the client sent, for error messages.
-    Raises InvalidArgument if the text is no JSON or not in the protocol's format. A mistake in inputs or outputs raises it
-    only while they are iterated over.
+    Raises InvalidArgument if ``head`` is no JSON, or if the request's id or parameters are malformed.
+    Iterating over ``inputs`` or ``outputs`` of the result raises InvalidArgument if an entry is malformed.
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}

@@ -38,7 +38,7 @@ def encode(
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
-    """Encodes an answer that is no error, and returns its JSON head and its binary tensors.
+    """Encodes an answer that is no error. Returns the JSON, and the bytes of each tensor that is sent as binary data.
 
     Args:
       prepared: the part of the answer that repeats.
@@ -47,7 +47,7 @@ def encode(
       client_id: the id of the request, or "" if it has none.
       asked: the request, which says which outputs are binary.
       view: returns the bytes of a slice of the response arena.
-      in_steps: whether large tensors in the JSON are replaced by placeholders, for ``encode_in_steps``.
+      in_steps: whether the JSON gets ``_PLACEHOLDER`` in place of each tensor that ``large_texts`` returns.
     Raises InvalidArgument if an output cannot be written as JSON.
     """
     parts: list[Buffer] = []

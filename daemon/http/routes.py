@@ -111,7 +111,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """Returns the routes that this server answers only with an error, for example to load a model from a named repository."""
+        """Returns the routes whose handlers answer every request with an error."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
@@ -196,7 +196,7 @@ class Routes:
         return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Raises NotFound. Inference requests are answered by the connections and do not get here."""
+        """Raises NotFound. The front answers inference requests without calling this method."""
         raise NotFound("Not Found")
 
     async def statistics(self, request: Request) -> Response:

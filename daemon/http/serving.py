@@ -1,4 +1,4 @@
-"""Holds what all connections of an HTTP front share: options, table of models, submitter, caches and the operator's rules."""
+"""Holds what all connections of an HTTP front share, such as options, caches and CORS settings."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Answers HAProxy's agent-check on a separate port: each client that connects gets one line, and the connection ends.
+"""Answers HAProxy's agent checks on a separate TCP port. Each client that connects gets one line about the daemon's state.
 
-    up ready 75%     the workers were busy for a quarter of the last seconds, so three quarters of the weight remain
-    drain            the daemon is drained, or stops: it finishes the requests that it has
+    up ready 75%     the daemon is ready, and the workers ran models for 25% of the last 5 seconds
+    drain            the daemon is being drained or stops, and only finishes the requests that it has
     down #reason     the daemon is not ready
 
-Runs on the supervisor's event loop. Nothing that clients send is read, and no client is waited for. Source: HAProxy's manual,
-"agent-check".
+The daemon ignores what a client sends, and ends a connection that the client has not closed after 2 seconds.
+Source: HAProxy's manual, "agent-check".
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Agent:
 
     Args:
       state: returns whether the daemon is being drained, and why the daemon is not ready ("" if the daemon is ready).
-      look: stores in a ``BusyPart`` how busy the workers have been, for the line.
+      look: called about every second with a ``BusyPart``. Stores in this object how busy the workers have been.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class _WorkerTotals:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Stores the latest counters of the worker process with the number ``incarnation``."""
+        """Stores ``figures``, the newest counters of a worker process. ``incarnation``: the unique number of this process."""
         if incarnation != self.incarnation:
             self._before = self._sum
             self._answers_before += self._answers
@@ -115,9 +115,9 @@ class Collection:
     _totals: dict[str, _WorkerTotals] = field(default_factory=dict, init=False)
 
     async def snapshot(self, exemplars: bool = False) -> MetricsSnapshot:
-        """Returns what the metrics show now. A worker that does not answer is shown with its last counters.
+        """Returns the current values of all metrics. If a worker does not answer, its counters are those of its last answer.
 
-        ``exemplars``: whether the fronts are also asked for traced requests, the exemplars of histogram buckets.
+        ``exemplars``: whether the result also contains OpenMetrics exemplars. It contains none if tracing is off.
         """
         asked = self._workers.ready()
         fronts = list(self._fronts) if exemplars and self._traces.on else []
@@ -175,7 +175,7 @@ class Collection:
         busy.look(now_ns, sum(total.counts.busy_ns for total in self._ledger.totals(served)), len(workers), running)
 
     def _served(self) -> list[tuple[str, int]]:
-        """Returns name and version number of each model that is ready, and of its derivatives, such as ``M.pull_back``."""
+        """Returns name and version of each ready model, and of models derived from a ready one, such as ``M.pull_back``."""
         lifecycle, found = self._models.lifecycle, list[tuple[str, int]]()
         for name, number in [
             (name, number) for name, numbers in lifecycle.ready_models().items() for number in numbers

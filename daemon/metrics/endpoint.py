@@ -1,9 +1,8 @@
-"""Serves the metrics port on the supervisor's event loop: GET /metrics, and / for browsers, one request per connection.
+"""Serves the metrics port: /metrics for Prometheus, and a status page for browsers at /.
 
-    connection ─▶ head of the request ─▶ snapshot ─▶ text, written in a thread ─▶ answer ─▶ closed
-
-The head has a limited size. A connection is closed if it lasts too long, because the client sends or reads nothing, or if it
-is the oldest one and a new client needs its place. No client is authenticated; a scrape changes nothing.
+A connection is closed after one request. A request is refused if its head is too large. A connection that lasts too long is
+closed early. If a client connects while the number of connections is at its limit, the oldest connection is closed. Clients
+need no authentication, and no request changes anything in the daemon.
 """
 
 from __future__ import annotations

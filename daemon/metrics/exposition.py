@@ -1,7 +1,7 @@
-"""Writes a snapshot as the text that Prometheus reads, in its own format or in OpenMetrics.
+"""Writes a ``MetricsSnapshot`` as text for Prometheus, in the Prometheus format or in OpenMetrics.
 
-A metric has the name that Triton gives it, or a name that begins with ``tensord_`` if Triton has no such metric. Runs in a
-thread of its own. The library prometheus_client writes the same text, byte by byte, and takes far longer to do so.
+A metric has the name that Triton gives it, or a name that begins with ``tensord_`` if Triton has no such metric. Call
+``render`` off the event loop. The library prometheus_client would write the same text, but far more slowly.
 Source: Triton docs/user_guide/metrics.md; the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 
@@ -160,9 +160,9 @@ _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
 
 
 def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
-    """Returns ``snapshot`` as text, and the content type.
+    """Returns ``snapshot`` as text, and the content type of the text.
 
-    ``accept``: the Accept header. The text is in OpenMetrics if the header names that format.
+    ``accept``: the Accept header. The format is OpenMetrics if the header names OpenMetrics, and otherwise Prometheus.
     """
     is_openmetrics = wants_openmetrics(accept)
     text = families(snapshot, is_openmetrics) + _durations(snapshot, is_openmetrics)
@@ -182,7 +182,7 @@ def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
 
 
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
-    """Returns the text of the histograms of durations. ``exemplars``: whether the text names a traced request for buckets."""
+    """Returns the text of the histograms of durations. ``exemplars``: whether to add the exemplars in ``snapshot``."""
     found: list[str] = []
     bounds = (*map(str, snapshot.buckets), "+Inf")
     row = len(bounds) + 1
@@ -452,11 +452,11 @@ class Family:
         return self
 
     def add(self, names: Sequence[str], values: Sequence[str], value: float, suffix: str = "") -> None:
-        """Adds the sample ``value`` with the labels ``names`` and their ``values``. ``suffix``: appended to the name."""
+        """Adds the sample ``value``. ``values``: the values of the labels ``names``. ``suffix``: appended to ``self.name``."""
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:
-        """Returns the family as text, in OpenMetrics or in the older format. Returns "" if there are no samples."""
+        """Returns the family in the text format of OpenMetrics or Prometheus. Returns "" if the family has no samples."""
         if not self.lines:
             return ""
         name, kind, said = self.name, self.kind, self._help
@@ -472,11 +472,11 @@ class Family:
     def observe(
         self, names: Sequence[str], values: Sequence[str], buckets: Iterable[tuple[str, int]], total: float
     ) -> None:
-        """Adds a histogram with the labels ``names`` and their ``values``.
+        """Adds a histogram. ``values``: the values of the labels ``names``.
 
         Args:
-          buckets: upper bounds in rising order, the last one "+Inf", each with the number of values up to it.
-          total: the sum of all values.
+          buckets: upper bounds in rising order, the last one "+Inf", each with the number of observations up to that bound.
+          total: the sum of all observations.
         """
         within = 0
         for bound, within in buckets:

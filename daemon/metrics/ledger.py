@@ -1,7 +1,7 @@
 """Adds up what all workers have counted, so that the sums never decrease while a model version is served. Does no I/O.
 
 A sum has two parts: what the running workers have counted, by their last reports; and the last reported counters of workers
-that have ended, and of model versions that a worker has unloaded or loaded again.
+that have ended, and of model versions that a worker has unloaded.
 
 If a sum decreased, Prometheus would count all of it once more. What a worker counts after its last report is lost when it ends.
 """
@@ -58,9 +58,9 @@ class Ledger:
         self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Replaces the counters of the worker process with the number ``incarnation`` by newer ones.
+        """Replaces the counters of the worker process with the number ``incarnation`` by the newer ones in ``figures``.
 
-        If the worker has unloaded or reloaded a model version, the ledger adds the version's former counters to its totals.
+        If the worker has unloaded a model version since the previous call, the version's former counters stay in the ledger.
         """
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
@@ -68,9 +68,9 @@ class Ledger:
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Adds the counters of ended workers to the sums, and drops the sums of versions that are not in ``served``.
+        """Adds the counters of ended workers to the ledger's totals, and removes the totals of unserved model versions.
 
-        ``incarnations``: the numbers of the worker processes that have not ended.
+        ``incarnations``: the numbers of the worker processes that still run. ``served``: names and numbers of served versions.
         """
         for incarnation in self._workers.keys() - incarnations:
             self._end(self._workers.pop(incarnation).values())
@@ -135,7 +135,7 @@ class OwnMetricsLedger:
         self._ended: dict[str, OwnMetrics] = {}
 
     def update(self, incarnation: int, worker: str, families: Sequence[OwnMetrics]) -> None:
-        """Replaces the metrics of the models of a worker by those that it reports now.
+        """Stores ``families``, the metrics that the models of a worker report now, in place of the worker's earlier metrics.
 
         ``incarnation``: the number of the worker process. ``worker``: the name of the worker.
         """

@@ -123,8 +123,8 @@ HEADERS = (
 def render(status: Mapping[str, Any]) -> bytes:
     """Returns the status page of the daemon as HTML.
 
-    ``status``: what ``tensorctl status`` shows. Besides, ``standings`` has the readiness of each model, and ``errors`` the
-    errors that clients got last, the newest first.
+    ``status``: the fields that ``tensorctl status`` shows and two more fields. The field "standings" has the readiness of each
+    model. The field "errors" has the latest errors that clients got, newest first.
     """
     name, ready = str(status["server_name"]), bool(status["ready"])
     models, urls = status["models"], [*status["http"], *status["grpc"]]

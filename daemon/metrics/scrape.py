@@ -1,9 +1,4 @@
-"""Serves one scrape of the metrics, or the status page for browsers, from request to answer. Imported after the daemon's start.
-
-    head ─▶ _Request ─▶ snapshot ─▶ text ─▶ answer ─▶ what else the client sends is read and dropped, up to a limit
-
-The parser is the one of the HTTP front. No body is parsed, since the connection ends with the answer.
-"""
+"""Reads one HTTP request for the metrics or the status page from a connection, and answers the request."""
 
 from __future__ import annotations
 
@@ -116,13 +111,13 @@ async def serve(
 ) -> None:
     """Reads an HTTP request and answers it: with metrics (/metrics), the status page (/), or an error.
 
-    After the answer, waits until the client closes its side or has sent too much. Then the caller closes the connection.
-    If the client sends no request, it gets no answer.
+    Returns after the answer, once the client has closed its side or has sent 64 KiB more. The caller must then close the
+    connection. If the client closes its side without having sent anything, the client gets no answer.
     Args:
       snapshot: gathers what the metrics show. Its argument says whether to gather traced requests too, for exemplars.
-      thread: the executor in which the text is written.
+      thread: the executor in which the body of the answer is made.
       describe: returns what the status page shows. If it is None, / is answered with 404.
-    Raises OSError if the client closes the connection before the answer is sent.
+    Raises OSError if the connection breaks.
     """
     request = _Request()
     if not await request.read(reader):

@@ -1,4 +1,4 @@
-"""The state of the daemon at one moment, gathered on the supervisor's loop; ``exposition`` renders it in another thread."""
+"""Dataclasses that hold the values of all metrics at one moment."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RegionTotals:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTotals:
-    """Counts the parameter sets that clients have pushed, their bytes, and how pushes, reverts and drops of sets ended."""
+    """Counts the parameter sets that clients have pushed, their bytes, successful changes of sets, and failed pushes."""
 
     #: Model and version -> its pushed sets, and the number of its set ``main``.
     versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)

@@ -1,8 +1,7 @@
-"""Loads and unloads models when a client, the daemon's start or a reload of its options asks for that.
+"""Loads and unloads models: at the daemon's start, when a client asks, and when the options or the repositories change.
 
-``tensord.daemon.models.lifecycle`` decides; this module carries out the instructions that it returns, and reads files off the
-event loop. Files that a client sent with a load replace those of the repository until the model's next load or unload.
-``tensord.daemon.models.given`` says how long a configuration that a client sent applies.
+``tensord.daemon.models.lifecycle`` decides which worker loads which model. This module carries out these decisions.
+If a client sends files with a load, the model is served from these files until the model's next load or unload.
 """
 
 from __future__ import annotations
@@ -82,12 +81,11 @@ class Models:
     # --------------------------------------------------------------------------------------------- clients' operations
 
     async def load(self, request: LoadModel) -> None:
-        """Loads or reloads a model by name, as a client asked, and waits for the outcome.
+        """Loads or reloads the model that ``request`` names, and waits until the load has ended.
 
-        The call also waits until every ensemble that uses the model uses its new version.
-        Raises Unavailable if the option ``repository.control_mode`` is not "explicit", or if the disk has no room for the
-        client's files. Raises Internal if the model is missing from the repository or cannot be read there.
-        Raises InvalidArgument if the load failed, or if the client's configuration or files are wrong.
+        Also waits for the loads of ensembles that use the model. Raises Unavailable if the option ``repository.control_mode``
+        is not "explicit", or if the disk has no room for the files in ``request``. Raises Internal if no repository holds a
+        valid model of this name. Raises InvalidArgument if the load failed, or if the configuration or files are invalid.
         Raises Unsupported if the model asks for a feature that tensord lacks.
         """
         self._only_explicit(request.name)
@@ -120,7 +118,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from a client's files. ``files``: path in the model's folder -> content."""
+        """Loads a model from files and a JSON configuration of a client. ``files``: path in the model's folder -> content."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -132,11 +130,11 @@ class Models:
         self._overrides.drop(name)
 
     def unload(self, name: str, dependents: bool = False) -> None:
-        """Begins to unload a model, as a client asked. An unknown name is no error.
+        """Begins to unload a model, as a client asked. If no model has that name, nothing is unloaded.
 
         Ensembles that use the model are unloaded before it, and are loaded again when the model is loaded again.
-        ``dependents``: whether the members of an ensemble are unloaded too, except members that another ensemble uses or that
-        were loaded by their own name. Raises Unavailable if the option ``repository.control_mode`` is not "explicit".
+        ``dependents``: whether to unload also the models that only the ensemble ``name`` uses. Such a model stays loaded if a
+        client or an option asked for it by name. Raises Unavailable if the option ``repository.control_mode`` is not "explicit".
         """
         self._only_explicit(name)
         gone = [name, *(self.ensembles.only_used_by(name, self._named - {name}) if dependents else ())]
@@ -164,7 +162,7 @@ class Models:
         self._given.drop_unused(name, self.lifecycle.folders(name))
 
     def forget_served(self) -> None:
-        """Deletes the file of served models, which only a start after a crash needs."""
+        """Deletes served.json. A daemon that starts after a crash reads from that file which models had been served."""
         self._before.forget()
 
     def close(self) -> None:
@@ -174,11 +172,10 @@ class Models:
         self._given.close()
 
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
-        """Returns Triton's repository index: an entry (name, version, state, reason) for each version.
+        """Reads the repositories. Returns Triton's repository index: an entry (name, version, state, reason) for each version.
 
-        The repositories are read for this.
-        ``ready``: whether only versions that serve are listed. ``detailed``: whether an entry also has the number of programs,
-        and the sizes in bytes of the parameters, of the programs and of the largest batch.
+        ``ready``: whether only versions that serve are listed. ``detailed``: whether an entry also has the number of XLA
+        programs, the bytes of parameters and programs, and the bytes of inputs, outputs and temporaries of the largest program.
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
@@ -197,11 +194,11 @@ class Models:
     # ------------------------------------------------------------------------------------------------ start and reload
 
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
-        """Begins to load the models that should be served, and to unload models that have left the repositories.
+        """Begins to load the models in ``found``, and to unload models that are not in ``found``.
 
-        If ``options.control_mode`` is "explicit", only models that ``options.load`` names are loaded, and none is unloaded.
-        ``found``: the models in the repositories, by name. Returns a future for each load, whose result is the reason why the
-        load failed, or "".
+        If ``options.control_mode`` is "explicit", loads only models that ``options.load`` names ("*": all), and unloads none.
+        ``found``: the models in the repositories, by name. Returns a future for each load. Its result is why the load failed,
+        or "" if the load succeeded.
         """
         self._options = options
         self.lifecycle.known = set(found)
@@ -430,9 +427,9 @@ class Models:
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Tells the fronts that a dead worker serves nothing any more.
+        """Tells the fronts that a worker has ended. The worker's replacement will load the same models.
 
-        Loads that the worker had not answered are sent to the worker that replaces it, or fail.
+        An unfinished load fails instead if it has killed too many workers, or if ``usable`` has no device of its model.
         Args:
           incarnation: the number of the worker process.
           how: how the process ended, such as "was killed by SIGSEGV".
@@ -455,10 +452,7 @@ class Models:
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores how far a worker is with a load. The reports of the daemon's readiness show this.
-
-        ``incarnation``: the number of the worker process.
-        """
+        """Stores ``at``, which says how far a worker is with a load. ``incarnation``: the number of the worker process."""
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
@@ -513,7 +507,7 @@ class Models:
         self._check_readiness()
 
     def _retry_later(self, retry: Retry) -> None:
-        """Starts a timer that loads a version again. It replaces an earlier timer of this version."""
+        """Starts a timer that loads the model version in ``retry`` again. Cancels an earlier timer of this version."""
         key = (retry.name, retry.version)
         if (former := self._retries.pop(key, None)) is not None:
             former.cancel()
@@ -559,7 +553,7 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns the future of a model's running load; None: no load runs. Its result will be the load's error, or ""."""
+        """Returns the future of a model's running load, or None if none runs. The future's result is an error text or ""."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 

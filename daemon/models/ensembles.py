@@ -1,11 +1,11 @@
-"""Decides which models must be loaded before an ensemble that uses them, and which ensembles are then loaded or unloaded.
+"""Decides which models are loaded before an ensemble that uses them, and when ensembles are unloaded or loaded again.
 
-    an ensemble is loaded      its members (the models that it uses) are loaded first
-    a member is unloaded       the ensembles that use it are unloaded too, and are loaded again together with the member
-    a member is replaced       the ensembles that use it are checked and loaded again
-    an ensemble is unloaded    its members stay; with ``unload_dependents``, the members that only it used are unloaded
+    an ensemble is loaded      its members (the models that it uses) are loaded first, unless they are loaded already
+    a member is unloaded       the ensembles that use this member are unloaded too, until the member is loaded again
+    a member is reloaded       the ensembles that use this member are loaded again after the member
+    an ensemble is unloaded    its members stay loaded, unless the client asked to unload them too
 
-Does no I/O; ``tensord.daemon.models.changes`` carries the decisions out.
+Does no I/O. ``tensord.daemon.models.changes`` loads and unloads the models.
 """
 
 from __future__ import annotations
@@ -116,15 +116,15 @@ class Ensembles:
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
     def expect(self, found: FoundModel) -> None:
-        """Stores an ensemble that could not be loaded, so that it is loaded once its missing models are served.
+        """Stores an ensemble whose load failed because it uses models that do not serve, to load it once these models serve.
 
-        Does nothing if the ensemble is served, or if one of the missing models will not be loaded without a client's request.
+        Does nothing if a version of the ensemble serves already, or if a client must ask for the load of a missing model.
         """
         if self._ready(found.name, -1) is None and self.awaits(found.members):
             self._built[found.name] = _Built(found, self._fingerprints(found), down=True)
 
     def drop(self, name: str) -> None:
-        """Forgets an ensemble that was unloaded by name, so that it is not loaded again when its members change."""
+        """Forgets the ensemble ``name``, so that it is not loaded again when its members change."""
         self._built.pop(name, None)
 
     def users(self, name: str) -> list[str]:
@@ -136,9 +136,9 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that use the model ``name`` and are loaded again as soon as this model has been loaded.
+        """Returns the ensembles that use the model ``name`` and can be loaded again once this model has been loaded.
 
-        Leaves out an ensemble that also uses a second model, if the second model's load waits for the load of ``name``.
+        An ensemble is left out if it also uses a second model, and the second model's load waits for the load of ``name``.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]
@@ -156,8 +156,7 @@ class Ensembles:
     def lost(self) -> list[str]:
         """Returns the ensembles that the caller must unload because a model that they use does not serve.
 
-        Also returns an unloaded ensemble if it has changed whether its missing models will be loaded again without a client's
-        request. The caller must unload it once more, which updates the ensemble's state.
+        The result may also have ensembles that are already unloaded. The caller must unload these again to update their state.
         """
         broken = [name for name, built in self._built.items() if not self._whole(built.found)]
         gone = self.take_down(dict.fromkeys(each for name in broken for each in (*self.users(name), name)))
@@ -173,10 +172,10 @@ class Ensembles:
         return gone
 
     def awaits(self, members: Iterable[tuple[str, int]]) -> str:
-        """Returns a phrase that names a model that does not serve yet and says why, such as "model 'm': it is being loaded".
+        """Returns why an ensemble must wait for one of its models, such as "model 'm': it is being loaded".
 
-        ``members``: the name and version of each model of an ensemble. Returns "" if all of them serve, or if one that does not
-        serve will not be loaded without a client's request.
+        ``members``: the name and version of each model of the ensemble. Returns "" if all these models serve, or if a client
+        must ask for the load of a missing model.
         """
         found = ""
         for member, number in members:
@@ -191,12 +190,12 @@ class Ensembles:
         return found
 
     def failed(self, found: FoundModel) -> None:
-        """Records that reloading the ensemble ``found`` has failed. The daemon tries again when the ensemble's members change."""
+        """Notes that reloading the ensemble ``found`` failed. The next try comes after a model of this ensemble is loaded."""
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Lists the ensembles to load again because one of their models was replaced, or all their models are available again."""
+        """Returns the ensembles to load again: those with a reloaded model, and those whose missing models all serve now."""
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)
@@ -209,9 +208,9 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Returns the models that only the ensemble ``name`` uses, itself or through other models in the result.
+        """Returns the models that no ensemble uses except ``name`` and the returned ones. Leaves out the models in ``kept``.
 
-        Leaves out the models in ``kept``. An ensemble comes before the models that it uses.
+        An ensemble comes before the models that it uses.
         """
         gone = [name]
         for each in gone:
@@ -250,9 +249,9 @@ class Ensembles:
 
 
 def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
-    """Checks the folders of the members of an ensemble. ``members``: the models as they were read, by name.
+    """Raises InvalidArgument if a member of the ensemble ``name`` is in no repository, is in two, or has an invalid folder.
 
-    Raises InvalidArgument if a member is in no repository or in two, or if its folder has an error.
+    ``members``: the models to check, by name. An empty path means that a model is in no repository or in two.
     """
     # A folder that is missing, or exists twice, has no path.
     if missing := [member for member, found in members.items() if found.path == Path()]:
@@ -325,10 +324,11 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Publishes the ensemble ``found`` as LOADING while the ``with`` block loads its members.
+        """Tells the fronts that the ensemble ``found`` is LOADING. The ``with`` block then loads the ensemble's models.
 
-        Nothing is published if a version of the ensemble is in use. If the block raises, the earlier state is published.
-        ``known``: the state of the ensemble before this load, or None if it was not known.
+        If the block raises, tells the fronts the ensemble's state before this load, or that the ensemble is gone if it is new.
+        Tells the fronts nothing if a version of the ensemble serves, is being loaded or is being unloaded.
+        ``known``: the ensemble's state before this load, or None for a new ensemble.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]

@@ -1,12 +1,12 @@
 """Keeps the files and the configurations that clients sent with a load of a model.
 
-The files of a model lie in a private folder as long as the model is served from them:
+The files of a model stay on the disk as long as the model is served from them:
 
-    <temporary folder, mode 0700>/<serial>/<model>/<version>/model.py
+    <temporary folder, mode 0700>/<serial number>/<model>/<version>/model.py
 
-The temporary folder lies in the folder in which the service manager keeps the daemon's data, if there is one, because a new
-worker reads the files again. It is locked, so that neither systemd-tmpfiles nor a new daemon removes it. ``keep`` and ``drop``
-must run off the event loop. Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
+The daemon locks the temporary folder, so that neither systemd-tmpfiles nor a new daemon removes it. Call ``GivenModels.keep``
+and ``GivenModels.drop`` off the event loop.
+Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GivenModels:
 
     @contextlib.asynccontextmanager
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
-        """Writes the files of a model and yields their folder, which is not removed before the ``async with`` block ends.
+        """Writes the files of a model and yields their folder, which ``drop_unused`` keeps until the ``async with`` block ends.
 
         ``files``: the content of each file by its path ``<version>/<file-name>``.
         Raises InvalidArgument if a path is not allowed or given twice. Raises Unavailable if the disk has no room or cannot be
@@ -96,11 +96,14 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether the model ``name`` uses files that a client sent. ``needed``: paths of the model folders in use."""
+        """Returns whether any path in ``needed`` is a folder of files that a client sent for the model ``name``."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
-        """Deletes the files that clients sent for model ``name``, except in folders being loaded or listed in ``needed``."""
+        """Deletes the folders of files that clients sent for the model ``name``.
+
+        Keeps folders that ``needed`` contains, and folders that ``coming`` yielded to an ``async with`` block that still runs.
+        """
         folders = self._folders.pop(name, [])
         kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
         if kept:
@@ -170,7 +173,7 @@ class Overrides:
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration ``given``, which came with a successful load. If it is "", removes any earlier one."""
+        """Stores ``given``, a client's configuration (JSON) of a loaded model. If ``given`` is "", removes the stored one."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

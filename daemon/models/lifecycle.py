@@ -1,17 +1,17 @@
-"""Decides which versions of which models are loaded where; does no I/O. ``tensord.daemon.models.changes`` carries it out.
+"""Decides which workers load and unload which versions of models. Does no I/O.
 
-Every event returns instructions, in order:
+The methods of ``Lifecycle`` return instructions, which ``tensord.daemon.models.changes`` carries out:
 
-    load(model) ─▶ Send(worker, Load) to all ─▶ loaded(worker, ...) from all ─▶ Publish(READY) ─▶ Send(Unload) of versions the
-    new ones replace ─▶ unloaded(worker, ...) ─▶ Settled
+    a load begins                  every worker on the model's devices gets a Load record
+    a worker serves the version    all front processes learn that this worker serves it
+    all workers have answered      the workers unload the versions that the new version replaces, and the load ends
 
-A version keeps serving until its replacement is ready on all workers, so no request meets a model that is not loaded. Loads and
-unloads of one model happen one after the other; different models do not wait for each other. A new worker loads every version
-that is wanted on its device. A version whose last worker died stays READY without workers, and its requests wait for the next
-worker. A load is cancelled (CancelLoad) when an unload, or a load of other files, is queued behind it. Callers that wait for a
-cancelled load get the outcome of the later load, or an error if an unload cancelled it. If workers die while they load a
-version, no worker loads it for a time, and then one worker that loads nothing else tries again. The delay doubles with each
-death. The tries never end, because something else may have killed the workers, such as a lack of memory.
+Loads and unloads of one model happen one after another. If an unload of the model, or a load of other files, is requested
+while a load runs, the load is cancelled. Whoever waits for the cancelled load gets the outcome of the later load, or an error
+if an unload was requested.
+
+If the last worker that serves a version dies, requests for the version wait for the next worker. If two workers die while they
+load a version, no worker loads it for some seconds. Then one worker tries again. Each further death doubles the delay.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Publish:
 class Forget:
     """Instruction to delete the parameter sets that clients have pushed to a model version.
 
-    If ``outdated`` is true, only sets without a push since the version's last ``Outdate`` instruction are deleted.
+    If ``outdated`` is true, keeps the sets to which clients have pushed since the last ``Outdate`` instruction for the version.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Outdate:
-    """Instruction to exclude the parameters that clients have pushed so far from later loads of a model version."""
+    """Instruction that later loads of a model version must not use parameters that clients pushed before this instruction."""
 
     name: str
     version: int
@@ -121,11 +121,11 @@ class Lifecycle:
         return self._follow(found.name, model, Operation((token,), found, again=again))
 
     def unload(self, name: str, token: int, given_up: str = "") -> list[Instruction]:
-        """Queues an unload of a model. Returns the instructions that the caller must carry out now.
+        """Queues an unload of the model ``name``. Returns the instructions that the caller must carry out now.
 
-        The unload begins at once if no other load or unload of the model runs. Once it has ended, this call or a later method
-        call returns ``Settled(token)`` among its instructions. If no model has this name, this call returns only that.
-        ``given_up``: why an ensemble cannot be served until it is loaded again, or "" if the caller will not load it again.
+        Once the unload has ended, this method or a later method returns the instruction ``Settled`` with ``token``. If there is
+        no such model, this method returns ``Settled`` alone.
+        ``given_up``: if the daemon will load the model again by itself, the reason why it cannot do so yet. Otherwise "".
         """
         if name not in self.models:
             return [Settled(token)]
@@ -173,9 +173,9 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """Removes the versions of a model that are not in use and not in the repository. Returns instructions for the caller.
+        """Removes versions of the model ``name`` that ``present`` lacks. Returns instructions that the caller must carry out.
 
-        ``present``: the versions in the repository. Does nothing while a load or unload of the model runs.
+        ``present``: versions in the repository. Keeps served versions. Returns [] while a load or unload of the model runs.
         """
         model = self.models.get(name)
         if model is None or model.running is not None:
@@ -244,9 +244,9 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number, given_up)]
 
     def _retire(self, name: str, number: int, given_up: str = "") -> list[Instruction]:
-        """Begins to unload a version if it serves, and begins no more loads of it. Returns instructions for the caller.
+        """Cancels a version's postponed loads, and unloads the version if it serves. Returns the instructions to carry out.
 
-        The repository index keeps the version. ``given_up``: why the version is to be loaded again later, or "" if it is not.
+        ``given_up``: if the daemon will load the version again by itself, the reason why it cannot do so yet. Otherwise "".
         """
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
@@ -270,7 +270,7 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the model's running load or unload if every worker has answered. Returns instructions for the caller."""
+        """Ends the running load or unload of ``model`` if it waits for no worker. Returns the instructions to carry out."""
         operation = model.running
         if operation is None:
             return []
@@ -350,10 +350,10 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Lets a worker load a version again after failed loads. Returns the instruction to the worker.
+        """Has one worker load a given-up version again. Returns the instructions for the caller to carry out, or an empty list.
 
-        Call it with the values of a ``Retry`` when the ``Retry`` is due. Returns an empty list if no worker is free for the load,
-        or if the number of workers that died while loading the version is not ``deaths`` any more. ``number``: the version.
+        Call it with the values of a ``Retry``, ``Retry.seconds`` after the ``Retry`` was returned. ``number``: the version.
+        ``deaths``: how many workers had died loading the version at that time. Does nothing if this number has changed since.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -411,7 +411,8 @@ class Lifecycle:
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
         """Records a worker's report that it serves a version or failed to load it. Returns the instructions to carry out now.
 
-        ``worker``: the number of the worker process. If the version is not wanted there any more, the worker must unload it.
+        If the worker should not serve the version any more, an instruction tells the worker to unload the version.
+        ``worker``: the number of the worker process.
         """
         version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
@@ -507,10 +508,10 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Returns instructions to send a worker its postponed loads, as far as they can run now.
+        """Returns instructions to send a worker the postponed loads that it can run now. ``worker``: the process's number.
 
-        A load is postponed while it must not run beside the worker's other loads, or while models of an ensemble are missing.
-        A load that can run on no worker any more is ended.
+        The load of an ensemble is postponed until the worker serves the ensemble's models. The load of a version that may have
+        killed a worker is postponed until the worker loads nothing else. A load fails if no worker can run it any more.
         """
         out: list[Instruction] = []
         while True:
@@ -528,7 +529,7 @@ class Lifecycle:
                 return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
-        """Gives up each model version that can run on none of the devices in ``usable``. Returns instructions for the caller.
+        """Gives up each model version that can run on none of the devices in ``usable``. Returns instructions to carry out.
 
         A worker that starts later on a device of a given-up version loads the version.
         ``why``: the reason for error messages. If it is "", error messages say that no worker can use the version's devices.
@@ -553,10 +554,10 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns which fraction (0 to 1) of a GPU's memory each isolated model's worker takes, by the worker's device name.
+        """Returns the fraction (0 to 1) of a GPU's memory for each worker that runs only one model, by the worker's device.
 
-        For example, cuda:0#m is the worker of the model m on GPU 0. A worker is listed until it has unloaded the model.
-        ``options``: the configuration of workers.
+        For example, cuda:0#m is the device name of the worker that runs only the model m on GPU 0.
+        A worker is listed until it has unloaded its model. ``options``: has the fraction for models that do not set one.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():
@@ -572,13 +573,13 @@ class Lifecycle:
     ) -> list[dict[str, str | int]]:
         """Returns Triton's repository index, sorted: an entry (name, version, state, reason) for each version of each model.
 
-        A model without versions has an entry with its name alone, or with the reason why it was refused.
+        A model without versions has one entry with its name. If ``refused`` contains the model, the entry also has the reason.
         Args:
-          refused: why models were refused before a worker was asked to load them, by name.
-          waits: the seconds until a version that was given up is loaded again, by name and version.
-          ready: whether only versions that serve are listed.
-          detailed: whether an entry also has the number of programs, and the sizes in bytes of the parameters, the programs and
-            the largest batch.
+          refused: maps a model's name to the reason why the daemon has asked no worker to load the model.
+          waits: maps the name and number of a model version to the seconds until the daemon tries again to load this version.
+          ready: whether only versions in the state READY are listed.
+          detailed: whether an entry also has the number of XLA programs, the bytes of parameters and programs, and the bytes of
+            inputs, outputs and temporaries of the program that needs most.
         """
         found: list[dict[str, str | int]] = []
         models = self.models
@@ -608,9 +609,9 @@ class Lifecycle:
         return sorted(found, key=lambda entry: str(entry["name"]))
 
     def resources(self) -> dict[str, Mapping[str, bool]]:
-        """Returns the rate limiter's resources that each model needs, by model name, for models that are in use or should be.
+        """Returns the rate limiter's resources that each model needs, by model name and resource name.
 
-        A resource's value is True if all devices share the resource, and False if each device has its own.
+        A value is True if all devices share the resource, and False if each device has its own. Unloaded models are left out.
         """
         return {
             name: version.resources
@@ -620,7 +621,7 @@ class Lifecycle:
         }
 
     def reason(self, name: str, number: int) -> str:
-        """Returns why the daemon has given up a version for now, or "" if it has not."""
+        """Returns why the daemon has put off loading version ``number`` of a model until later, or "" if it has not."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
 
@@ -653,7 +654,7 @@ class Lifecycle:
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Returns the numbers of all versions, in any state, by model name. A derivative ("M.pull_back") has an entry, too."""
+        """Returns all version numbers by model name. A model that computes derivatives ("M.pull_back") has those that serve."""
         found: dict[str, list[int]] = {name: list(model.versions) for name, model in self.models.items()}
         for state in self.states():
             for each in state.derivatives:

@@ -1,15 +1,16 @@
-"""Decides which workers load a model: those of its configured devices, or only one if a setting requires that. No I/O.
+"""Decides which workers load a model: the workers on its configured devices, or fewer if a setting requires that. No I/O.
 
     instance_group.kind              the GPU workers, if there are any; for KIND_CPU the CPU workers, if there are any
     instance_group.gpus              the workers of these GPUs
-    preserve_ordering                one worker, because nobody knows the order of the answers of two workers
-    max_queue_size                   one worker, if the limit is too small to be divided among several
-    resources of the rate limiter    one worker for all models that share a resource of the host, or one on each GPU
+    preserve_ordering                one worker
+    max_queue_size                   one worker, if the limit is too small to be divided among several workers
+    rate limiter, global resource    one worker, the same for all models that need a global resource
+    rate limiter, other resources    one worker on each chosen GPU
     tensord_together (a parameter)   one worker for all models with the same value, so that they may call each other
     isolated (a parameter)           a worker for this model alone on each chosen GPU, and one on the CPU if a CPU is chosen
 
-A single worker is chosen by rendezvous hashing of the devices with the model's name, or with the value of tensord_together. So
-a model has the same worker after every restart, and models are spread over the workers.
+A single worker is chosen by rendezvous hashing of the devices with the model's name, the value of tensord_together, or the same
+text for every model that the rate limiter limits. So a model has the same worker after every restart.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _LEAST_SHARE = 4
 
 
 def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
-    """Returns the devices whose workers load a model. For an isolated model, each device has a worker that runs only this model.
+    """Returns the device names of the workers that must load a model, such as "cuda:2", or "cuda:2#m" for the isolated model m.
 
     Args:
-      devices: the devices of the workers that run more than one model.
+      devices: the device names of the workers that may run several models. A worker of several GPUs has its first GPU's name.
       rate_limited: if true, a model that needs rate-limiter resources is loaded only by workers that count these resources.
-      each: how many GPUs each worker has. A worker's first GPU counts as the worker's device.
+      each: the number of GPUs of each worker.
     Raises InvalidArgument if the model names GPUs that no worker has, or if its settings contradict each other.
     """
     chosen = _shared(config, devices, rate_limited, each)
@@ -108,7 +109,7 @@ def _named(config: ModelConfig, devices: Sequence[str], each: int) -> tuple[str,
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device of the first GPU of the worker that has ``gpu``. Each worker has ``each`` GPUs."""
+    """Returns the device name, such as "cuda:2", of the worker that uses GPU number ``gpu``. ``each``: the GPUs per worker."""
     return device_name(gpu - gpu % each)
 
 
@@ -127,7 +128,7 @@ def _sharing(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def resources(config: ModelConfig) -> dict[str, bool]:
-    """Returns the rate-limiter resources that a model needs, in lower case, with True for a global resource."""
+    """Returns the rate-limiter resources that a model needs: lower-case name -> True: global, False: one per device."""
     return {each.name.lower(): getattr(each, "global") for each in _needs(config)}
 
 

@@ -27,7 +27,7 @@ class Changes:
     """Compares polls of the repositories and decides which models have changed since they were loaded. Sans-I/O."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """Stores the models that were in the repositories at the start. They count as loaded."""
+        """Stores the models that the repositories hold at the daemon's start. ``look`` returns only what changes after that."""
         self._acted = {name: _state(model) for name, model in found.items()}
         self._seen = dict(self._acted)
 
@@ -55,7 +55,7 @@ class Polling:
         self._changes = Changes(found)
 
     async def run(self) -> None:
-        """Polls the repositories every ``repository.poll_interval`` seconds until the task is cancelled."""
+        """Polls the repositories every ``repository.poll_interval`` seconds. Never returns."""
         async with asyncio.TaskGroup() as under_way:
             while True:
                 await asyncio.sleep(self._options().poll_interval)

@@ -1,10 +1,8 @@
-"""Decides whether the daemon is ready, by counting the models that should be served and are not.
+"""Decides whether the daemon is ready, and sends the decision to the fronts.
 
-    standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
-
-A model keeps the daemon from being ready only if it has never been served, and the options require it or, if they require no
-model, it was wanted at the start. So the daemon stays ready if a new model or a new version fails to load. While the daemon is
-drained it is not ready. docs/operations.md has all states in a table.
+The daemon is not ready before each model in the option ``repository.required`` has been served once. If the option names no
+model, the same holds for the models that the daemon had to load at its start. While the daemon is drained, it is not ready.
+A table in docs/operations.md says when a model that failed to load keeps the daemon from being ready.
 """
 
 from __future__ import annotations
@@ -87,11 +85,11 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether the daemon is ready. All models that ``counted`` names must be served for this, with two exceptions.
+    """Returns the daemon's readiness. The daemon is ready if every model in ``counted`` is served, with two exceptions.
 
-    A model whose load has failed need not be served if ``strict`` is False. A model whose devices are broken need not be served
-    while any other model is served.
-    ``standing``: all models that should be served, each with the reason if it is not served.
+    If ``strict`` is False, a model whose load has failed need not be served. If at least one model is served, a model without a
+    usable device need not be served. The daemon is not ready if no model has a usable device.
+    ``standing``: the readiness of each model that should be served.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]
@@ -129,9 +127,9 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets ``required``, the models that must have served before the daemon becomes ready.
+        """Sets the names of the models that must have served before the daemon becomes ready.
 
-        If it is empty, the models in ``wanted`` of the first call must have served. Later calls ignore ``wanted``.
+        These are the names in ``required``. If ``required`` is empty, these are the names that the first call had in ``wanted``.
         """
         if not self._begun:
             self._first = set(wanted)

@@ -1,9 +1,9 @@
 """Reads the model repositories: names, versions, configurations. Imports no model's code and loads no model.
 
     <repository>/<model>/config.pbtxt          optional
-    <repository>/<model>/<version>/model.py    version: a whole number from 1. The folder may hold exported programs instead
+    <repository>/<model>/<version>/model.py    version: a whole number from 1
 
-A folder that cannot be served is listed with the reason. Call these functions off the event loop; they return plain values.
+A version's folder may hold exported programs in place of model.py. Call the functions that read folders off the event loop.
 """
 
 from __future__ import annotations
@@ -142,21 +142,21 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
 
 def isolated_fraction(config: bytes, options: Workers) -> float:
-    """Returns the fraction (0 to 1) of GPU memory for an isolated model's worker: from ``config``, or else from ``options``."""
+    """Returns the fraction (0 to 1) of GPU memory for a worker of one model: from the model's ``config``, else ``options``."""
     return model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
 
 
 def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices whose workers serve only this model, each with the fraction (0 to 1) of a GPU's memory for it."""
+    """Returns the devices of workers that run only the model ``found``, each with the worker's part (0 to 1) of GPU memory."""
     devices = [device for device in found.devices if model_of(device) == found.name]
     return dict.fromkeys(devices, isolated_fraction(found.config, options)) if devices else {}
 
 
 def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Checks that there is room for the workers that would serve an isolated model alone.
+    """Checks that a model can have workers that run no other model, if the model has the parameter ``isolated``.
 
-    ``taken``: device of each isolated model's worker -> the fraction (0 to 1) of the GPU's memory that this worker takes.
-    Raises InvalidArgument if there are too many isolated models, or if a GPU has not enough memory.
+    ``taken``: maps the device of each worker that runs only one model to the fraction (0 to 1) of GPU memory that it takes.
+    Raises InvalidArgument if ``options.max_isolated`` other models have such workers, or if a GPU has too little memory left.
     """
     name, devices = found.name, isolated(found, options)
     others = {device: part for device, part in taken.items() if model_of(device) != name}
@@ -182,7 +182,7 @@ def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Worke
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
     """Reads the folder of every model in the repositories, and returns the models by name, sorted.
 
-    ``known``: the names of earlier models. Their folders are read even if they hold neither a version nor config.pbtxt.
+    A folder that holds neither a version nor config.pbtxt is left out, unless ``known`` contains its name.
     Raises InvalidArgument if a repository is not a readable folder.
     """
     found: dict[str, FoundModel] = {}
@@ -208,7 +208,7 @@ def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
 def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
     """Returns the folders of the repositories that hold a model.
 
-    ``known``: the names of earlier models, whose folders are returned even if they hold no model any more.
+    ``known``: names of folders that are returned even if they hold no model.
     Raises InvalidArgument if a repository cannot be read.
     """
     return [path for path in _all_folders(repositories) if path.name in known or not no_model(path)]
@@ -278,7 +278,7 @@ def poll(path: Path) -> FoundModel:
 
 
 def taken_name(name: str) -> str:
-    """Returns an error text if ``name`` is reserved for a model's derivative, or "" if a model's folder may have this name."""
+    """Returns an error text if ``name`` ends with a reserved suffix, such as ".pull_back". Otherwise returns ""."""
     kind = of_model(name)[1]
     return kind and f"its name must not end in .{kind}, as the names of models' derivatives do"
 
@@ -343,7 +343,7 @@ def _found(path: Path, config: ModelConfig) -> FoundModel:
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the version numbers in a model's folder, and the names of other folders."""
+    """Returns the version numbers among a model's subfolders, and the names of the rest. Leaves out names like __pycache__."""
     names = sorted(entry.name for entry in os.scandir(path) if is_folder(entry))
     others = [name for name in names if not _VERSION.fullmatch(name) and not model_folder.is_passed_over(name)]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
@@ -428,8 +428,8 @@ class Repositories:
     async def scan(self, options: Repository) -> dict[str, FoundModel]:
         """Reads the repositories that ``options`` names, and returns the models in them by name.
 
-        Raises InvalidArgument if a repository cannot be read. If ``options.exit_on_error`` is False, the error is only logged,
-        and the models of the repository stay as they were.
+        If a repository cannot be read, raises InvalidArgument. If ``options.exit_on_error`` is False, logs an error instead,
+        and the result contains the models that the previous scan found in this repository.
         """
         paths, kept = [Path(path) for path in options.paths], dict[str, FoundModel]()
         if options.exit_on_error is False:

@@ -86,7 +86,7 @@ class VersionEntry:
 
     @property
     def earlier(self) -> set[int]:
-        """Returns the workers in ``ready`` that do not serve what the newest load has brought that any of them serves."""
+        """Returns the numbers of the worker processes that serve the version from an earlier load than another worker."""
         newest = max((self.brought[worker] for worker in self.ready), default=0)
         return {worker for worker in self.ready if self.brought[worker] < newest}
 
@@ -118,7 +118,7 @@ class Operation:
     again: bool = False
 
     def overtaken_by(self, later: Operation) -> bool:
-        """Returns whether the operation ``later`` makes this load pointless: an unload, or a load of other files or devices."""
+        """Returns True if this operation is a load, and ``later`` is an unload or loads other files or on other devices."""
         if self.found is None:
             return False
         new = later.found
@@ -161,9 +161,9 @@ def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
 
 
 def member_given_up(models: Mapping[str, ModelEntry], version: VersionEntry) -> str:
-    """Returns which model of an ensemble was given up until its next try, and why.
+    """Returns which model of the ensemble ``version`` the daemon cannot load now but will try to load later, and why.
 
-    Returns "" if there is none, or if there is also a model that is not tried again. ``models``: all models, by name.
+    Returns "" if all models of the ensemble serve, or if a missing model will not be loaded later. ``models``: all, by name.
     """
     found = ""
     for name, number in version.members:
@@ -177,6 +177,6 @@ def member_given_up(models: Mapping[str, ModelEntry], version: VersionEntry) -> 
 
 
 def named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
-    """Returns the entry of a model's version ``number`` or, if ``number`` is -1, the entries of all versions, newest last."""
+    """Returns the entries of a model's versions, newest last. If ``number`` is not -1, returns only that version, if there."""
     versions = models[name].versions if name in models else {}
     return [version for n, version in sorted(versions.items()) if number in (-1, n)]

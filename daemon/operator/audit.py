@@ -47,9 +47,9 @@ class Audit:
     def note(
         self, operation: Operation, peer: Peer | None, error: ServingError | None = None, result: bytes = b""
     ) -> None:
-        """Logs an operation that was carried out, or refused with ``error``, unless the operation only reads.
+        """Logs an operation, unless it only reads. ``error``: why the operation was refused, or None if it was carried out.
 
-        ``peer``: the client that asked, or None if a model's code asked. ``result``: the operation's result, JSON or empty.
+        ``peer``: the client that asked, or None if a model's code asked. ``result``: what a push or roll-back returned (JSON).
         """
         what = _described(operation)
         if not what:

@@ -46,9 +46,9 @@ class Configuration:
         return new
 
     def take(self, new: Configured) -> int:
-        """Applies the keys ``paths``, ``load`` and ``required`` of the section ``repository`` of ``new``.
+        """Applies the keys ``paths``, ``load`` and ``required`` of the section ``repository`` of ``new``, and no other key.
 
-        Logs the changed keys that need a restart. Returns the number of all changed keys.
+        Logs the changed keys that need a restart. Returns how many keys of the whole configuration have changed.
         """
         changed = layers.changed_keys(self.options, new.options)
         fixed = [key for key in changed if not _is_reloadable(key)]
@@ -73,7 +73,7 @@ class Configuration:
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Replaces the log options that apply now. The caller must send the new ones to the processes."""
+        """Replaces the log options that apply now. The caller must send ``new`` to all processes of the daemon."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class DrainPhase(enum.Enum):
 
 
 class Drain:
-    """Takes the daemon out of service without stopping it, and puts it back into service."""
+    """Drains the daemon: the daemon reports that it is not ready, and later refuses new inference requests, until ``end``."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -83,8 +83,8 @@ class Drain:
     async def finished(self) -> None:
         """Waits until the daemon refuses new requests and every earlier request is answered.
 
-        Raises Unavailable if no drain has begun, if an operator has ended the drain, or if requests are still unanswered after
-        the time ``supervisor.exit_timeout``.
+        Raises Unavailable if no drain has begun, or if an operator ends the drain during the wait. Raises Unavailable if
+        requests are still unanswered ``supervisor.exit_timeout`` seconds after the daemon began to refuse new requests.
         """
         draining = self._draining
         if draining is None:

@@ -1,4 +1,4 @@
-"""Describes the models that should be served and the processes, for the log, for the service manager and for tensorctl."""
+"""Describes the daemon's models, fronts and workers, for the log, for the service manager and for tensorctl."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _state(worker: WorkerProcess) -> str:
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Returns the fields ``isolated`` (the only model) and ``memory_fraction`` of a worker; {}: models share the worker."""
+    """Returns {} if models share the worker. Otherwise returns {"isolated": MODEL}, and on a GPU "memory_fraction" as well."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 

@@ -89,19 +89,19 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out a model's call to load or unload a model, or to ask whether one is ready. Refuses other calls."""
+        """Carries out a model's call to load or unload a model, or to ask whether one is ready. Other calls get an error."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
 
     async def answer(self, operation: Operation, peer: Peer, end: int = -1, by_model: bool = False) -> bytes:
-        """Carries out an operation. Returns its result, JSON or b"", when all fronts know of the operation's effects.
+        """Carries out an operation and waits until all fronts know of it. Returns JSON, or b"" if the operation has no result.
 
         Args:
-          peer: the client that asks. If a model asks, the value has no meaning.
-          end: a file descriptor sent with the operation, or -1. The caller closes it. For a push, it is the memory with the
-          parameters. For a registration, it becomes readable when the region is to be unregistered.
-          by_model: whether a model asks, and not a client or an operator.
+          peer: the client or operator that asks. It is ignored if ``by_model`` is True.
+          end: a file descriptor that was sent with the operation, or -1. The caller closes it. For a push: the memory with the
+          parameters. For a registration of a region: the descriptor becomes readable when the region is to be unregistered.
+          by_model: True if the code of a model asks for the operation, False if a client or an operator does.
         Raises ServingError if the operation was refused or failed.
         """
         try:
@@ -117,7 +117,7 @@ class Operations:
         return result
 
     async def _settled(self, operation: Operation) -> None:
-        """Waits until all fronts act upon an operation, and all workers where their clients' lanes have to know of it."""
+        """Waits for all fronts to act on an operation. For a load, an unload or changed settings, waits for all workers too."""
         # A worker that has yet to read that it is to unload something would go on answering for it.
         if isinstance(operation, LoadModel | UnloadModel) or (
             isinstance(operation, ChangeLog | ChangeTrace) and operation.changes()
@@ -204,9 +204,9 @@ class Operations:
     # Every worker that serves a Triton Python model is asked for its ``is_ready()``, and all must say that it is.
 
     async def _is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether a version is served and its own code, if asked, says that it is ready.
+        """Returns whether the version ``number`` of a model is served and ready. 0 means the newest version that is served.
 
-        ``number`` 0 means the newest version that is served.
+        If the model's code has ``is_ready()``, every worker that serves the version calls it, and each call must return True.
         """
         name = original(name)[0]
         versions = self._models.lifecycle.models[name].versions if self._models.lifecycle.is_ready(name, number) else {}

@@ -159,14 +159,14 @@ class OperatorCommands:
         return msgspec.json.encode([*rows, *self._supervisor.lanes.records()])
 
     async def _sequences(self) -> bytes:
-        """Returns the sequences that are open in all workers as JSON."""
+        """Asks the ready workers for their live sequences of requests. Returns the sequences as one JSON array."""
         rows: list[dict[str, Any]] = []
         for worker in self._supervisor.workers.ready():
             rows += [{"worker": worker.name, **row} for row in await records(worker, SequenceRecords())]
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration. If ``wait``, also waits for the loads of models, and raises Unavailable if one fails."""
+        """Reloads the configuration. If ``wait``, awaits model loads and raises Unavailable if one fails. Returns b"null"."""
         outcomes = await self._supervisor.reload()
         if wait:
             failures = [error for error in await asyncio.gather(*outcomes) if error]

@@ -1,8 +1,4 @@
-"""Checks certificates, files, sockets, host names and packages that a configuration names, before the daemon starts anything.
-
-tensord serve, a reload  ─▶ check      only the log file and TLS files; the start itself finds sockets that cannot be bound
-tensord check            ─▶ foreseen   all that would make a start fail, without binding, creating or emptying anything
-"""
+"""Checks whether the daemon can use the files, sockets, host names and packages that a configuration names."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ def check(options: Options) -> None:
 def foreseen(options: Options, as_service: bool) -> list[str]:
     """Returns a sentence for each problem on this host that would make the daemon's start fail. Ports are not checked.
 
-    ``as_service``: whether this process runs in the service's sandbox. If it does not, folders that the service manager makes
-    at the start may be missing.
+    ``as_service``: whether this process runs in the service's sandbox. If ``as_service`` is False, a missing folder in /run,
+    /var/run, /var/log, /var/lib or /var/cache is not reported.
     """
     made_at_start = () if as_service else _MADE_AT_START
     found = [*_unusable_certificates(options), *_unresolved_names(options)]
@@ -87,7 +83,7 @@ def _unresolved_names(options: Options) -> Iterator[str]:
 
 
 def _sockets(options: Options) -> Iterator[tuple[str, str]]:
-    """Yields the key and the path of each Unix socket in the configuration."""
+    """Yields the name of the option ("clients.socket") and the path of the socket, for each configured Unix socket."""
     for section, served in (("http", options.http), ("grpc", options.grpc)):
         for address in served.address if served.enabled else ():
             if address.startswith("unix:"):

@@ -31,9 +31,10 @@ def check(wanted: PushParameters, memory: int, most: int) -> None:
 
     Args:
       wanted: the push.
-      memory: the file descriptor that came with the push, or -1.
+      memory: the file descriptor that came with the push, or -1 if none came. Only a push with a MemorySource needs one.
       most: the most bytes that a push may have.
-    Raises InvalidArgument if a field is malformed, or if the memory cannot be used.
+    Raises InvalidArgument if a field is malformed, or if a descriptor is missing or is not expected. Raises InvalidArgument if
+    the memory is not a memfd of ordinary pages with an allowed size.
     """
     if not _NAME.fullmatch(wanted.set):
         raise InvalidArgument(

@@ -1,10 +1,10 @@
-"""Keeps the parameter sets that were pushed: their numbers, who pushed them, and their values for workers that start later.
+"""Keeps the values that clients pushed into parameter sets, for workers that start later.
 
-    Content       the values of one push: sealed memory, or the file that they came from, or nothing ("not kept")
-    PushedSet     a set's newest content, the content before it, and the highest number that the set ever had
+    Content       the values of one push, and the client that pushed them
+    PushedSet     the newest content of a parameter set, and the content before the newest
 
-If the memory of all contents exceeds the limit, contents that are not the newest are dropped first, from the oldest on. Does no
-I/O but closing file descriptors.
+The values take at most ``PushedSets.limit`` bytes of memory. To stay within the limit, values are dropped: first the values
+before the newest, beginning with the oldest, and then the values of the last push.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VersionKey = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """The values that one push brought into a parameter set. ``number`` 0 means the values of the repository."""
+    """The values that one push brought into a parameter set, or the values from the model's files if ``number`` is 0."""
 
     number: int
     #: Bytes in safetensors' layout; 0 for what the repository holds.
@@ -50,7 +50,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Describes the push for clients. "kept" is "memory", "file" or "repository", or "none" if the values are not stored."""
+        """Returns the push as values for JSON. "kept" is where the values are: "memory", "file", "repository" or "none"."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {
@@ -84,7 +84,7 @@ class PushedSet:
 
 @dataclass(slots=True)
 class PushedSets:
-    """The parameter sets of all models into which clients pushed. ``limit``: the most bytes of memory of all sets."""
+    """All parameter sets into which clients have pushed. ``limit``: the most bytes of memory for the values of all sets."""
 
     limit: int
     byte_size: int = 0
@@ -111,7 +111,10 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns by version the number of pushed sets, and the number of the newest push into ``main`` or, without one, 0."""
+        """Returns, for each model version, into how many parameter sets clients pushed, and a push number.
+
+        The push number is the number of the push that brought the present values of ``main``, or 0 if no push brought them.
+        """
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
@@ -120,8 +123,8 @@ class PushedSets:
     def put(self, key: VersionKey, name: str, content: Content) -> None:
         """Records that a client pushed ``content`` as the newest values of the parameter set ``name`` of a model version.
 
-        The set's earlier values become its ``former`` values. If all sets take more than ``limit`` bytes of memory, frees the
-        memory of former values, the oldest first, then the memory of ``content``. The push of ``content`` stays recorded.
+        The values that the set had become its ``former`` values. If the values of all sets now take more than ``limit`` bytes
+        of memory, frees former values, those pushed earliest first. If that is not enough, closes the memory of ``content``.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)
@@ -176,7 +179,7 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey, outdated: bool = False) -> list[str]:
-        """Removes a version's sets and returns their names. ``outdated`` True removes only sets that ``outdate`` has marked."""
+        """Removes a model version's parameter sets and returns their names. ``outdated``: True to remove only outdated sets."""
         names = [name for name, found in self.of(key).items() if found.outdated or not outdated]
         for name in names:
             self.drop(key, name)

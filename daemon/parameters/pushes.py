@@ -1,19 +1,18 @@
-"""Pushes new parameters to every worker of a model version or to none, and sends them to workers that replace dead ones.
+"""Pushes new parameters to every worker of a model version, and sends the pushed values to workers that start later.
 
-    push      1. It gets its number, and waits until no other change of the model's parameters runs.
-              2. MakeParameters: a worker copies the values to sealed memory, unless they came in such memory.
+    push      1. The push gets its number, and waits until no other change of the model's parameters runs.
+              2. MakeParameters: a worker copies the values to sealed memory, unless the client sent sealed memory.
               3. StageParameters: every worker gets the values, but does not use them yet.
-              4. This process stores the push. Every worker that starts from now on gets it.
+              4. The supervisor stores the push, for workers that start later.
               5. CommitParameters: every worker uses the values. Then the client gets the answer.
-              If a step before 4 fails, the workers get AbortParameters, and nothing has changed.
-    a worker replaces another
-              1. Load: it loads the version, but does not serve it yet, and answers Loaded.
-              2. It gets all stored pushes by StageParameters and CommitParameters.
-              3. ServeLoaded: it serves the version, and fronts are told so.
+              If a step before 4 fails, the workers get AbortParameters, and keep their old values.
+    new worker
+              1. Load: the worker loads the version, but does not serve it yet, and answers Loaded.
+              2. The worker gets the stored values by StageParameters and CommitParameters.
+              3. ServeLoaded: the worker serves the version, and the fronts are told so.
 
-Changes of one model's parameters run one after the other. To give stored pushes to a new worker is such a change. A worker that
-dies after step 4 is replaced by one that gets the push. Of two pushes into one set the higher number wins, even while the other
-push is still going on. A version that is loaded from its files again has the parameters of these files.
+A push fails if another push into the same set has the same number or a higher number. A version that is loaded again from its
+files has the parameters of these files.
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ _NAMED = 3
 
 
 class _NoWorker(Exception):
-    """Raised if no worker is left that serves the version."""
+    """Raised if no worker serves a model version whose parameters are to change, or if a worker ends during the change."""
 
 
 @dataclass(slots=True, eq=False)
 class _Given:
-    """Parameters that a worker is given. ``shared``: meanwhile others were given to it, or it loaded a model, or it was dead."""
+    """A note that a worker is given parameters. ``shared``: whether something besides them may be why the worker has died."""
 
     shared: bool
 
@@ -123,11 +122,11 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------ clients' operations
 
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
-        """Sends the values of a push to every worker that serves the version. All workers use them, or none does.
+        """Sends the values of a push to all workers that serve the model version. If the push fails, no worker uses its values.
 
         ``peer``: the client. ``memory``: the descriptor that came with the push and that the caller must close, or -1.
-        Returns JSON: model, version, set, number of the push and size in bytes. After an error nothing has changed.
-        Raises Replaced if another push has the same number or a higher one. Raises another ServingError if the push was refused.
+        Returns JSON: model, version, set, number of the push and size of the values in bytes. Raises Replaced if another push
+        into the same set has the number of this push or a higher number. Raises another ServingError if the push was refused.
         """
         push_checks.check_owner(self._owners, peer)
         push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
@@ -156,10 +155,10 @@ class Parameters:
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
-        """Has every worker that serves the version use the former values of a parameter set again.
+        """Has every worker that serves a model version use the former values of a parameter set again.
 
-        Returns JSON: model, version, set, number of the push and size in bytes. After an error nothing has changed.
-        Raises NotFound if the set has no former values. Raises another ServingError if the change was refused.
+        Returns JSON: model, version, set, and the former values' push number and size in bytes. An error changes nothing.
+        Raises NotFound if the set has no former values. Raises another ServingError if the change fails.
         """
         push_checks.check_owner(self._owners, peer)
         key, name = (wanted.model, self._resolved(wanted.model, wanted.version)), wanted.set
@@ -205,9 +204,9 @@ class Parameters:
     def listed(self, wanted: ListParameters) -> bytes:
         """Returns a JSON array of parameter sets. In ``wanted`` the model "", the version 0 or the set "" stands for all.
 
-        A model without parameters, such as an ensemble, has no sets.
-        Raises NotFound if a model, version or set that is named does not exist. Raises Unavailable if the version is being
-        loaded.
+        A model without parameters, such as an ensemble, has no sets. If ``wanted`` names no model, no error is raised.
+        Raises NotFound if the named model, version or set does not exist. Raises Unavailable if no set is found because no
+        wanted version is ready yet, or because no wanted version can be served now.
         """
         found = [
             {"model": name, "version": number, "set": each, **_described(self.sets.find((name, number), each))}
@@ -418,7 +417,7 @@ class Parameters:
 
     @contextlib.contextmanager
     def _giving(self, worker: WorkerProcess) -> Iterator[_Given]:
-        """Notes, in a ``with`` block, that a worker is given parameters."""
+        """Notes that ``worker`` is given parameters while the ``with`` block runs. Yields the note."""
         others = self._given.setdefault(worker.incarnation, [])
         given = _Given(shared=bool(others or worker.owed or not worker.alive))
         for other in others:
@@ -462,7 +461,10 @@ class Parameters:
                 del self._waiting[model], self._turns[model]
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
-        """Runs ``change`` once a worker serves the version and no other change runs."""
+        """Calls ``change`` once a worker serves the version ``key`` and no other change of the model's parameters runs.
+
+        Raises Unavailable if no worker serves the version within ``requests.worker_wait`` s, or if 64 changes are under way.
+        """
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(
                 f"{self._waiting.total()} changes of parameters are under way, at most {_MAX_WAITING} are allowed"
@@ -491,10 +493,10 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------- loads and workers
 
     def sent(self, worker: int, load: Load) -> Load:
-        """Returns the Load record that should be sent to a worker. ``worker``: the number of the worker process.
+        """Returns ``load`` as it should be sent to the worker with the number ``worker``.
 
-        If clients have pushed values into the version, the record is marked ``held``: the worker does not serve the version
-        before it has these values.
+        ``load`` names a model version. If clients have changed the version's parameters, or are changing them now, returns a
+        copy of ``load`` with ``held`` True. The worker serves the version only once the worker has the pushed values.
         """
         key = load.name, load.version
         if not (self.sets.to_restore(key) or key in self._changing):
@@ -512,9 +514,9 @@ class Parameters:
         self.sets.outdate((name, version))
 
     def forget(self, name: str, version: int, outdated: bool = False) -> None:
-        """Drops the values that clients have pushed into a model version, because it was loaded from its files or is unloaded.
+        """Drops the values that clients pushed into a model version. Call it after a reload from files, and at an unload.
 
-        If ``outdated`` is true, drops only the values that were pushed before the last call of ``outdate``.
+        If ``outdated`` is True, drops only sets whose last push came before the last call of ``outdate`` for this version.
         """
         if not outdated:
             self._changing.discard((name, version))
@@ -529,11 +531,11 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets for which pushed values the worker with number ``worker`` was waiting, because the worker has ended."""
+        """Notes that the worker with number ``worker`` has ended, and gets no pushed values any more."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Handles a worker's answer to a load. Sends the pushed values to the worker, then passes the answer to ``Models``."""
+        """Sends a worker the values that clients pushed into the version it loaded. Then passes ``answer`` to ``Models``."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)

@@ -1,9 +1,7 @@
-"""Runs one child process of the supervisor: starts it, exchanges records with it, watches it, and cleans up after its death.
+"""Runs one child process of the supervisor: exchanges records with it, stops or kills it, and cleans up after its death.
 
-    spawn ─▶ Start ─▶ ChildReady ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
-
-With ChildReady, a worker passes shared memory in which it shows its state. The end of the control channel does not prove that
-the process has ended. Only its pidfd proves that it is gone and writes to no shared memory any more.
+The process may close its socket to the supervisor before it ends. Only its pidfd proves that it has ended and writes to no
+shared memory any more.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ _STACK_SECONDS = 0.2
 
 
 class Child:
-    """Starts, calls, stops and kills one child process of the supervisor."""
+    """A child process of the supervisor, as the supervisor sees it: a front or a worker."""
 
     def __init__(
         self,
@@ -141,9 +139,9 @@ class Child:
         self.send(Stop(max(0, grace_ns)))
 
     def kill(self, reason: str = "") -> None:
-        """Kills the process with SIGKILL. ``on_exit`` is called when the process is gone.
+        """Kills the process with SIGKILL. Does not wait until the process is gone.
 
-        ``reason``: for the log, or "" to log nothing. With a reason, a ready process first gets 0.2 s to write its stack trace.
+        ``reason``: for the log, or "" to log nothing. With a reason, a process that is up first gets 0.2 s to write its stack.
         """
         if not self.alive or (reason and self._killing):
             return
@@ -191,8 +189,9 @@ class Child:
         self._on_exit(self)
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
-        """Calls an operation of the process. Returns the result and its file descriptors, which the caller must close.
+        """Calls an operation of the process. Returns the result, and the file descriptors that come with the result.
 
+        The caller must close the returned descriptors. ``fds``: descriptors that are sent with the call.
         Raises Unavailable if the process is not running, or dies before it answers. Raises ServingError if the operation fails.
         """
         if not self.ready or not self.alive:
@@ -244,8 +243,9 @@ class Child:
     def cause(self) -> str:
         """Returns why the process died, one of ``CAUSES``.
 
-        "memory" means that the kernel killed it for want of memory, "hung" that ``kill`` was called with a reason, "version" that
-        another version of tensord is installed, and "exit" that it exited by itself. Otherwise a signal ended it.
+        "memory": the kernel killed the process for want of memory. "hung": ``kill`` was called with a reason. "version":
+        another version of tensord was installed. "exit": the process exited by itself. The name of a signal, such as "SIGSEGV":
+        this signal ended the process. "signal": a signal that is not in ``CAUSES`` ended the process.
         """
         if self.out_of_memory:
             return "memory"
@@ -317,7 +317,7 @@ class FrontProcess(Child):
         self._counters.note_sent(self.row, self._sent)
 
     def ask(self, edition: int) -> None:
-        """Asks the front to acknowledge all records up to the number ``edition``, which must have been sent before."""
+        """Asks the front to acknowledge all published records up to the number ``edition``. Call this after they were sent."""
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
@@ -413,9 +413,9 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Describes the load of a model that the worker is carrying out, such as ``compiling digits 3/16, 4 s``.
+        """Describes how far the worker has come with loading a model, such as ``compiling digits 3/16, 4 s``.
 
-        Returns "" if there is none.
+        Returns "" if the worker is loading no model.
         """
         if not self.owed:
             return ""
@@ -453,7 +453,7 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts of tensord child processes lack, such as a C extension."""
+    """Logs warnings about optional parts of the program, such as a C extension, that are missing in a child process."""
 
     def __init__(self, what: str = IN_C) -> None:
         """Makes an object that logs warnings about parts of the program that could not be imported.

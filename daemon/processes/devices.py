@@ -107,10 +107,10 @@ def _check_cores(lists: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """The GPUs that can be used, or why there are none.
+    """The GPUs that can be used, or why none can be used.
 
-    ``entries`` are the entries of CUDA_VISIBLE_DEVICES, and ``addresses`` are PCI addresses. ``reason`` is "" if there are
-    GPUs, and also if none is expected, because no driver is installed or the environment hides all GPUs.
+    ``entries``: one string for each GPU, as CUDA_VISIBLE_DEVICES takes it. ``addresses``: the PCI addresses of the GPUs.
+    ``reason``: why no GPU can be used, for the log. It is "" if there is nothing to report.
     """
 
     entries: Sequence[str] = ()

@@ -1,7 +1,7 @@
-"""Handles signals while no event loop runs: a SIGTERM or SIGINT before the loop is remembered until the loop runs.
+"""Remembers a SIGTERM or SIGINT that comes before the daemon's event loop runs, and ignores signals while the daemon exits.
 
-Without a handler these signals would not stop the first process of a container, and would end any other process without a
-message. A signal while the daemon exits would change its exit status.
+Without a handler, SIGTERM and SIGINT would not stop the first process of a container, and would end any other process without a
+message. A signal that comes while the daemon exits would change the daemon's exit status.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """Handles signals while no event loop runs. ``came``: the SIGTERM or SIGINT that has come, or None if none has."""
+    """Stores a SIGTERM or SIGINT that comes before the event loop runs in ``came``. Until one comes, ``came`` is None."""
 
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.
@@ -28,7 +28,7 @@ class FirstSignals:
             signal.signal(number, _pass_over)
 
     def block(self) -> None:
-        """Ignores SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 when the daemon exits. Call it on the loop, before that closes."""
+        """Ignores SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 from now on. Call this in the main thread, from a coroutine."""
         signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDING, *_PASSED_OVER))
         import asyncio  # which takes longer than a signal may wait for its handler
 

@@ -1,9 +1,7 @@
-"""Starts the front processes, several for each protocol on its listening sockets, and publishes state to all of them.
+"""Starts the front processes, and publishes the state of the daemon to all of them. A protocol may have several fronts.
 
-    a change ─▶ a record to every front ─▶ StatePublished (the record's number) ─▶ StateAcknowledged by all ─▶ answer to client
-
-A client may ask one front for a change and send its next request to another, so the answer first waits in ``settled`` until
-every front uses the new state. A new front serves clients only once it has acknowledged all of the published state.
+A client that asked a front for a change, such as a load, gets the answer only after every serving front has acknowledged the
+change. A new front serves clients only once it has acknowledged the whole state of the daemon.
 """
 
 from __future__ import annotations
@@ -51,11 +49,11 @@ class Fronts:
 
         Args:
           programs: the Python module that a front runs, by protocol.
-          devices: the devices of the first workers, which decide how many fronts "auto" means.
+          devices: the workers' devices when the daemon starts, to choose the number of fronts if ``processes`` is "auto".
           options: returns the options that apply now.
-          next_incarnation: returns a number for a new process.
+          next_incarnation: returns a number that no process has had, for a new process.
           started: called with each new front, so that the caller can send it the daemon's state.
-          said: called with a front, a record that is not about the front itself, and descriptors, which the function closes.
+          said: called with a front, a record from this front and the record's descriptors, which ``said`` must close.
           died: called with each front that has ended.
         """
         self._options = options
@@ -82,8 +80,8 @@ class Fronts:
         Args:
           environment: holds the variables with which the service manager passes sockets, such as LISTEN_FDS.
           beside: the path of a further Unix socket for HTTP, or None. If it cannot be bound, a warning is logged.
-        Raises ListenError if another socket cannot be bound or taken over. Raises OSError if the shared counters get no memory
-        or no file descriptor.
+        Raises ListenError if another socket cannot be bound or taken over. Raises OSError if no memory or no file descriptor
+        is free for the ``SharedCounters`` of the fronts.
         """
         options = self._options()
         try:
@@ -225,7 +223,7 @@ class Fronts:
                 listener.close()
 
     def close(self) -> None:
-        """Closes the sockets and the shared counters. Call it when all fronts have ended. It may be called again."""
+        """Closes the listening sockets and the ``SharedCounters``. Call when all fronts have ended. May be called again."""
         self.stop_listening()
         for counters in self._counters.values():
             counters.close()
@@ -255,7 +253,7 @@ class Fronts:
         return urls
 
     def counters(self, name: str) -> tuple[SharedCounters, int]:
-        """Returns the shared counters for the front ``name`` ("http-0"), and the number of the front's row in them."""
+        """Returns the ``SharedCounters`` with the front ``name`` ("http-0"), and the number of the row with its counts."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol], int(row)
 
@@ -275,9 +273,10 @@ def automatic(cores: int, devices: Sequence[str]) -> int:
 
 
 def of_one(options: Options, count: int) -> Options:
-    """Returns the options for one of ``count`` fronts of a protocol. Limits that hold for all fronts together are divided.
+    """Returns the options for one of ``count`` fronts of a protocol.
 
-    Each front's limit on bytes is at least the size of the largest allowed request.
+    The limits on requests in flight and on bytes of requests are divided by ``count``. The divided limit on bytes has room for
+    the largest allowed request if the undivided limit has room for this request.
     """
     http, grpc = options.http, options.grpc
     if count == 1:

@@ -49,7 +49,7 @@ class Event(msgspec.Struct, frozen=True, tag="event"):
 def main(seconds: float) -> str:
     """Writes the state of the GPUs every ``seconds`` seconds, and each error of a GPU at once, to standard output.
 
-    Ends when nobody reads standard output any more. Returns why the GPUs cannot be read, or "".
+    Returns "" once nobody reads standard output any more. Returns an error message as soon as the GPUs cannot be read.
     """
     try:
         import pynvml

@@ -3,7 +3,7 @@
     run ─▶ the process starts ─▶ reports states every 2 s ─▶ ``gpus``      it ends ─▶ logged once ─▶ started again after 60 s
                               └─ reports an error of a GPU ─▶ log, ``errors``
 
-Nothing waits for that process. If it hangs with the driver, its last report is dropped after 10 s.
+The daemon never waits for the process, which may hang in the GPU driver. ``gpus`` is empty if no report came in the last 10 s.
 """
 
 from __future__ import annotations

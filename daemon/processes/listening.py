@@ -1,10 +1,10 @@
 """Opens the listening sockets for all fronts. The supervisor binds them, or the service manager passes them (sd_listen_fds(3)).
 
-The sockets outlive every front: connections that clients open while a front is replaced wait in the backlog. The service
-manager sets these variables. The names are those that FileDescriptorName= gives in the sockets' units. A socket without a name
-is for HTTP:
+Connections that clients open while a front is replaced wait in the backlog of the socket. The service manager passes sockets
+as the descriptors from 3 on. FileDescriptorName= in a socket's unit names the protocol, http or grpc. A socket whose unit
+names none is for HTTP. For three sockets, the service manager sets these variables:
 
-    LISTEN_PID=<this process>  LISTEN_FDS=3  LISTEN_FDNAMES=http:http:grpc      descriptors 3, 4 and 5
+    LISTEN_PID=<this process>  LISTEN_FDS=3  LISTEN_FDNAMES=http:http:grpc
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 class ListenError(Exception):
-    """Raised if a listening socket cannot be bound or taken over. ``key``: the option at fault, "address" or "port"."""
+    """Raised if a listening socket cannot be bound or used. ``key``: "port" if the port is at fault, or else "address"."""
 
     def __init__(self, message: str, key: str = "address") -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class ListenError(Exception):
 def named(section: str, port: str = "port") -> Iterator[None]:
     """Adds the name of the wrong option, such as ``http.port``, to the text of a ListenError that the ``with`` block raises.
 
-    The name is ``section``, a dot and the error's ``key``. ``port``: the name of the option for the port in this section.
+    The name is ``section``, a dot, and then ``port`` if the port is wrong, or else "address".
     """
     try:
         yield
@@ -103,10 +103,10 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a listening socket for each address, as ``listen`` does. If one cannot be bound, closes the others.
+    """Binds a listening socket for each address: a Unix socket for ``unix:PATH``, else a TCP socket on ``port``.
 
     ``protocol``: "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits.
-    Raises ListenError if a socket cannot be bound.
+    If a socket cannot be bound, closes the sockets that were bound, and raises ListenError.
     """
     made: list[Listener] = []
     try:

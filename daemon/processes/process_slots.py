@@ -28,9 +28,9 @@ _MAX_START_DEATHS = 5
 
 
 def retried(what: str, call: Callable[..., object], *words: object, told: bool = False) -> None:
-    """Calls a function. If it raises OSError, because the host lacks something, calls it again every second until it succeeds.
+    """Calls ``call(*words)``. If the call raises OSError, the event loop repeats the call every second until it succeeds.
 
-    ``what``: a sentence for the log about what fails. ``told``: True if the sentence was logged already.
+    ``what``: a sentence that is logged at the first failure. ``told``: True if the sentence must not be logged.
     """
     try:
         call(*words)
@@ -60,7 +60,7 @@ class MemoryKills:
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
-        """Returns whether the kernel killed a process of the cgroup for lack of memory since the last call of ``grew``."""
+        """Returns whether the kernel killed a process of this object's control group for want of memory since the last call."""
         before, self._last = self._last, self._count()
         return self._last > before
 
@@ -80,8 +80,7 @@ class ProcessSlots:
         Args:
           options: the delays before a dead process is replaced.
           needs: returns whether a dead process should be replaced now.
-          gives_up: asks the daemon to stop because a process cannot be replaced. Returns False if the daemon goes on without that
-          process.
+          gives_up: asks the daemon to stop and returns True, or returns False if the dead process should be replaced.
         """
         self._options = options
         self._needs = needs
@@ -113,7 +112,7 @@ class ProcessSlots:
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a process died for want of memory. Counts the death in the metrics if the process was needed."""
+        """Sets ``dead.out_of_memory``, and counts the death in the metrics if a new process should replace ``dead``."""
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1
@@ -127,11 +126,11 @@ class ProcessSlots:
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Calls ``start`` after a delay, to start a new process in place of ``dead``.
+        """Calls ``start`` after a delay if a new process should replace ``dead``.
 
-        If ``start`` raises OSError, it is called again every second. It is not called if nobody needs the process by then.
-        If no process of this name was ever ready, the daemon is asked to stop in two cases: ``dead`` reported that it cannot
-        use its device, or five processes of this name have died. If the daemon stops, ``start`` is not called.
+        If ``start`` raises OSError, the event loop calls ``start`` again every second.
+        If no process with the name of ``dead`` was ever ready, the daemon may be asked to stop instead. This happens only if
+        ``dead`` reported that it cannot use its device, or if five processes with this name have died.
         ``doing``: what ``dead`` did, for the log, such as " while loading model 'm' version 1", or "" if unknown.
         """
         if not self._needs(dead):
@@ -182,10 +181,10 @@ class Backoff:
         self.deaths = 0
 
     def died(self, lived_ns: int, served: bool) -> float:
-        """Counts the death of a process, and returns how many seconds to wait before it is replaced.
+        """Returns how many seconds to wait before a dead process is replaced. The delay doubles at each call, to a maximum.
 
-        ``lived_ns``: how many nanoseconds the process ran. If it ran 60 s or more, the delays begin anew. ``served``: whether the
-        process had been ready. If so, the delay is at most 1 s.
+        ``lived_ns``: how many nanoseconds the process ran. If it ran 60 s or more, the delay is the shortest again.
+        ``served``: whether the process was ever ready. If so, the delay is at most 1 s.
         """
         if lived_ns >= HEALTHY_NS:
             self.deaths = 0

@@ -62,10 +62,10 @@ class Shutdown:
                 await self._hurry.wait()
 
     async def finish(self, children: Mapping[int, Child], deadline_ns: int) -> None:
-        """Asks the child processes to stop, and waits until all are gone, the deadline has passed, or a second signal has come.
+        """Asks the processes in ``children`` to stop, and waits until this mapping is empty.
 
-        ``children``: the caller must remove each child that has died from this mapping, and then call ``child_died``.
-        ``deadline_ns``: a time of CLOCK_MONOTONIC.
+        The wait also ends at ``deadline_ns``, a time of CLOCK_MONOTONIC, and when a second SIGTERM or SIGINT comes.
+        ``children``: processes by number. Whoever removes a dead process from this mapping must then call ``child_died``.
         """
         for child in children.values():
             child.stop(deadline_ns - time.monotonic_ns())

@@ -1,9 +1,8 @@
-"""Starts child processes before an event loop runs, and before the supervisor imports most of its own modules.
+"""Starts the supervisor's child processes: fronts and workers.
 
-    spawn ─▶ the child imports its modules ─▶ ``tensord.daemon.processes.child.Child.adopt`` takes the child over ─▶ Start
-
-Imports take most of a process's start. A child that is not taken over ends with this process, or when its channel is closed.
-Call these functions from the main thread only, because the kernel's parent-death signal is tied to the calling thread.
+``tensord.daemon.processes.child.Child.adopt`` takes over a process that was started. A child process that is not taken over
+ends when the supervisor ends, or when the supervisor closes its socket to the child process.
+Start child processes from the main thread only: if the thread that started a child ends, the kernel kills the child.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def spawn(
     """Starts ``python -m module`` as a child process.
 
     Args:
-      arguments: the program's arguments. A further argument for the control channel is added.
+      arguments: the arguments of the program. The option ``--control-fd`` for a socket to this process is added.
       environment: variables that the child gets in addition to the variables of this process.
       pass_fds: descriptors that the child inherits, under the same numbers.
     Raises OSError if no memory, process id or file descriptor is free.
@@ -95,7 +94,7 @@ def spawn_workers(
 
 
 def end(workers: Collection[tuple[Device, Spawned]]) -> None:
-    """Kills worker processes that no ``Child`` has taken over, and waits until they are gone."""
+    """Kills all ``workers`` and waits until the processes are gone. Call it before a ``Child`` takes over any of them."""
     for _, worker in workers:
         worker.process.kill()
     for _, worker in workers:

@@ -105,7 +105,7 @@ def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses)
 
 
 class Watchdog:
-    """Kills child processes that exceed a time limit. ``options`` returns the options that apply now."""
+    """Kills child processes that exceed a time limit. ``options``: returns the daemon's options, which contain the limits."""
 
     def __init__(self, workers: WorkerPool, fronts: Fronts, notifier: Notifier, options: Callable[[], Options]) -> None:
         self._workers = workers

@@ -1,8 +1,6 @@
-"""Starts and replaces the worker processes, one for each device and for each isolated model, and receives their records.
+"""Starts, replaces and stops the worker processes of the daemon, and receives the records that the workers send.
 
-start ─▶ ChildReady ─▶ fronts open lanes ─▶ Loaded, Unloaded, replies ─▶ the worker dies ─▶ a new worker starts
-
-``isolate`` starts and stops the workers that serve only one model: "worker-0#m" on "cpu:0#m" serves only the model "m".
+Each device has one worker that models share. The worker named "worker-0#m" serves only the isolated model "m".
 """
 
 from __future__ import annotations
@@ -59,9 +57,9 @@ class WorkerPool:
           program: the Python module that the workers run.
           options: returns the options that apply now.
           next_incarnation: returns a number for a new process.
-          said: called with a worker and a record from the worker, except for records that only this pool needs.
-          died: called with each worker that has ended, and its device.
-          dismissed: called with each worker that is stopped on purpose.
+          said: called with a worker and a record that the worker has sent. Not called for the record Reply.
+          died: called with a worker and the worker's device after the worker has ended for any reason.
+          dismissed: called with a worker when ``isolate`` or ``restart`` begins to stop the worker.
         """
         self._options = options
         self._next_incarnation = next_incarnation
@@ -80,7 +78,7 @@ class WorkerPool:
         self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
-        """Takes over the first workers, each with its device. Raises OSError if no file descriptor is free."""
+        """Adds the first workers, which the caller has started. Raises OSError if no file descriptor is free."""
         self._shared_slots = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
         for name, (device, process) in zip(self._shared_slots, spawned, strict=True):
             self._adopt(name, device, process)
@@ -194,7 +192,7 @@ class WorkerPool:
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:
-        """Returns the options for one worker. Workers that models share divide the response cache's bytes equally."""
+        """Returns the options for a worker. Divides the response cache's bytes by the number of workers that models share."""
         options = self._options()
         cache = msgspec.structs.replace(
             options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_slots))
@@ -274,10 +272,10 @@ class Leftovers:
         self._looks: set[asyncio.Task[None]] = set()
 
     def end(self, worker: str, mark: str) -> None:
-        """Begins to kill the processes that the models of a dead worker have left running.
+        """Begins to kill the processes that the models of a dead worker have started and left running.
 
-        ``worker``: the name of the worker, for the log. ``mark``: the value of the environment variable by which the processes
-        are found, or "" if the worker started none.
+        ``worker``: the name of the worker, for the log. ``mark``: how the variable ``_TENSORD_MARK`` in the environment of
+        these processes begins. If ``mark`` is "", no process is killed.
         """
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))
@@ -285,7 +283,7 @@ class Leftovers:
             task.add_done_callback(self._looks.discard)
 
     async def ended(self) -> None:
-        """Waits until the processes left by dead workers are gone, which ``end`` kills in the background."""
+        """Waits until the processes that ``end`` has begun to kill are gone."""
         await asyncio.gather(*self._looks)
 
     async def _end(self, worker: str, mark: str) -> None:
@@ -297,16 +295,16 @@ class Leftovers:
 
 
 class Orphans:
-    """Waits for orphaned processes when the daemon is process 1 of a container, so that no orphan stays as a zombie.
+    """Reaps the orphaned processes that the daemon inherits as process 1 of a container, so that no orphan stays a zombie.
 
-    ``own``: returns the child processes that the daemon started, which other code waits for.
+    ``own``: returns the child processes that the daemon has started. These child processes are not reaped.
     """
 
     def __init__(self, own: Callable[[], Iterable[Child]]) -> None:
         self._own = own
 
     def watch(self) -> None:
-        """Starts to reap orphaned processes that have ended, at once and whenever a child process of the daemon ends."""
+        """Reaps the zombie processes that this process, as process 1, has inherited. Does so now and at every later SIGCHLD."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         self._reap()
 

@@ -60,10 +60,10 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
 
 
 def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
-    """Returns whether the registration ``request`` has the same owner and the same memory as the existing ``region``.
+    """Returns whether ``request`` registers the memory of the existing ``region`` again, for the same user or TCP host.
 
-    POSIX shared memory with the same key counts as the same memory.
-    ``peer``: the client that sent the request. ``sealed``: the memfd that came with the request, or -1.
+    POSIX shared memory without a memfd is the same memory if key, offset and size are equal.
+    ``peer``: the client that sent ``request``. ``sealed``: the memfd that the client sent, or -1 if the client sent no memfd.
     """
     there = region.request
     if peer.owner != region.peer.owner or request.byte_size != there.byte_size:
@@ -83,11 +83,11 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
 def check_bounds(
     options: RegionsOptions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
 ) -> None:
-    """Checks the number and the bytes of regions against the limits, as if a region of ``byte_size`` bytes were added.
+    """Checks whether the limits in ``options`` allow a new region ``name`` of ``byte_size`` bytes.
 
-    There are limits for all regions, and for the regions of one user or host.
     ``peer``: the client that registers the new region. ``registered``: the client and the bytes of each existing region.
-    Raises InvalidArgument if the region alone is too large. Raises Unavailable if there is no room beside the other regions.
+    Raises InvalidArgument if the new region is larger than one region may be. Raises Unavailable if there would be too many
+    regions or too many bytes, either in all regions together or in the regions of the user or TCP host of ``peer``.
     """
     if byte_size > options.max_byte_size:
         raise refused(name, f"{byte_size} bytes, at most {options.max_byte_size} are allowed")

@@ -1,4 +1,4 @@
-"""The record of a region that a client has registered: the request, the client, and the state."""
+"""Defines what the daemon stores of a registered region, such as the region's state and the client that registered it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RegisteredRegion:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_near(self, worker: WorkerProcess) -> bool:
-        """Returns whether the region's memory is on the worker's GPU. Returns True also if it is on no worker's GPU."""
+        """Returns False if the region's memory is on a GPU that only other workers use. Otherwise returns True."""
         return self.device in ("", gpu_of(worker.device))
 
     def close(self) -> None:
@@ -97,13 +97,13 @@ def is_owner(peer: Peer, owner: Peer) -> bool:
     """Returns whether a region that the client ``owner`` registered also belongs to the client ``peer``.
 
     A region from a Unix socket belongs to all clients of the same user on a Unix socket. A region from TCP belongs to all
-    clients on TCP. Every region belongs to the operator, too.
+    clients on TCP. Every region also belongs to the clients on the daemon's control socket.
     """
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
 
 
 class EndWatch:
-    """Calls ``ended`` once, when the descriptor ``end`` becomes readable. A duplicate of ``end`` is watched."""
+    """Calls ``ended`` once, when the file descriptor ``end`` becomes readable. The caller may close ``end`` at any time."""
 
     def __init__(self, end: int, ended: Callable[[], None]) -> None:
         self._fd = os.dup(end)
@@ -116,12 +116,12 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Stops watching the descriptor, so that the callback ``ended`` is not called, until ``resume``."""
+        """Stops watching the constructor's file descriptor. ``ended`` is not called until ``resume`` is called."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Watches the descriptor again. If it became readable meanwhile, ``ended`` is called soon."""
+        """Ends a ``pause``: calls the constructor's ``ended`` as soon as the constructor's file descriptor is readable."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._readable)
 

@@ -1,18 +1,18 @@
 """Registers clients' shared-memory regions by name on the workers. The supervisor keeps their descriptors and maps none.
 
-    system      the first worker opens the object by its key and returns a descriptor, which all other workers get
-                a worker that replaces another gets every descriptor again, even if the client has unlinked the object
-    CUDA        every worker of that GPU opens the handle at once, other workers when a request needs the region there
-                if no worker has a GPU, all open it at once, and copy through the host
+For a POSIX region, one worker opens the memory by its key and returns a file descriptor. The supervisor sends the descriptor to
+all other workers, and later to each new worker. So a new worker gets the memory even if the client has unlinked the key.
 
-    REGISTERING ──▶ REGISTERED ──unregister──▶ UNREGISTERING: its name is free, and it is listed until no request uses it
-                     │      ▲
-                     ╰▶ RENEWING   the owner registers it again: all workers open its memory anew, or the region stays as it is
+For a CUDA region, the workers on the memory's GPU open the memory when the region is registered. A worker on another GPU opens
+it when a request on that worker first uses the region. If no worker has a GPU, all workers open it at the registration.
 
-A region is registered on all workers that can use it or on none. All kinds of region share one namespace, as in Triton. A
-region that was registered over a Unix socket can be unregistered by the same user and the operator, and a region that was
-registered over TCP by everybody. With ``regions.reclaim`` a user's region ends with the process or the connection that
-registered it.
+A region is registered on all workers that can use it or on none. Names are unique over all kinds of regions, as in Triton. An
+unregistered region is listed until no request uses it, but its name is free at once. If its owner registers a region again, all
+workers open its memory again. If a worker cannot open the memory, the region stays as it was.
+
+A region that was registered over a Unix socket can be unregistered by clients of the same user on a Unix socket, and over the
+daemon's control socket. A region that was registered over TCP can be unregistered by every client. The option
+``regions.reclaim`` can make a user's region end with the process or the connection that registered it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _KINDS = {"system": "system", "cuda": "CUDA"}
 
 
 class Chosen(msgspec.Struct):
-    """The answer of the first worker that has opened a region. ``access`` says how every worker accesses the region's memory."""
+    """A worker's JSON reply after it opened the POSIX memory of a region. ``access``: how all workers access this memory."""
 
     access: str
 
@@ -80,14 +80,15 @@ class RegionRegistry:
     async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
         """Registers a client's region on every worker that can use the region.
 
-        If the same client has registered this region before, the workers open its memory again. After an error, the registered
-        regions are as before. The caller must close ``end`` and ``sealed``.
+        If the client's user or host has registered the same memory under this name before, the workers open the memory again.
+        After an error, the registered regions are as before. The caller must close ``end`` and ``sealed``.
         Args:
           peer: the client.
           end: a file descriptor that becomes readable when the region should be unregistered, or -1.
-          sealed: a memfd with the region's memory and checked seals. If it is -1, the request's key names the memory.
-        Raises AlreadyExists if another region has the name.
-        Raises InvalidArgument, Unsupported or Unavailable if the request is wrong, not allowed or beyond a limit.
+          sealed: a memfd with the memory, whose seals the caller has checked. If it is -1, ``request`` names the memory.
+        Raises AlreadyExists if the name belongs to a region with other memory, or to a region of another user or host.
+        Raises InvalidArgument if a value in ``request`` is not allowed. Raises Unsupported if the options allow no regions.
+        Raises Unavailable if there are too many regions or too many bytes in regions, or if no worker can use the region now.
         Raises ServingError if a worker refuses the region.
         """
         region_checks.check_form(self._options, request)
@@ -162,7 +163,7 @@ class RegionRegistry:
             region.watch = EndWatch(end, lambda: self._reclaim(region))
 
     def _reclaim(self, region: RegisteredRegion) -> None:
-        """Unregisters a region because its process or connection has ended."""
+        """Begins to unregister a region because the client that registered it has exited or closed its connection."""
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
             _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
@@ -344,9 +345,9 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns a JSON array of all that is known of the regions with this name. ``name`` "" means all regions.
+        """Returns a JSON array with a description of each region that has this name. ``name`` "" means all regions.
 
-        Raises NotFound if no region has the name.
+        Raises NotFound if ``name`` is not "" and no region has this name.
         """
         found = [region for region in self._all if name in ("", region.request.name)]
         if name and not found:

@@ -1,11 +1,10 @@
-"""Counts the memory of a front's arenas that each connection and each client holds, and limits each to a part of the arenas.
+"""Counts the bytes of arenas that each connection and each client of a front holds, and limits them.
 
-    request arena      memory of request bodies and messages, from the first byte until the request is answered
-    response arenas    memory of answers that the client has not read yet
+    for requests    bytes of the front's arena, from the first byte of a request until the request is answered
+    for answers     bytes of the workers' arenas, until the client has read the answer
 
-A connection or client at its limit waits until some of its memory is given back. One that holds nothing may always have one
-lease, so that every allowed size is possible. A client is a user on a Unix socket, or a host on TCP. Because programs with one
-address cannot be told apart, a client's limit does not apply to small leases, and is higher for medium leases.
+A client is a user on a Unix socket, or a host on TCP. A client that holds no bytes for requests may always have one lease,
+however large. ``ClientAccount.limit_of`` returns a client's limit, which depends on the size of the lease.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Sizes = tuple[int, int, int]
 class Holdings:
     """Stores how many arena bytes one connection or client holds for requests, and how many for answers.
 
-    ``limit``: the most bytes for each of the two.
+    ``limit``: a limit in bytes, which applies to requests and to answers separately.
     """
 
     __slots__ = ("answers", "limit", "requests")
@@ -42,7 +41,7 @@ class Holdings:
 class ClientAccount(Holdings):
     """Counts the arena bytes that one client holds, over all connections of the client.
 
-    ``sizes``: the most bytes of a small lease, the most bytes of a medium lease, and the arena's bytes (see ``limit_of``).
+    ``sizes``: the bytes of the largest small lease, of the largest medium lease and of the whole arena. ``limit_of`` uses them.
     """
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
@@ -141,7 +140,7 @@ class Accounts:
     """Opens and closes the accounts of a front's connections. Each counts the arena bytes that its connection holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Starts without any connection's account. ``options``: the configured limits on arena memory.
+        """Stores the limits on arena memory from ``options``, and the sizes by which a lease is small, medium or large.
 
         A lease of up to ``small_byte_size`` bytes is small, and a larger lease of up to ``medium_byte_size`` bytes is medium.
         """
@@ -153,7 +152,7 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens an account of the arena bytes that a connection holds. ``owner`` is the client, a user (unix) or a host (TCP)."""
+        """Opens an account for a new connection. ``owner``: the client's user ("uid 1000") or TCP host ("tcp 10.0.0.5")."""
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()
@@ -181,5 +180,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns how many bytes a ``share`` of a full-size arena has, or sys.maxsize (no limit) if ``share`` is 1 or more."""
+    """Returns ``share`` times ``options.max_byte_size``, rounded down. Returns sys.maxsize if ``share`` is 1 or more."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

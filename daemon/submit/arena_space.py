@@ -1,9 +1,9 @@
-"""Lends memory of a front's request arena to requests, and queues requests for which there is no memory now.
+"""Lends memory of a front's request arena to requests. A request for which there is no memory now waits in a queue.
 
-small, medium, large     each size has its own queue, because a small request does not need the memory that large ones wait for
-a queue                  the client that holds the least memory comes first, then the request that came first; a client at its
-                         limit (``tensord.daemon.submit.accounts``) is skipped. Held memory is counted in the arena's blocks
-arriving                 bodies that are still incomplete may take only a part of the arena, so that complete ones find room
+Small, medium and large requests wait in three separate queues. In each queue, the client that holds the fewest bytes of the
+arena is served first. A client that holds as many bytes as it may hold (``tensord.daemon.submit.accounts``) is skipped.
+
+Medium and large requests whose bodies are still arriving may together take only a part of the arena.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnLease = Callable[[Lease | ServingError], None]
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request that waits for memory. It gives up at ``give_up``, a time of the event loop's clock."""
+    """A request that waits for arena memory. The request fails when the event loop's clock reaches ``give_up``, in seconds."""
 
     give_up: float
     byte_size: int
@@ -64,7 +64,7 @@ class ArenaSpace:
 
         Returns None if no memory is free now, if the limits of ``account`` forbid it, or if a waiting request comes first.
         Args:
-          account: counts the memory for a connection. If it is None, the memory is not counted.
+          account: the account of the client's connection, which counts the memory. If it is None, the memory is not counted.
           arriving: whether the content is still arriving from a client. Call ``arrived`` when it is complete.
         Raises InvalidArgument if the arena could never lend so many bytes. Raises Unavailable if the host has no memory.
         """
@@ -95,14 +95,14 @@ class ArenaSpace:
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a request for memory, after ``loan`` has returned None.
+        """Queues a request for memory. Call it after ``loan`` has returned None for the request.
 
         Args:
           byte_size: the number of bytes that the request needs.
-          on_lease: called once, later, with a lease, or with Unavailable when ``wait_seconds`` have passed.
+          on_lease: called once, later, with a lease, or with Unavailable if the request has waited too long.
           now: the time of the event loop in seconds.
-          account: counts the memory for a connection. If it is None, the memory is not counted.
-          arriving: whether the content is still arriving from a client. Such requests may use only a part of the arena.
+          account: the account of the client's connection, which counts the memory. If it is None, the memory is not counted.
+          arriving: whether the content of the request is still arriving from a client.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1

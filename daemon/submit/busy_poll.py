@@ -1,4 +1,4 @@
-"""Makes a front poll while answers are about to come, because waking a sleeping process takes tens of microseconds."""
+"""Makes a front poll its lanes for answers for a short time before it sleeps, which saves the time to wake the process."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Starts to poll for answers after requests were sent, unless many requests are in flight."""
+        """Lets the front poll for answers for a short time before it sleeps, if one to four requests are in flight."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:
                 self._begin()
 
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
-        """Polls a worker's lane for a short time for the answer to the request just sent. No other request may be in flight.
+        """Makes a front poll for a short time for the answer to the only request in flight.
 
-        If several requests were in flight shortly before, this method returns at once and makes the event loop poll.
+        Either polls the lane of ``worker`` and then returns, or returns at once and makes the event loop poll afterwards.
         Args:
           ready: takes a timeout in ms, and returns a true value if the lane of the worker can be read.
-          receive: reads from the lane of ``worker``, and returns False if the lane has ended.
+          receive: reads from the lane. Returns whether the lane is open and ``worker`` has a request left to answer.
         """
         self._lone += 1
         if self._lone < _MANY:
@@ -64,7 +64,10 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Stores how long the front waited for answers. Call it before the answered requests are removed from ``in_flight``."""
+        """Notes how long the front has waited for the answers that it has just read.
+
+        Call it while the answered requests are still in the instance's ``in_flight``.
+        """
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

@@ -96,7 +96,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def holds_up(self) -> bool:
-        """Returns whether answers to later requests wait for the answer to this request, and hold memory meanwhile."""
+        """Returns whether the front has answers to later requests that may only be sent after the answer to this request."""
         return False
 
     @property
@@ -113,7 +113,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         Args:
           prepared: the part of the answer that repeats.
           record: the rest of the answer.
-          lane: the lane in whose arena the answer's tensors lie. If it is None, this process has made the answer, an error.
+          lane: the lane in whose arena the answer's tensors lie, or None if the answer is an error that the front itself made.
         """
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def fail(self, error: ServingError) -> None:
-        """Passes an error to ``completed`` as the final answer. An exception of ``completed`` is logged."""
+        """Calls ``self.completed`` to answer the request with ``error``. An exception of this call is logged, not raised."""
         record = AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message)
         try:
             self.completed(LAST, record, None)

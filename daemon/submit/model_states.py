@@ -61,7 +61,7 @@ class ModelStates:
         self._changed(state.name)
 
     def remove(self, gone: ModelGone) -> None:
-        """Removes the state of the version in ``gone``, and the states of the models that compute the version's derivatives."""
+        """Removes the states of the version in ``gone`` and of its derivatives, such as "M.pull_back" for the model "M"."""
         state = self._remove(gone.name, gone.version)
         for each in () if state is None else state.derivatives:
             self._remove(each.name, gone.version)
@@ -91,8 +91,8 @@ class ModelStates:
         """Returns the state of a model version that serves requests. ``version`` 0 means the newest version that serves.
 
         A version whose workers are being replaced still serves: requests for it wait.
-        Raises NotFound if the model or the version is unknown, failed to load, or is not to be served.
-        Raises Unavailable if the version is being loaded, or if it cannot be served now for another reason.
+        Raises Unavailable if the version does not serve now, but the daemon expects it to serve later.
+        Raises NotFound if the daemon does not expect the version to serve, or if the model or the version is unknown.
         """
         if not version and name in self._newest:
             return self._newest[name]
@@ -119,8 +119,8 @@ class ModelStates:
         """Returns the state of a model version that serves or is being loaded.
 
         ``version`` 0 means the newest version that serves or, if none serves, the newest that is being loaded.
-        Raises NotFound if the model or the version is unknown, failed to load, or is not to be served.
-        Raises Unavailable if the version cannot be served now.
+        Raises Unavailable if the version is not being loaded now, but the daemon expects it to serve later.
+        Raises NotFound if the daemon does not expect the version to serve, or if the model or the version is unknown.
         """
         versions = self._models.get(name, {})
         if version:
@@ -159,10 +159,10 @@ def malformed_version(text: str) -> InvalidArgument:
 
 
 def parse_version(model: str, text: str) -> int:
-    """Returns the version number in ``text``, which must consist of digits.
+    """Returns the version number in ``text``. The caller must have checked that ``text`` consists of digits.
 
     ``model``: the model's name, for error messages.
-    Raises InvalidArgument if the number is too large for an int64. Raises NotFound if it is 0, which is no version.
+    Raises InvalidArgument if the number exceeds an int64 or ``text`` has over 40 digits. Raises NotFound if the number is 0.
     """
     number = int(text) if len(text) <= 40 else _LIMIT + 1
     if number > _LIMIT:

@@ -1,12 +1,9 @@
-"""Places a request's tensors where a worker reads them: in its message, in the request arena or in a client's region.
+"""Places the input tensors of a request where a worker can read them, and sends the request.
 
-    UnsentRequest ─▶ begin ─▶ small tensors are put into the message, large ones into the arena ─▶ Submitter
-                          ╰─ if the arena is full, the request waits for memory
-
-Large tensors lie in the arena already if their bodies arrived there (``tensord.daemon.front.large_body``). A large tensor that
-came as JSON gets memory in the arena like the others, and ``fill`` later converts the JSON into this memory.
-
-lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, so that an executable can use it in place
+Small tensors go into the request's record. Large tensors are copied into the front's request arena. If the arena has no room,
+the request waits for memory. A tensor that already lies in the request arena or in a client's region is not copied.
+A large tensor that came as JSON gets memory in the request arena, and ``fill`` converts the JSON into this memory.
+A copied or converted tensor begins at a multiple of 64 bytes, so that an XLA executable can use it in place.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ class Unconverted(Protocol):
         """Returns how many bytes the tensor has at most after its JSON is converted. The exact size is known only then."""
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Converts the tensor's JSON and writes it to ``place``. Yields after each piece. Returns the tensor's size in bytes."""
+        """Converts the tensor's JSON into ``place``. Yields often so that other work can run. Returns the size in bytes."""
 
 
 class UnsentRequest(msgspec.Struct):
@@ -92,9 +89,10 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns how many bytes of the arena ``contents``, the tensors of a request, need.
+    """Returns how many bytes of the request arena a request still needs for its input tensors ``contents``.
 
-    Tensors in shared memory need none, nor do those that go into the record (see ``place``).
+    A tensor that lies in shared memory needs none. A tensor given as bytes needs none if the request's record has room for it.
+    ``inline_byte_size``: how many bytes of tensors a record may hold.
     """
     size, left = 0, inline_byte_size
     for content in contents:
@@ -111,11 +109,11 @@ def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) 
 def place(
     contents: Iterable[InputContent | Unconverted], lease: Lease | None, inline_byte_size: int
 ) -> tuple[Content, ...]:
-    """Returns the contents of a request's input tensors for the request's record, without the tensors that lie in regions.
+    """Returns, for each input tensor of a request, its bytes or its place in the arena. Leaves out tensors that lie in regions.
 
-    If a tensor and those returned as bytes before it have together at most ``inline_byte_size`` bytes, it is returned as bytes.
-    Otherwise it is copied into ``lease``, and its place in the arena is returned. A tensor that lies in the arena already is not
-    copied. For a tensor in JSON, a part of ``lease`` is kept free, into which ``fill`` later writes the tensor. ``lease`` may be
+    A tensor that lies in the arena already is not copied. A tensor given as bytes is returned as bytes if the returned bytes
+    then have at most ``inline_byte_size`` bytes in total. Otherwise the tensor is copied into ``lease``. A tensor in JSON
+    (``Unconverted``) gets a place in ``lease``, and the caller must then write the tensor there with ``fill``. ``lease`` may be
     None if no tensor needs it.
     """
     used, left = 0, inline_byte_size
@@ -143,10 +141,10 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts a request's JSON tensors to binary and writes them to the memory of ``lease``. Yields after each piece.
+    """Converts a request's JSON tensors into the memory of ``lease``. Yields often, so that the caller can do other work.
 
-    ``contents``: for each input that is in no region, its bytes or its place in the request arena. Returns ``contents`` with
-    the exact sizes of the JSON tensors. Raises InvalidArgument if data is wrong or does not fit the shape.
+    ``contents``: what ``place`` returned for ``inputs`` and ``lease``. Returns ``contents`` with the JSON tensors' exact sizes.
+    Raises InvalidArgument if a tensor's JSON is malformed, or does not fit the tensor's datatype and shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]

@@ -1,7 +1,7 @@
-"""Routes each request to the worker with the fewest requests in flight, of those that have its model and are near its regions.
+"""Chooses the worker for each request: among the workers that have the model, the one with the fewest requests in flight.
 
-The workers that can run a prepared request are cached by its number, until the models, the places of regions or the lanes
-change. A request of a sequence goes to the worker that has the sequence (``tensord.daemon.submit.sequences``).
+If the request's regions are on a GPU where the model may run, only workers on this GPU are considered.
+The module ``tensord.daemon.submit.sequences`` chooses the workers for requests of a sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOST = 4
 
 
 class Routing:
-    """Chooses the worker of each request, and owns the front's links to its workers."""
+    """Chooses the worker for each request of a front. Stores the front's connections to workers."""
 
     def __init__(self, table: ModelStates, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
         """Starts without workers.
@@ -140,7 +140,7 @@ class Routing:
         return False
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU that has most of the request's regions, or "" if no GPU has any or the model may not run on it."""
+        """If the model may run on the GPU with most bytes of the request's regions, returns this GPU. Otherwise returns ""."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 
@@ -152,7 +152,7 @@ class Routing:
 
 
 class RegionPlaces(dict[str, str]):
-    """Maps each region in GPU memory to its GPU."""
+    """Maps the name of each region in GPU memory to the GPU where the region lies, such as "cuda:1"."""
 
     __slots__ = ()
 

@@ -1,22 +1,20 @@
 """Routes the requests of a sequence to the worker that has it, and refuses those of a sequence that was lost with its worker.
 
-Only requests of models that keep sequences come here. A START is the first request of a sequence. Each worker lists its
-sequences on a page of shared memory.
+Only requests of models that keep sequences come here. The first request of a sequence is called its START. Each worker lists
+its sequences in memory that the fronts can read (``tensord.shm.sequence_page``). The first rule that applies decides:
 
-    the sequence                                     its request goes
-    has a START that is sent and not answered yet    to the worker that the START was sent to
-    is on the page of a worker                       to that worker; if on two pages, to the one that admitted it last
-    begins with this START                           to a worker with free slots or else the shortest backlog, by rendezvous
-    was lost with its worker                         nowhere: it is refused, until a START begins the sequence anew
-    is unknown                                       to some worker, which answers that the sequence was not begun
-                                                     (it first waits while there is no lane to one of the model's workers)
+1. If the START was sent and is not answered yet, the request goes to the worker that got the START.
+2. If a worker lists the sequence as unfinished, the request goes to this worker. If two workers do, it goes to the one that
+   accepted the sequence last.
+3. If the request is a START, it goes to a worker with room for another sequence. If no worker has room, it goes to the worker
+   where the fewest sequences wait for room. If workers are equal in this, rendezvous hashing chooses one, so that all fronts
+   mostly choose the same worker for a sequence.
+4. If this front has no lane yet to one of the model's workers, the request waits for this lane.
+5. If the sequence was lost with its worker, the request is refused.
+6. Otherwise the request goes to any worker of the model, which answers that the sequence was not begun.
 
-A worker writes a sequence on its page (``tensord.shm.sequence_page``) before it sends any answer of the sequence. So a client
-that waits for the answer to its START may go on through any front. A client that does not wait uses one connection, thus one
-front.
-
-Rendezvous hashing ranks the workers' devices in every front alike. So fronts mostly choose the same worker for a sequence,
-although they do not know of each other's requests.
+A worker lists a sequence before it sends any answer of the sequence. So a client that waits for the answer to its START may
+send the later requests to any front. A client that does not wait must send all requests of the sequence on one connection.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class SequenceRouting:
         Args:
           in_flight: all requests of the front that are in flight, by id.
           workers: the front's links to workers, by the number of the worker process.
-          most_lost: how many sequences of dead workers are remembered as lost.
+          most_lost: the most sequences that are remembered as lost because their worker died.
           clock: returns a time in seconds.
         """
         self._in_flight = in_flight
@@ -71,11 +69,11 @@ class SequenceRouting:
         self._dead: deque[int] = deque(maxlen=16)
 
     def model_changed(self, name: str, version: int) -> None:
-        """Drops the routing state of a model version, because the version has changed."""
+        """Forgets the cached ``SequencedModel`` of a model version. Call it when the state of the version has changed."""
         self._models.pop((name, version), None)
 
     def model(self, state: ModelState) -> SequencedModel:
-        """Returns the routing state for the sequences of a model version. It is valid until ``model_changed`` is called."""
+        """Returns the ``SequencedModel`` of a model version. It is valid until ``model_changed`` is called for this version."""
         model = self._models.get((state.name, state.version))
         if model is None:
             model = self._models[state.name, state.version] = SequencedModel(state)
@@ -121,8 +119,8 @@ class SequenceRouting:
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
         """Remembers the sequences of a dead worker as lost.
 
-        ``orphans``: the unanswered requests of the worker. Returns those that must not run on another worker, because their
-        sequence is lost.
+        Returns the requests of ``orphans`` whose sequence is lost. The caller must not send them to another worker.
+        ``orphans``: all unanswered requests of the worker.
         """
         self._dead.append(worker.incarnation)
         runs: dict[Key, list[InFlight]] = {}
@@ -219,7 +217,7 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 
 
 class SequencedModel:
-    """Stores how to find the sequences of a model version, and after how many idle seconds a front forgets a sequence."""
+    """Stores data of one model version with which ``SequenceRouting`` chooses the workers for the version's sequences."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 
@@ -231,7 +229,7 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns the ``workers`` on the GPU ``gpu``, or all workers if the model described by ``state`` may not run on that GPU."""
+    """Returns the ``workers`` on the GPU ``gpu``, or []. Returns all workers if the model of ``state`` may not run there."""
     if not is_meant_for(state, gpu):
         return workers
     return [worker for worker in workers if gpu_of(worker.device) == gpu]
@@ -246,7 +244,7 @@ def is_meant_for(state: ModelState, gpu: str) -> bool:
 
 
 class LostSequences:
-    """Remembers the latest sequences, at most ``most``, that were lost with their worker."""
+    """Remembers which sequences were lost because their worker died. ``most``: how many sequences are remembered at most."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -280,10 +278,10 @@ class LostSequences:
 
 
 def steps_behind(failed: Iterable[InFlight], in_flight: Iterable[InFlight]) -> list[InFlight]:
-    """Returns the requests that wait for a worker behind failed requests of their sequences, which would run on another state.
+    """Returns each request of ``in_flight`` that has no worker and came after a failed request of the same sequence.
 
     ``failed``: requests that have failed and were never sent to a worker. ``in_flight``: all requests, in order of arrival.
-    A START, and what follows it, is behind no request before it.
+    If a client began the sequence again after the failed request, the requests from that START on are not returned.
     """
     last = {_sequence(request): request.record.request_id for request in failed if request.record.sequence_id}
     behind: list[InFlight] = []

@@ -1,17 +1,17 @@
-"""Sends a front's requests to workers, receives their answers, and runs requests again whose worker died.
+"""Sends a front's requests to workers, receives the answers, and sends the requests of dead workers to other workers.
 
 The steps of one request, in the order of this file:
 
-1. ``send`` stores the request under its id. ``routing`` chooses its worker, and its record is put on that worker's lane.
-2. If no worker can run it, it waits until one can, but not for too long.
-3. Records are sent: to an idle worker at once, to others at the end of the event loop's iteration, in one datagram each.
-4. The answer comes back on the lane. The request (``in_flight``) gets the answer, and the lane whose arena has its tensors.
-5. The request's owner calls ``release`` when the answer's bytes have been sent. Until then the answer's lease counts for the
-   connection. If its answers reach its limit, further requests of the connection are throttled (``throttle``).
+1. ``send`` stores the request under its id, chooses a worker and puts the request's record on the lane of this worker.
+2. If no worker can run the request now, the request waits for at most ``requests.worker_wait`` seconds.
+3. An idle worker gets a record at once. A busy worker gets the records of one event loop iteration together.
+4. The answer comes back on the lane. ``completed`` of the request is called with the answer and the lane.
+5. When the answer's bytes have been sent to the client, the front calls ``release``, which gives the memory back. Until then
+   the bytes count for the client's connection. If these bytes reach a limit, the connection's next requests must wait.
 
-From ``send`` until the request's end, the submitter owns its entry, its leases and its place on a lane, also if sending it
-fails. End of file on a lane only stops sending, because the worker might still write. Its requests run on other workers once
-the supervisor says that it is fenced. Each request gets exactly one final answer.
+After end of file on a lane, no more requests are sent on it. When the supervisor reports the death of the worker, each request
+that the worker has not answered is sent to another worker, or fails if it cannot safely run again. Each request that is not
+cancelled gets exactly one final answer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TIMER_SECONDS = 0.1
 
 
 class Submitter:
-    """Sends all requests of one front to workers, and owns the request arena. Each request gets exactly one final answer."""
+    """Sends all requests of one front to workers, and owns the arena in which the front stores the tensors of requests."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Submitter:
         is_behind: Callable[[], bool] = lambda: False,
         on_untaken: Callable[[int], None] = lambda worker: None,
     ) -> None:
-        """Creates the request arena of a front process, without workers.
+        """Creates a submitter that has no lanes yet, and an arena for the tensors of requests.
 
         Args:
           incarnation: the number of the front process, which no other process ever has.
@@ -131,18 +131,19 @@ class Submitter:
 
     @property
     def load(self) -> tuple[int, float]:
-        """Returns how many requests are in flight, and the fraction (0 to 1) of the workers that execute something right now."""
+        """Returns how many requests are in flight, and which fraction (0 to 1) of the connected workers runs a model now."""
         states = [worker.page.state[0] for worker in self._routing.workers.values() if not worker.closed]
         return len(self._in_flight), states.count(WorkerState.EXECUTING) / max(1, len(states))
 
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to a worker now, or when a worker can run it. The submitter then owns the leases of the request.
+        """Sends a request to a worker at once, or later if the request must wait.
 
-        The inputs must lie in the record of the request, in regions or in its leases. ``completed`` of the request gets exactly
-        one final answer, never before ``send`` returns. ``state``: the state of the model. If it is None, it is looked up.
-        Raises Unavailable if too many requests are in flight. After any exception the request was not sent and gets no answer.
+        After ``send`` has returned, ``request.completed`` is called with each answer, unless the request is cancelled. The
+        submitter gives ``request.leases`` back, even after an exception.
+        ``state``: the state of the request's model. If it is None, the submitter looks the state up.
+        Raises Unavailable if too many requests are in flight. If ``send`` raises any exception, the request gets no answer.
         """
         everything = self._in_flight
         try:
@@ -194,7 +195,7 @@ class Submitter:
             self._start_timer()
 
     def _send_again(self, request: InFlight) -> None:
-        """Sends a request that waited or lost its worker. An error becomes the answer."""
+        """Sends a request that had to wait or whose worker is gone. If sending fails, the request is answered with an error."""
         request.recalled = False
         try:
             self._route(request)
@@ -247,7 +248,7 @@ class Submitter:
         self._flush_later(request.worker)
 
     def _fail(self, request: InFlight, error: ServingError) -> None:
-        """Answers a request with ``error``, unless it was cancelled, and ends it."""
+        """Ends a request and gives its leases back. If the request was not cancelled, the client gets ``error`` as answer."""
         if not request.cancelled and request.record.request_id in self._in_flight:
             request.fail(error)
         self._finish(request)
@@ -489,14 +490,14 @@ class Submitter:
     def wait_for_room(
         self, byte_size: int, on_lease: OnLease, model: str = "", account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a request for memory of the request arena.
+        """Puts a client's request into the queue of requests that wait for memory in this front's arena.
 
         Args:
           byte_size: the number of bytes that the request needs.
-          on_lease: called once, later, with a lease, or with Unavailable when ``arenas.wait`` seconds have passed.
+          on_lease: called once, later, within about ``arenas.wait`` seconds. Its argument is a lease or the error Unavailable.
           model: the name of the model, under which a refusal is counted, or "" if it is not known.
           account: counts the memory for a connection. If it is None, the memory is not counted.
-          arriving: whether the content is still arriving from a client. Such requests may use only a part of the arena.
+          arriving: True if the request's body is incomplete. All incomplete bodies share one limited part of the arena.
         """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()
@@ -504,11 +505,11 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens a lane to a worker.
+        """Opens a lane to a worker. Closes an earlier lane to the same worker.
 
-        ``fds``: the socket of the lane and the worker's status and sequence pages, which the submitter then owns. If this
-        process has no file descriptor left, so that some are missing or a page cannot be mapped, ``on_untaken`` is called
-        instead.
+        ``fds``: three descriptors, of the lane's socket and of two shared pages in which the worker shows its state and its
+        sequences. The submitter closes all three. If one is missing, or a page cannot be mapped now, no lane is opened and
+        ``on_untaken``, an argument of the constructor, is called.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(descriptors.close, fds)
@@ -530,14 +531,14 @@ class Submitter:
         self._send_waiting()
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Updates the state of a model version. Requests that wait for the version are sent, or fail."""
+        """Stores ``state``, or removes the model version if ``state`` is ModelGone. Then tries again to send waiting requests."""
         self._routing.model_changed(state)
         self._send_waiting()
         self._model_changed.set()
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits while a model version is being loaded. Raises Unavailable if it takes over ``requests.worker_wait`` seconds."""
+        """Waits until a model version is not being loaded. Raises Unavailable after ``requests.worker_wait`` seconds."""
         try:
             async with asyncio.timeout(self._worker_wait):
                 while self.is_loading(model, version):
@@ -552,7 +553,7 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Runs the requests of a dead worker, which can no longer write, on other workers, or makes them fail."""
+        """Sends the unanswered requests of a dead worker to other workers. Fails each request that cannot safely run again."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return

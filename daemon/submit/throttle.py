@@ -1,10 +1,10 @@
-"""Counts the memory of answers, and holds back requests of connections and clients whose unread answers reach their limit.
+"""Decides which requests wait because their connection or their client has too many bytes of unread answers.
 
-    a connection is at its limit ─▶ its requests are withdrawn from the workers, and wait
-    a client is at its limit     ─▶ on all its connections, requests that would have large answers are withdrawn, and wait
-    answers have been sent       ─▶ as many requests go on as the limits allow, if each gets an answer as large as the last one
+    a connection is at its limit ─▶ all requests of the connection wait
+    a client is at its limit     ─▶ a request of the client waits if a request of the same kind had a large answer before
+    answers have been sent       ─▶ waiting requests may be sent, in the order in which they came on their connection
 
-The requests of one connection wait in their order. This module only decides: the submitter withdraws requests and sends them.
+Two requests are of the same kind if they have the same model, version and input shapes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests wait because their client's unread answers fill its share of memory.
+    """Decides which requests must wait until their client has read more bytes of earlier answers.
 
-    ``seconds``: how long a request waits at most.
+    ``in_flight``: the requests in flight, by id. ``seconds``: how long a request waits at most.
     """
 
     def __init__(self, in_flight: Mapping[int, InFlight], seconds: float) -> None:
@@ -56,9 +56,9 @@ class Throttle:
     ) -> Sequence[Callable[[InFlight], bool]]:
         """Counts an answer's bytes for the request's connection and client, until ``leave`` is called with ``key``.
 
-        Returns an empty sequence if both are below their limits. Otherwise the caller must ask workers to give back each sent
-        request for which a returned function returns True. ``worker``: the worker that has answered. ``key``: the lease of the
-        answer's memory. ``request``: the answered request. If it is None, because it has ended, the bytes count for no client.
+        Returns functions that take a request. The caller must ask workers to give back each request for which any function
+        returns True. ``worker``: the worker that sent the answer. ``key``: the lease of the answer's memory.
+        ``request``: the answered request. If ``request`` is None, the bytes count for no connection and no client.
         """
         size = 0
         for content in record.contents:
@@ -120,7 +120,7 @@ class Throttle:
         return True
 
     def _is_too_much(self, request: InFlight) -> bool:
-        """Returns whether ``request`` would get a large answer that its client has no room for."""
+        """Returns whether the client has too many unread bytes, and requests with this model and shapes had large answers."""
         account = request.account
         if account is None:
             return False
@@ -148,9 +148,9 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns waiting requests that may be sent now, after a connection has freed the memory of an answer.
+        """Removes and returns a client's waiting requests that the limits on unread answers allow to be sent now.
 
-        ``account``: the account of this connection.
+        Call it when a connection of the client has freed an answer's memory. ``account``: counts this connection's memory.
         """
         going = self._take(account)
         barred = self._barred.get(account.client)
@@ -162,9 +162,10 @@ class Throttle:
         return going
 
     def let_all_go(self) -> list[InFlight]:
-        """Removes the requests that may be sent now from the waiting requests of all connections, and returns them.
+        """Removes and returns all waiting requests that the limits on unread answers allow to be sent now.
 
-        A connection over its limit may still send one request at a time, if the connection's later answers wait for this request.
+        A connection at its limit may still send one request at a time, if answers that the connection already holds must be
+        sent after the answer to this request.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):
@@ -209,7 +210,7 @@ class Throttle:
                 del self._barred[account.client]
 
     def expired(self, now: float) -> Iterator[tuple[InFlight, Unavailable]]:
-        """Removes the requests that waited too long, and yields each with its error. ``now`` is the event loop's time."""
+        """Removes requests whose time limit has passed at the event-loop time ``now``. Yields each with its client's error."""
         for account, line in list(self.lines.items()):
             while line.waiting and (line.waiting[0][0] <= now or self._ended(line.waiting[0][1])):
                 _, request = line.waiting.popleft()

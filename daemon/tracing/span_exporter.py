@@ -1,17 +1,15 @@
-"""Makes spans from ended traces, and sends them to a collector over OTLP. Runs in the supervisor: no request waits for it.
+"""Makes spans from ended traces, and sends the spans to a collector over OTLP. Runs in the supervisor.
 
-    infer m      [----------------------------------------]     kind server; parent: the client's span, from ``traceparent``
+    infer m      [----------------------------------------]     a client's request; its parent is the client's span, if any
       receive    [--]
       queue          [-----]
       compute               [--------------------]
-        tokenize                [---]                           a span of the model's code (``tensord.models.span``); calls that
-                                                                the code makes in it become its children
+        tokenize                [---]                           a span that the model's code made with ``tensord.models.span``
       send                                         [-----]
-      infer step            [--------]                          another request that was made for this one, with such parts
+      infer step            [--------]                          a request to the model "step", made for the client's request
 
-    export ─▶ ExportTraceServiceRequest, until it has enough spans or has waited long enough ─▶ ``span_sender``, a thread
-
-A bounded number of spans waits while the collector does not answer; further spans are dropped and counted.
+A message is sent when it has OTEL_BSP_MAX_EXPORT_BATCH_SIZE spans, or OTEL_BSP_SCHEDULE_DELAY milliseconds after its first
+span. If OTEL_BSP_MAX_QUEUE_SIZE spans wait for the collector, new spans are dropped and counted.
 Source: OpenTelemetry's specification of traces, opentelemetry-proto.
 """
 
@@ -215,7 +213,7 @@ class SpanExporter:
             self._begin_message()
 
     async def close(self) -> None:
-        """Sends the spans that wait, for at most ``_CLOSE_SECONDS``."""
+        """Sends all spans that are not sent yet. Returns after at most ``_CLOSE_SECONDS``, even if some spans are not sent."""
         self._send()
         await asyncio.to_thread(self._sender.close, _CLOSE_SECONDS)
 

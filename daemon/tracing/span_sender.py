@@ -64,7 +64,7 @@ class SpanSender:
     def send(self, encode: Callable[[], bytes], spans: int) -> None:
         """Queues a message with ``spans`` spans.
 
-        ``encode`` is called in the sending thread, and returns the bytes of the message.
+        ``encode`` returns the bytes of the message. It is called later, in the thread of this ``SpanSender``.
         """
         self._waiting.put((encode, spans))
 

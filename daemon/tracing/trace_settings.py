@@ -1,10 +1,8 @@
-"""Holds the trace settings of all models and of single models. The supervisor owns them and sends them to fronts and workers.
+"""Stores trace settings for all models and for single models, and sends changed settings to fronts and workers.
 
-    defaults (configuration) ─▶ settings of all models ("") ─▶ settings of a model
-
-A setting without a value of its own has the value to its left, also if that changes later. Only the operator decides where
-traces are written.
-Source: Triton docs/protocol/extension_trace.md; keys, texts and inheritance as recorded from a Triton server.
+If a model has no value of its own for a setting, the current value for all models applies. If there is no value for all models,
+the value in the daemon's configuration applies. Clients cannot change where traces are written.
+Source: Triton docs/protocol/extension_trace.md. Names of settings and error messages are those of a Triton server.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,40}")
 
 
 def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
-    """Parses the trace settings that a client sent for ``model``, such as ``trace_rate``, each with a list of values.
+    """Parses the trace settings that a client sent for ``model``: a list of values for each setting, such as ``trace_rate``.
 
-    An empty list of values clears a setting, so that the inherited value applies. Unknown settings and levels are ignored.
-    Raises Unsupported if the client sets the trace file. Raises InvalidArgument if a value is invalid.
+    An empty list removes the model's own value of the setting. Unknown settings and unknown trace levels are ignored.
+    Raises Unsupported if ``settings`` has a "trace_file". Raises InvalidArgument if a value is invalid.
     """
     if "trace_file" in settings:
         raise Unsupported(FILE_REFUSED)
@@ -80,7 +78,7 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of the trace settings of one model or of all models. ``level`` adds up 1 for timestamps and 2 for tensors."""
+    """The values of the trace settings of one model or of all models. ``level`` is a bit mask: 1 timestamps, 2 tensors."""
 
     level: int
     rate: int
@@ -88,7 +86,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if tracing is on without a rate or a ``target`` (a file, or a collector's address)."""
+        """Raises InvalidArgument if ``level`` is not 0, but ``rate`` is 0 or ``target`` names no file or collector for traces."""
         if not self.level:
             return
         if not self.rate:
@@ -126,9 +124,10 @@ class _Scope:
 
 
 class TraceSettings:
-    """Stores each model's trace settings, and the settings of all other models under the name "".
+    """Stores trace settings by model name. A setting under "" applies to every model that has no own value for this setting.
 
-    ``known``: returns whether a model of this name is served. ``publish``: sends each change of settings to fronts and workers.
+    ``known``: takes a model's name and returns whether this model is served. ``publish``: called as ``publish(record, *fds)``
+    after a change, to send the record of the change to fronts and workers.
     """
 
     def __init__(self, options: TraceOptions, known: Callable[[str], bool], publish: Callable[..., None]) -> None:
@@ -194,7 +193,7 @@ class TraceSettings:
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """Returns the records that tell a new front all settings, each in a tuple with its file descriptors."""
+        """Returns tuples (record, *fds) to be sent to a new front or worker. Together the tuples contain all trace settings."""
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
@@ -209,6 +208,6 @@ class TraceSettings:
         }
 
     def close(self) -> None:
-        """Closes all counters that are shared with the fronts."""
+        """Closes all file descriptors of this object. Call it only once."""
         for scope in self._scopes.values():
             scope.close()

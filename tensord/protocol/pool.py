@@ -1,8 +1,7 @@
-"""The descriptor pool that holds every message of tensord; the modules of messages fill it.
+"""The descriptor pool of tensord's protobuf messages. Each module NAME_pb2 adds the messages of one .proto file to the pool.
 
-It is not protobuf's default pool, which the whole process shares and in which a name can be registered only once: tritonclient,
-kserve and grpcio's packages register the names of these files there, and models and tests import those packages, too. The
-message classes are made from descriptors at run time, so protobuf does not check which version of its compiler wrote them.
+The pool is not protobuf's default pool, in which each name can be registered only once. Packages that models may import, such
+as tritonclient and kserve, register some of the same names in the default pool.
 """
 
 from __future__ import annotations
