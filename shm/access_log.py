@@ -1,7 +1,7 @@
 """Writes a process's access log, which has a line for every n-th successful answer and for errors, at most ten errors a second.
 
-Fronts log HTTP and gRPC requests, and workers log the requests of clients that have a lane. In the JSON log format, each line
-has the fields of the answer in the object ``request``. In the text formats, the line's message is this object as JSON.
+Fronts log answers to HTTP and gRPC requests. Workers log answers to clients that have a lane. A JSON object describes each
+answer. In the JSON log format, it is the field ``request`` of the log line. In the text formats, it is the line's message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AccessLog:
     def log_every(self, every: int, count: int) -> None:
         """Makes the process log errors and each n-th successful answer, where n is ``every``. If n is 0, nothing is logged.
 
-        ``count``: how many successful answers the process has given so far.
+        ``count`` is the number of successful answers so far. If n has changed, answer ``count`` + n is logged next.
         """
         if every != self.every:
             self.every = every

@@ -1,16 +1,15 @@
 """An arena is shared memory for tensors of requests or answers, which one process passes to another.
 
-The process that has the ``Arena`` allocates blocks in it. The other process maps the segments with an ``ArenaMap``, and ends
-the lease of an answer by sending back its key. An arena has these segments:
+The process that has the ``Arena`` allocates blocks in it. The other process maps the arena's segments with an ``ArenaMap``.
+To end the lease of an answer, the other process sends back the lease's key. An arena has these segments:
 
-    segment 0   made at start, or when first needed; a buddy allocator divides it into blocks of 4 KiB x 2^n, at most a quarter
-    others      each is made for one tensor that does not fit into segment 0, and is kept for a later tensor of about this size
-    reserve     made for small tensors when segment 0 is full, even if the arena has reached its largest size
+    segment 0   has blocks of 4 KiB x 2^n, each at most a quarter of the segment; made at start, or when first needed
+    others      each is one block for which segment 0 has no room, and may be kept for a later block of about this size
+    reserve     has small blocks when segment 0 is full; it is not counted in the arena's size
 
-    block of a lease:  | offset (multiple of 4096) ... byte_size ... | unused up to the block's end |
-
-A lease's key is (segment, offset, generation). An arena never uses a generation twice. So a key that is wrong, or is sent back
-twice, is refused, and no block of another lease is freed. Not thread-safe: only one thread may use an arena.
+Each lease has one block, whose offset in the segment is a multiple of 4096 bytes. A lease's key is (segment, offset,
+generation). Each lease of an arena has a new generation, so a key that is wrong or is sent twice frees no block of another
+lease. Not thread-safe: only one thread may use an arena.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Lease(msgspec.Struct, eq=False):
 
 @functools.lru_cache(1024)
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns the size in bytes of the block that an arena allocates for a tensor of ``byte_size`` bytes.
+    """Returns the size in bytes of the block that an arena allocates for a lease of ``byte_size`` bytes.
 
     ``segment`` is the number of the block's segment. Sizes are rounded up to a power of two in segment 0, and to MiB in others.
     """
@@ -93,13 +92,13 @@ class Budget:
 
     @property
     def share(self) -> int:
-        """Returns how many bytes each arena may have even if the limit of all arenas is reached. This base class returns 0."""
+        """Returns how many bytes one arena may have, even if all arenas together exceed the limit. In this class it is 0."""
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Reserves ``byte_size`` bytes for a new segment of an arena. Returns False if the limit does not allow it.
+        """Reserves ``byte_size`` bytes for a new segment of an arena, which has ``held`` bytes so far. Returns True on success.
 
-        ``held`` is how many bytes the arena has so far. An arena may always grow to ``share`` bytes.
+        Returns False if all arenas together would exceed ``self.max_byte_size`` and this arena would exceed ``self.share``.
         """
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:
@@ -114,7 +113,7 @@ class Budget:
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment and returns True, or returns False if no segment is unused. Here it always returns False."""
+        """Closes nothing and returns False. A subclass may instead close an unused segment of one arena and return True."""
         return False
 
 
@@ -123,8 +122,8 @@ class Arena:
 
     Args:
       byte_size: the number of bytes of segment 0. It is rounded up to a power of two.
-      max_byte_size: the most bytes that all segments may have together, without the reserve segment for small tensors.
-      keep_byte_size: how many bytes of unused large segments are kept for later tensors. A large segment is for one tensor.
+      max_byte_size: the most bytes that all segments may have together, not counting one extra segment for small blocks.
+      keep_byte_size: how many bytes of unused large segments are kept for later leases. A large segment is one block.
       on_segment: called with every new segment, if not None.
       lazy: True to make segment 0 when it is first needed, or False to make it at once.
       budget: limits several arenas together, if not None. ``lazy`` must then be True.
@@ -277,7 +276,7 @@ class Arena:
         return sum(lease.block_size for lease in self._leases.values())
 
     def _take_large(self, byte_size: int) -> _Block | None:
-        """Allocates a whole segment for one tensor. Returns the segment as a block, or None if the arena has no room now."""
+        """Allocates a whole segment for one lease. Returns the segment as a block, or None if the arena has no room now."""
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
             limit = max((self._max_byte_size - self._first) // _LARGE_STEP * _LARGE_STEP, self._buddies.largest)
@@ -315,7 +314,7 @@ class Arena:
         return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Creates segment ``number``. Returns False if the budget has no room."""
+        """Creates segment ``number`` and returns True. Returns False if the arena's ``Budget`` does not allow so many bytes."""
         if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
             self.over_budget = True
             return False
@@ -330,7 +329,7 @@ class Arena:
         return True
 
     def trim(self) -> bool:
-        """Closes the large segment that has been unused for longest. Returns False if no large segment is unused."""
+        """Closes an unused segment that was made for one lease and returns True. Returns False if no such segment exists."""
         if not self._free_large:
             return False
         self._close_segment(self._free_large.pop(0))
@@ -378,7 +377,7 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Takes ``BLOCK`` x 2^order bytes from the smallest free block that has so many. Returns their offset, or None."""
+        """Takes ``BLOCK`` x 2^order bytes from a free block. Returns their offset, or None if no free block is large enough."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -452,8 +451,8 @@ class ArenaMap:
     def view(self, place: Slice) -> memoryview:
         """Returns the range ``place`` of a segment as a read-only view.
 
-        Raises InvalidArgument if the segment is not open or the range is not inside it. Raises Unavailable if the segment
-        could not be mapped.
+        Raises Unavailable if ``refuse`` was called for the segment, but not ``open`` after it. Raises InvalidArgument if the
+        range is not inside the segment, or if the segment is not mapped for another reason.
         """
         segment = self._segments.get(place.segment)
         if segment is None:

@@ -42,14 +42,13 @@ def datatype_of(dtype: np.dtype[Any]) -> str | None:
 def array(
     content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor", whose: str = ""
 ) -> Array:
-    """Makes an array of a tensor's bytes. The array is a view of the bytes, or has new bytes objects if the datatype is BYTES.
+    """Makes an array from a tensor's ``content``: a view of the content, or new bytes objects if the datatype is BYTES.
 
     Args:
-      content: exactly the tensor's bytes. Nobody else may be able to change them if the datatype is BYTES.
       what: the tensor's name in error messages, such as ``input 'x'``.
-      whose: words that follow the name in some messages, such as `` for model 'm'``.
-    Raises: InvalidArgument: the number of bytes does not match datatype and shape.  IncompleteString: the content ends within
-      an element.
+      whose: words that follow ``what`` in some error messages, such as `` for model 'm'``.
+    Raises: InvalidArgument: ``content`` has more or fewer bytes or elements than the shape needs.  IncompleteString: the
+      content of a BYTES tensor ends within the last element.
     """
     if datatype == "BYTES":
         return np.asarray(received_strings(bytes(content), shape, what, whose))
@@ -128,7 +127,7 @@ def in_slices(array: Array) -> Array:
 def encoded_strings(array: Array) -> Array:
     """Returns an array of over 4096 strings as ``Strings``, and any other array unchanged.
 
-    Encoding is slow. Call it in the thread that made ``array``, not in the worker's loop.
+    Encoding is slow. Do not call this in the thread of the worker's event loop.
     """
     if array.dtype.kind not in "SUO" or array.size <= SLICE:
         return array
@@ -172,7 +171,7 @@ def received_strings(content: bytes, shape: Sequence[int], what: str, whose: str
 
     ``what`` is the tensor's name in errors. ``whose`` follows the name in some errors, such as `` for model 'm'``. Raises
     InvalidArgument if the content has more or fewer elements than the shape. Raises IncompleteString if the content ends within
-    an element.
+    the last element.
     """
     _check_strings(content, shape, what, whose)
     made = Strings(content, shape)

@@ -1,16 +1,16 @@
-"""A channel sends and receives records over a non-blocking SEQPACKET socket. A datagram has one or more records.
+"""A channel sends and receives records over a non-blocking SEQPACKET socket. Each datagram has this form:
 
     datagram   | kind u8 | bytes |
-    kind 0x01  a msgpack array of records
-    kind 0x02  a part, but not the last, of an array that has one record and is larger than a datagram
-    kind 0x03  the last part of such an array
+    kind 0x01  the bytes are a whole msgpack array of records
+    kind 0x02  the bytes are a part of a msgpack array, but not its last part
+    kind 0x03  the bytes are the last part of a msgpack array
 
-No other datagram is sent between the parts of a record. A record with file descriptors is alone in its datagram, so the
-receiver knows which record they belong to. ``put`` only queues records. The caller's event loop calls ``flush`` once per
-iteration, which sends all records that were queued in the iteration, in as few datagrams as possible.
+A record that is too large for one datagram is sent in parts, as an array of one record. No other datagram is sent between
+these parts. A record with file descriptors never shares a datagram with another record. ``put`` only queues a record.
+``flush`` sends the queued records, with as many records in each datagram as fit.
 
-If the receiving process may open no more files, the kernel delivers the records without their descriptors. The receiver then
-raises ``DescriptorsLost``, which has these records.
+If the receiving process has reached its limit of open files, the kernel delivers a record without its file descriptors.
+``receive`` then raises ``DescriptorsLost``, whose attribute ``records`` has the record.
 """
 
 from __future__ import annotations
@@ -230,10 +230,11 @@ class Channel:
     def receive(self) -> tuple[list[Any], list[int]] | None:
         """Receives a datagram. Returns its records and its file descriptors, which the caller must close.
 
-        Returns None if no datagram is waiting. The list of records is empty if a large record is not complete yet.
+        Returns None if no datagram is waiting. The list of records is empty if the datagram has a part of a large record, but
+        not the last part.
 
         Raises: ChannelClosed: the other end is gone.  InvalidArgument: the datagram is malformed; its descriptors are closed.
-          DescriptorsLost: the datagram came without its descriptors, because this process may open no more.
+          DescriptorsLost: the datagram came without its descriptors, because this process has too many open files.
         """
         try:
             try:
@@ -257,14 +258,14 @@ class Channel:
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
         """Decodes a datagram that the caller has received. Returns its records and its file descriptors.
 
-        The list of records is empty if a large record is not complete yet.
+        The list of records is empty if the datagram has a part of a large record, but not the last part.
 
         Args:
           fds: the descriptors that came with the datagram. They are closed if this raises.
           flags: the flags that ``recvmsg`` returned.
 
         Raises: ChannelClosed: the other end is gone.  InvalidArgument: the datagram is malformed.  DescriptorsLost: the
-          datagram came without its descriptors, because this process may open no more.
+          datagram came without its descriptors, because this process has too many open files.
         """
         if not content:
             descriptors.close(fds)
@@ -349,7 +350,7 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether a send failed because a buffer is full or memory is short. Otherwise the other end is gone."""
+    """Returns whether a send that failed with ``error`` may succeed later, for example because the socket's buffer is full."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 

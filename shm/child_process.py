@@ -121,7 +121,7 @@ _MAX_STACK_BYTE_SIZE = 32 << 10
 
 
 def create_stack_report() -> int:
-    """Creates a memfd for the stacks that a dying process writes. Returns the file descriptor."""
+    """Creates a memfd to which a child process can write its threads' stack traces when it dies. Returns the descriptor."""
     return os.memfd_create("tensord-stack", os.MFD_CLOEXEC)
 
 

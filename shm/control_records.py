@@ -80,9 +80,9 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """Tells the supervisor that a worker compiles or loads program ``number`` of the ``total`` programs of a model version.
+    """Says that a worker now compiles or loads program ``number`` of the ``total`` programs of a model version.
 
-    ``total`` is 0 if it is not known yet.
+    ``number`` and ``total`` are 0 until the worker knows how many programs there are.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Loading(Record, frozen=True, tag="loading"):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """The first record to a child process: the number of this start, the process's name, and its options as msgpack."""
+    """The first record to a child process: the child's name, its options in msgpack, and a number that no other child gets."""
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
@@ -117,9 +117,9 @@ class Stop(Record, frozen=True, tag="stop"):
 
 
 class ChildReady(Record, frozen=True, tag="ready"):
-    """Tells the supervisor that a child process, a front or a worker, has started and can do its work.
+    """Says that a child process, a front or a worker, has started and can do its work.
 
-    A worker's record comes with the descriptors of the worker's status page and sequence page.
+    A worker's record comes with two memfds. In the first the worker shows what it does, and in the second its sequences.
     """
 
     incarnation: int
@@ -139,7 +139,7 @@ class StatePublished(Record, frozen=True, tag="published"):
 
 
 class StateAcknowledged(Record, frozen=True, tag="acknowledged"):
-    """Tells the supervisor that a front uses all changes of models and regions up to the one with the number ``edition``."""
+    """Says that a front uses all changes of models and regions up to the one with the number ``edition``."""
 
     edition: int
 
@@ -172,11 +172,11 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class LaneOpened(Record, frozen=True, tag="lane"):
-    """Gives a front or a worker its end of a new lane, whose socket descriptor comes with the record.
+    """Gives a front or a worker its end of a new lane, as a socket that comes with the record.
 
-    For a front, ``peer`` is the number of the worker's process and ``device`` the worker's device, such as "cuda:1". The
-    descriptors of the worker's status page and sequence page follow. For a worker, ``peer`` is the number of a front's
-    process or of a client's lane.
+    In a record to a front, ``peer`` is the ``incarnation`` of the worker's Start record, and ``device`` is the worker's device,
+    such as "cuda:1". Two memfds follow the socket. The worker writes what it does into the first, and its sequences into the
+    second. In a record to a worker, ``peer`` is the ``incarnation`` of the front's Start record, or the client lane's number.
     """
 
     peer: int
@@ -188,11 +188,11 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
 
 class LaneClosed(Record, frozen=True, tag="unlane"):
-    """Says that a lane ends. ``peer`` is the number of a client's lane, or of the worker's process if a front sends the record.
+    """Says that a lane is to end, has ended or could not be opened.
 
-    The supervisor sends it to a worker when a client needs its lane no more. A worker sends it to the supervisor when a
-    client's lane has ended. A front sends it to the supervisor when the front or the worker could not open the lane between
-    them. The supervisor then opens another one.
+    The supervisor sends this record to a worker to end a client's lane. A worker sends this record to the supervisor when a
+    client's lane has ended. ``peer`` is then the lane's number. A front sends this record to the supervisor if its lane to a
+    worker could not be opened. ``peer`` is then the number that the supervisor gave the worker. The supervisor tries again.
     """
 
     peer: int
@@ -211,8 +211,8 @@ class LogChanged(Record, frozen=True, tag="log"):
 class TraceChanged(Record, frozen=True, tag="trace"):
     """Changes which requests for a model a process traces. ``model`` is "" for all models without settings of their own.
 
-    If requests are to be traced, the descriptor of the counter for sampling comes with the record. If the number of traces
-    is limited, the descriptor of the counter of remaining traces follows.
+    If ``level`` is not 0, an eventfd for the selection of every ``rate``-th request comes with the record. If the number of
+    traces is also limited, a second eventfd follows, which counts the traces that are still allowed.
     """
 
     model: str
@@ -263,7 +263,7 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
 
 
 class Derivative(Record, frozen=True):
-    """Describes a derivative of a model version, such as ``M.pull_back``. ``metadata`` and ``config`` are JSON."""
+    """Describes a model that computes derivatives, such as "digits.pull_back". ``metadata`` and ``config`` are JSON texts."""
 
     name: str
     metadata: bytes
@@ -331,7 +331,10 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load a model version and answer with Loaded. An older load of it serves requests until then."""
+    """Tells a worker to load a model version and to answer with Loaded.
+
+    A worker that already serves the version continues to serve it while loading, and also if loading fails.
+    """
 
     name: str
     version: int
@@ -356,7 +359,7 @@ class CancelLoad(Record, frozen=True, tag="cancel-load"):
 
 
 class Loaded(VersionTraits, frozen=True, tag="loaded"):
-    """Tells the supervisor how the loading of a model version ended. ``reason`` says why it failed, or is "" after success."""
+    """Says how the loading of a model version ended. ``reason`` says why it failed, or is "" after success."""
 
     name: str
     version: int
@@ -376,7 +379,7 @@ class Unload(Record, frozen=True, tag="unload"):
 
 
 class Unloaded(Record, frozen=True, tag="unloaded"):
-    """Tells the supervisor that a worker has unloaded a model version."""
+    """Says that a worker has unloaded a model version."""
 
     name: str
     version: int
@@ -410,7 +413,7 @@ class Reply(Record, frozen=True, tag="reply"):
         return cls(call_id, error.code, error.message, lacking=descriptors.lacked(error))
 
     def check(self) -> None:
-        """Raises the ServingError with which the call failed, if it did. Raises NoDescriptor if ``lacking``."""
+        """Raises a ServingError if the call failed: NoDescriptor if a process of the daemon could open no more files."""
         if self.code:
             raise NoDescriptor(self.message) if self.lacking else from_code(self.code, self.message)
 

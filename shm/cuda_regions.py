@@ -36,9 +36,9 @@ class LastingCalls:
     """Functions of the CUDA driver that may take long. They release the GIL, so other Python threads run meanwhile."""
 
     def __init__(self, code: Callable[[int], Any]) -> None:
-        """Loads the driver's functions.
+        """Loads the library of the CUDA driver, libcuda.so.1.
 
-        ``code`` converts a number to a result code of the Python bindings. It raises ValueError if the number is unknown.
+        ``code`` converts an integer that a driver function returned to a CUresult. It raises ValueError for unknown integers.
         """
         self._code = code
         library = ctypes.CDLL(_SONAME)
@@ -174,7 +174,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function. Returns its result, or a tuple of its results if it has several or none."""
+        """Calls a driver function. Returns its only result, else a tuple of all. Raises DeviceLost or CudaError if it fails."""
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
@@ -219,7 +219,7 @@ class Context:
         self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:
-        """Waits for all threads' queued work. Raises DeviceLost if the device has failed."""
+        """Waits until all work that was queued in this CUDA context is done. Raises DeviceLost if the device has failed."""
         self.enter()
         self.call(self._lasting.synchronize_context)
 
@@ -276,7 +276,7 @@ class Context:
             self.call(self.driver.cuIpcCloseMemHandle, pointer)
 
     def close(self) -> None:
-        """Destroys the streams and releases the device's context. Idempotent."""
+        """Destroys the CUDA stream of each thread and releases the device's primary context. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -330,8 +330,8 @@ class _Guarded:
 class CudaRegion(Leased):
     """A client's registered GPU memory, opened in this worker. Its content can be copied, but not accessed directly.
 
-    Offsets count from the region's start. Methods that copy raise InvalidArgument if the range is not inside the region or the
-    client has freed the memory. They raise DeviceLost if the device has failed.
+    Offsets count from the region's start. Methods that copy raise InvalidArgument if the bytes to copy are not inside the
+    region, or if the driver refuses the copy. They raise DeviceLost if the device has failed.
     """
 
     #: Always 0: no page of GPU memory can be missing here.
@@ -340,15 +340,15 @@ class CudaRegion(Leased):
     def __init__(
         self, name: str, context: Context, raw_handle: bytes, byte_size: int, elsewhere: tuple[int, int] | None = None
     ) -> None:
-        """Opens a client's allocation by its IPC handle. ``name`` is the region's name.
+        """Opens GPU memory that a client has allocated, by its IPC handle. ``name`` is the region's name.
 
         Args:
           context: the context of the GPU that the worker uses.
           raw_handle: the cudaIpcMemHandle_t, 64 bytes.
           byte_size: how many bytes of the allocation, from its start, are registered.
-          elsewhere: None if the allocation is on the GPU of ``context``. Else two of the daemon's GPU numbers: of the
-            allocation's GPU, and of the GPU of ``context``. The GPUs must have access to each other.
-        Raises: InvalidArgument: the handle opens no allocation, or the allocation has fewer than ``byte_size`` bytes.
+          elsewhere: None if the allocation is on the GPU of ``context``. If the allocation is on another GPU, the number of
+            that GPU and the number of the GPU of ``context``, as errors name them.
+        Raises: InvalidArgument: the handle cannot be opened, or the allocation has fewer than ``byte_size`` bytes.
         """
         try:
             pointer, available = context.open(raw_handle)
@@ -371,7 +371,10 @@ class CudaRegion(Leased):
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
-        """Returns the device address of ``offset``. Raises InvalidArgument if the range is outside or the region was closed."""
+        """Returns the device address of the byte at ``offset`` in the region.
+
+        Raises InvalidArgument if ``byte_size`` bytes from ``offset`` on are not inside the region, or if the region was closed.
+        """
         check_range(offset, byte_size, self.byte_size, self.name)
         if self._start is None:
             raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
@@ -386,14 +389,14 @@ class CudaRegion(Leased):
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy of host memory at ``address`` to ``offset``. Call ``settle`` before you tell the client about it."""
+        """Queues a copy from host memory at ``address`` to ``offset`` in the region. ``settle`` waits for the copy."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy of device memory at ``pointer`` to ``offset``. Call ``settle`` before you tell the client about it."""
+        """Queues a copy from device memory at ``pointer`` to ``offset`` in the region. ``settle`` waits for the copy."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()

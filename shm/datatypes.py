@@ -84,9 +84,10 @@ def is_open(shape: Sequence[int]) -> bool:
 
 
 def check_shape(shape: Sequence[int], what: str) -> None:
-    """Raises InvalidArgument if the shape is invalid or has more than one variable dimension (-1).
+    """Raises InvalidArgument if a shape has more than one variable dimension (-1), or a dimension below -1.
 
-    ``what`` names the shape in the error.
+    Also raises it for more than ``MAX_RANK`` dimensions besides -1, or if the product of the positive dimensions is above
+    ``MAX_ELEMENTS``. ``what`` names the shape in the error.
     """
     if shape.count(OPEN) > 1:
         raise InvalidArgument(

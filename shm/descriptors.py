@@ -1,7 +1,6 @@
-"""This process's file descriptors: how many it may open, and how many of these only requests may use.
+"""The limit of this process's open files, and the file descriptors that are reserved for requests.
 
-A region uses a descriptor as long as it is registered, and a request uses some for large tensors. A region is refused if it
-would use one of the descriptors that are reserved for requests.
+A request uses file descriptors for large tensors. A region is refused if its file descriptor would be a reserved one.
 """
 
 from __future__ import annotations
@@ -32,18 +31,14 @@ def close(fds: Iterable[int]) -> None:
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files to the system's maximum. Returns the maximum.
-
-    What a shell allows at first is less than the connections and regions of a busy day. Each process of the daemon does it at its
-    start, because the limit that it inherits may be lowered at that moment.
-    """
+    """Raises this process's soft limit of open files to its hard limit. Returns the hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Raises Unavailable if ``fd`` is one of the last descriptors of this process, which are reserved for requests.
+    """Raises Unavailable if ``fd`` is one of the highest file descriptor numbers, which are reserved for requests.
 
     ``what`` is the beginning of the error's message. The caller still has to close ``fd``.
     """

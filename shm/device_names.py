@@ -1,11 +1,11 @@
-"""The names of workers' devices, as records, logs and errors have them.
+"""The names of workers' devices in records, logs and errors.
 
     cpu:0        the first CPU worker
     cuda:1       the only worker, or the first of several, on the daemon's GPU 1
     cuda:1/2     the third worker on that GPU
     cuda:1#m     the worker on that GPU that serves only model 'm'; likewise cpu:0#m
 
-A whole name identifies a worker. ``gpu_of`` returns the GPU in it, which says where memory is.
+Each worker has a name of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ALONE = "#"
 
 
 def gpu_of(device: str) -> str:
-    """Returns the GPU in a worker's device name: "cuda:1" for "cuda:1/2" or "cuda:1#m". It is "" for a CPU worker."""
+    """Returns the part of a worker's device name that names the GPU, such as "cuda:1". Returns "" for a CPU worker."""
     return device.partition(_ALONE)[0].partition("/")[0] if device.startswith("cuda:") else ""
 
 
@@ -40,5 +40,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the device's name without the model of an isolated worker: "cpu:0" for "cpu:0#m" and for "cpu:0"."""
+    """Returns the part of a worker's device name before "#": "cpu:0" for "cpu:0#m". Without "#" it returns the whole name."""
     return device.partition(_ALONE)[0]

@@ -1,8 +1,8 @@
 """Histograms of how long requests to a model version took: one for each protocol and each kind of duration, such as queue time.
 
-All histograms of a version are in one array, in the order of PROTOCOLS and then KINDS. Each has a count for each bucket, a
-count of durations above all bounds, and the sum of durations in ns. A worker's C part counts in the same array
-(``workers/native/_runs.c``).
+All histograms of a version are in one array, ordered by PROTOCOLS and then by KINDS. Each histogram has, for each upper bound,
+the number of durations between the bound below and this bound. Then come the number of durations above all bounds, and the sum
+of all durations in ns. The C code in ``workers/native/_runs.c`` writes to the same array.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Counted = Mapping[str, tuple[int, ...]]
 class Durations:
     """Histograms of how long requests to a model version took: one for each protocol and kind of duration.
 
-    ``buckets`` are the upper bounds of the buckets in seconds, ascending. Only the worker's main loop may use the object.
+    ``buckets`` are the histograms' upper bounds in seconds, ascending. Not thread-safe.
     """
 
     __slots__ = ("_row", "bounds", "counts")
@@ -70,7 +70,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Adds the results of two calls of ``counted``, by protocol. Their histograms must have equal bounds."""
+    """Adds two results of ``Durations.counted`` and returns the sums by protocol. All histograms must have the same bounds."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

@@ -24,7 +24,7 @@ DEFECT = "internal error; the server's log has the details"
 
 
 class NoDescriptor(Unavailable):
-    """Raised when a process of the daemon may open no more files. Whatever needed one can succeed later."""
+    """Raised when a process of the daemon may open no more files. The operation that failed can succeed later."""
 
 
 class FileTooLarge(InvalidArgument):

@@ -1,9 +1,7 @@
-"""Finds out which of the package's C extensions this process cannot use. Without them, the package is slower or less safe.
+"""Finds out which of the package's C extensions this process cannot use, and why.
 
-    setup.py compiles an extension   ─▶ SOURCES in the module: the names of the source files, and a hash of them
-    Python code imports the module   ─▶ check: is that the hash of the source files that are there now?
-
-If a checkout was updated but not built again, the C code may not fit the Python code. Such an extension counts as missing.
+An extension cannot be used if it was not built, or if its source files have changed since it was built. setup.py stores a hash
+of the source files in each extension. ``check`` compares this hash with the source files that are there now.
 """
 
 from __future__ import annotations

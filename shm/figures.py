@@ -1,7 +1,7 @@
 """The counters of a worker. The supervisor asks for them (``tensord.shm.operations.WorkerFigures``) to make metrics.
 
-When a loaded version is loaded again, its counters go on, while the statistics that clients read start at 0. After an unload,
-the counters start at 0, too, and ``began_ns`` says when.
+If a loaded model version is loaded again, its counters go on. If it is loaded after an unload, its counters start at 0, and
+``VersionFigures.began_ns`` is the time of that load.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A parameter set on one worker: the number of its newest push, its size, and whether it is on the device."""
+    """A parameter set on one worker: name, number of the newest push, size in bytes, and whether the set is on the device."""
 
     name: str
     #: 0: what the repository has.

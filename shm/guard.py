@@ -4,8 +4,8 @@ Each ``Guarded`` protects one mapping. Code that reads or writes a mapping compa
 has changed, some bytes were read as zeros or not written, and the result is not valid. The handler of SIGBUS is in
 ``shm/_guard.c``. If this C extension is missing, ``available`` is False and an access to a missing page kills the process.
 
-A GPU's driver may fail for good if pages are missing. It may therefore use a ``Guarded`` mapping only while the pages are
-locked, and gets a copy otherwise (``may_be_missing``).
+A GPU's driver may fail for good if it reads or writes a missing page. If ``may_be_missing`` returns True for some memory, the
+driver must use a copy of the memory.
 """
 
 from __future__ import annotations
@@ -23,31 +23,28 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether this process has used a ``Guarded`` mapping whose file a client had made too short."""
+    """Returns whether this process has ever read or written a missing page of a ``Guarded`` mapping."""
     return available and _guard.any()
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether the page at ``address`` can vanish because a client truncates a file that this process has mapped.
+    """Returns whether a client can take away the memory at ``address``, by truncating a file that is mapped there.
 
-    This is so if the page is in a ``Guarded`` mapping and is not page-locked.
+    Returns False for memory that no ``Guarded`` of this module protects, and for memory that a GPU's driver has page-locked.
     """
     return available and _guard.may_be_missing(address)
 
 
 def install() -> None:
-    """Installs this process's handler of SIGBUS, the signal for a missing page. Idempotent.
-
-    Without the C extension, it does nothing.
-    """
+    """Installs the SIGBUS handler that every ``Guarded`` needs. Idempotent. Does nothing if the C extension is missing."""
     if available:
         _guard.install()
 
 
 class Guarded:
-    """Keeps this process alive if pages of a client's mapping are missing, until ``release``. Call ``install`` before.
+    """Protects this process from SIGBUS when it uses a mapped file that a client has truncated, until ``release`` is called.
 
-    A read of a missing page gives zeros, and a write to one has no effect. ``faults`` counts both.
+    A read of a missing page gives zeros, and a write to a missing page has no effect. Call ``guard.install`` first.
     """
 
     __slots__ = ("_slot",)
@@ -61,9 +58,9 @@ class Guarded:
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Stores whether a GPU's driver has page-locked the memory. Call it with False before the driver unlocks the memory.
+        """Records whether a GPU's driver has page-locked the protected mapping. Any thread may call this method.
 
-        Any thread may call it.
+        Call it with True after the driver locks the pages, and with False before the driver unlocks the pages.
         """
         if self._slot is not None:
             _guard.hold(self._slot, held)

@@ -7,18 +7,17 @@
                            ◀──── AnswerRecord ──────     (a PrepareAnswer comes before the first answer that uses it)
                            ──── Release ───────────▶     frees the leases in the response arena
 
-Each end first sends a WireVersion: the version of the record format that it uses. It is alone in its datagram. An end that gets
-another version raises InvalidArgument.
+Each end first sends a WireVersion, the version of the record format that it uses. An end that gets another version raises
+InvalidArgument.
 
-If an end may open no more files, it cannot map a segment. It answers SegmentRefused, and each request or answer whose tensors
-are in the segment fails. The segment's owner sends SegmentOpened again before it next uses the segment.
+If a process may open no more files, it cannot map a segment. It then sends SegmentRefused, and each request or answer with
+tensors in the segment fails. The owner of the segment sends SegmentOpened again before it next uses the segment.
 
-A worker does not trust the records that come on a client's lane. Such a lane has no request arena: the client's segments are
-regions that only this lane can name (``tensord.workers.regions.lane_segments``). Its records must be smaller, and its response
-arena has no segment until an answer needs one.
+If the submitter is a client, the worker does not trust the client's records, and refuses records of more than
+``MAX_CLIENT_RECORD`` bytes. The client has no request arena. Its segments are regions that only requests on this lane can name.
 
-A submitter has one request arena for all its lanes, so it can send a request to another worker without a copy. On each lane it
-announces a segment before the first record that refers to it. Each lane has its own response arena.
+A front has one request arena for all its lanes, so it can send a request to another worker without a copy. Each lane has its
+own response arena.
 """
 
 from __future__ import annotations
@@ -73,16 +72,16 @@ Instruction = ForDispatcher | SegmentClosed
 
 
 class LaneEnd:
-    """One end of a lane, with its own arena and the mapped arena of the other end. Base class of both ends.
+    """One end of a lane, with its own arena and the mapped arena of the other end. Base class of SubmitterLane and WorkerLane.
 
-    The record SegmentOpened gives a segment's descriptor to the other end, which maps the segment until it gets SegmentClosed.
-    An end that has no file descriptor left answers SegmentRefused, and gets SegmentOpened again before the segment's next use.
+    For each segment of its arena, an end sends SegmentOpened with the segment's file descriptor. The other end maps the segment
+    until a SegmentClosed comes. If the other end may open no more files, it answers SegmentRefused instead.
     """
 
     def __init__(
         self, channel: Channel, sock: socket.socket, arena: Arena, theirs: ArenaMap, writable: bool = False
     ) -> None:
-        """Sends the version of the records to the other end.
+        """Sends a WireVersion to the other end.
 
         Args:
           channel: sends and receives on ``sock``, and owns it.
@@ -115,7 +114,7 @@ class LaneEnd:
         self.view = theirs.view
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the other end's first records, without the WireVersion, and their descriptors. Returns None if none came."""
+        """Checks the other end's first record. Returns the next records and their descriptors, or None if no records came."""
         received = self.channel.receive()
         if received is None:
             return None
@@ -123,7 +122,10 @@ class LaneEnd:
         return received if received[0] else self.channel.receive()
 
     def announce(self, segment: int) -> None:
-        """Queues SegmentOpened if the other end does not know the segment. Raises Unavailable if no file descriptor is left."""
+        """Queues a SegmentOpened for segment number ``segment`` of this end's arena, unless the segment is announced already.
+
+        Raises Unavailable if this process can open no more files.
+        """
         if segment not in self.announced:
             opened = self.arena.segment(segment)
             with descriptors.needed("sending an arena segment"):
@@ -131,7 +133,10 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record that opens, closes or refuses a segment. Raises InvalidArgument if it is another record."""
+        """Carries out a SegmentOpened, SegmentClosed or SegmentRefused. ``fds`` are the descriptors that came with the record.
+
+        Raises InvalidArgument if ``record`` has another type or came with the wrong number of descriptors.
+        """
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:
@@ -159,7 +164,7 @@ class LaneEnd:
         return self.channel.flush()
 
     def _withdraw_closed(self) -> None:
-        """Queues a SegmentClosed for each closed segment that the other end knows."""
+        """Queues a SegmentClosed for each segment that ``announce`` has announced and this end's arena has closed since."""
         self._closures = self.arena.closures
         for gone in self.announced - self.arena.segments.keys():
             self.channel.put(SegmentClosed(gone))
@@ -178,7 +183,7 @@ class SubmitterLane(LaneEnd):
     """
 
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
-        """Takes ownership of the socket and sends the version of the records to the worker.
+        """Takes ownership of ``sock`` and sends a WireVersion to the worker.
 
         ``writable`` lets the worker map the arena writable, as page-locking for a GPU needs.
         """
@@ -191,10 +196,10 @@ class SubmitterLane(LaneEnd):
         self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
-        """Queues a request for the worker. The request's inputs must be written and their segments announced.
+        """Queues a request for the worker. The caller has already written the request's inputs and announced their segments.
 
-        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains it. If it was not
-        sent on this lane yet, it is queued first.
+        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains the prepared
+        request. If ``numbered`` was not sent on this lane before, this method queues ``numbered`` before the request.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -203,9 +208,10 @@ class SubmitterLane(LaneEnd):
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues the trace ``context`` of a request, then the request. Its inputs must be written and their segments announced.
+        """Queues the trace ``context`` of a request, then the request.
 
-        ``numbered`` is the prepared request that ``record`` names by number, or None if ``record`` contains it.
+        The caller has already written the request's inputs and announced their segments. ``numbered`` is the prepared request
+        that ``record`` names by number, or None if ``record`` contains the prepared request.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -217,10 +223,10 @@ class SubmitterLane(LaneEnd):
         self.channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request at once if no record is queued, else queues it. Returns False if the caller must then call ``flush``.
+        """Sends a request at once if that is possible. Otherwise queues the request and returns False: call ``flush`` then.
 
-        The request's inputs must already lie in segments that the worker knows. ``numbered``: the prepared request to which
-        ``record`` refers by number, or None if ``record`` contains the prepared request itself.
+        The caller has already written the request's inputs and announced their segments. ``numbered`` is the prepared request
+        that ``record`` names by number, or None if ``record`` contains the prepared request.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -238,9 +244,9 @@ class SubmitterLane(LaneEnd):
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends queued records, and gives back leases that are no longer needed. Returns True if all are sent.
+        """Sends all queued records, and tells the worker which leases were passed to ``release``. Returns True if all are sent.
 
-        If it returns False, call it again when the socket is writable.
+        If it returns False, records are still queued: call it again when the socket is writable.
         """
         self.unsaid = False
         if self._closures != self.arena.closures:
@@ -257,11 +263,11 @@ class SubmitterLane(LaneEnd):
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
         """Receives a datagram and returns the answers in it. The list may be empty. Returns None if no datagram is waiting.
 
-        Each answer is two records: the part that many answers share, and the part that only it has.
+        In each tuple, the PreparedAnswer is what many answers share, and the AnswerRecord is what only this answer has.
 
-        Raises: ChannelClosed: the worker has closed its end or exited. Run the worker's requests again only once its process
-          has certainly ended.  InvalidArgument: the datagram is malformed or of another version, an answer names an unknown
-          number, or an answer has another number of tensors than its prepared part.
+        Raises: ChannelClosed: the worker has closed its end or exited. Run the worker's unfinished requests again only once the
+          worker's process has ended.  InvalidArgument: the datagram is malformed, the worker uses another version of the record
+          format, an answer names a prepared answer that the worker has not sent, or its number of tensors is wrong.
         """
         try:
             received = self.channel.receive() if self.agreed else self._first()
@@ -301,7 +307,7 @@ class SubmitterLane(LaneEnd):
         return answers
 
     def pinned(self, contents: tuple[Content, ...]) -> Callable[[Slice], memoryview]:
-        """Returns what to call in place of ``view`` for the tensors of an answer, also once this lane is closed."""
+        """Returns a function that returns the bytes of a Slice in an answer's ``contents``, even after this lane is closed."""
         return {content: self.view(content) for content in contents if type(content) is Slice}.__getitem__
 
     def _unreachable(self, request_id: int, lease: LeaseKey, final: bool) -> AnswerRecord:
@@ -334,17 +340,17 @@ class WorkerLane(LaneEnd):
         buffer: bytearray | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """Takes ownership of the socket, sends the version of the records and creates the response arena.
+        """Takes ownership of ``sock``, sends a WireVersion and creates the response arena, which holds the tensors of answers.
 
         Args:
-          byte_size: the number of bytes of the response arena's first segment.
-          max_byte_size: the most bytes that all segments of the response arena may have together.
-          keep_byte_size: how many bytes of the arena's unused large segments are kept for later answers.
-          on_segment: if not None, called with every segment of the response arena, and of a front's request arena.
-          writable: whether to map a front's segments writable, as page-locking for a GPU needs.
-          segments: the map of the segments that a client announces, or None if the submitter is a front.
-          buffer: a buffer for received datagrams that several lanes of one thread share, or None for a new one.
-          budget: limits the response arenas of several lanes together, if not None.
+          byte_size: the number of bytes of the response arena's first segment. It is rounded up to a power of two.
+          max_byte_size: the most bytes that the response arena may have, without its reserve segment for small tensors.
+          keep_byte_size: how many bytes of unused large segments the response arena keeps for later answers.
+          on_segment: called with each new segment of the response arena and each segment of a front, if not None.
+          writable: whether this process maps a front's segments writable, as page-locking for a GPU needs.
+          segments: maps the client's segments in this process, or None if the submitter is a front.
+          buffer: a buffer for received datagrams, or None for a new one. All lanes of one thread may share a buffer.
+          budget: limits the bytes of all response arenas that share this budget, or None for no such limit.
         """
         client = self._client = segments is not None
         channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
@@ -362,12 +368,12 @@ class WorkerLane(LaneEnd):
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self.channel, PrepareAnswer)
 
     def receive(self) -> list[Instruction] | None:
-        """Receives one datagram from the submitter and returns its requests and other records, in order.
+        """Receives one datagram and returns the datagram's records in order. Returns None if no datagram is waiting.
 
-        Records about leases and segments are handled here and not returned. Returns None if no datagram is waiting.
+        Carries out records about leases and segments and does not return them, except a SegmentClosed of a client.
 
-        Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
-          another version, or gives back a lease that does not exist.
+        Raises: ChannelClosed: the submitter has closed the lane or exited.  InvalidArgument: the datagram is malformed, the
+          submitter uses another version of the record format, or a record gives back a lease that does not exist.
         """
         try:
             received = self.channel.receive() if self.agreed else self._first()
@@ -377,17 +383,16 @@ class WorkerLane(LaneEnd):
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that the caller has received. Returns its requests and other records, in order.
+        """Decodes a datagram that the caller has received. Returns the datagram's records in order.
 
-        Records about leases and segments are handled here and not returned.
+        Carries out records about leases and segments and does not return them, except a SegmentClosed of a client.
 
         Args:
           content: the datagram's bytes.
           fds: the file descriptors that came with the datagram.
           flags: the flags that ``recvmsg`` returned.
 
-        Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
-          another version, or gives back a lease that does not exist.
+        Raises ChannelClosed and InvalidArgument as ``receive`` does.
         """
         try:
             records, fds = self.channel.read(content, fds, flags)
@@ -422,14 +427,14 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether an answer in the lease's memory can be sent without a SegmentOpened or SegmentClosed before it."""
+        """Returns whether the submitter has been told of the segment of ``lease``, and of all segments that this end closed."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer for the submitter. The answer's outputs must be written.
+        """Queues an answer for the submitter. The caller has already written the answer's outputs.
 
-        If the answer's segment is not announced yet, it is announced first. ``numbered`` is the prepared answer that ``record``
-        names by number, or None if ``record`` contains it. Raises Unavailable as ``announce`` does.
+        ``numbered`` is the prepared answer that ``record`` names by number, or None if ``record`` contains the prepared answer.
+        Raises Unavailable if the submitter does not have the outputs' segment yet and this process can open no more files.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)
@@ -438,10 +443,9 @@ class WorkerLane(LaneEnd):
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues answers for the submitter that are encoded already. All of them have outputs.
+        """Queues answers for the submitter. Each of ``records`` is an encoded AnswerRecord with the bytes of all outputs.
 
-        ``numbered`` is the prepared answer that all ``records`` name by number. If it was not sent on this lane yet, it is
-        queued first.
+        All ``records`` name the prepared answer ``numbered``, which is queued first if it was not sent on this lane yet.
         """
         if numbered not in self.published:
             self.published.publish(numbered)
@@ -477,7 +481,7 @@ def _refuse_descriptors(fds: list[int]) -> None:
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns how many bytes a response counts against the limit of unread responses: its tensors' bytes plus a constant."""
+    """Returns a response's size: the bytes of its tensors, ``contents``, plus a constant for the response itself."""
     size = _RESPONSE_BYTE_SIZE
     for content in contents:
         size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]

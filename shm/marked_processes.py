@@ -1,10 +1,9 @@
-"""Finds and kills processes that models have started. A variable in their environment, which children inherit, identifies them.
+"""Finds and kills processes that models have started. An environment variable, which child processes inherit, marks them:
 
-    _TENSORD_MARK=WORKER         a worker, and processes that its models have forked
-    _TENSORD_MARK=WORKER.LOAD    a program that a model has started, where LOAD is the number of the model's load in the worker
+    _TENSORD_MARK=WORKER         a worker, and processes that its models have forked. Each worker has its own text WORKER
+    _TENSORD_MARK=WORKER.LOAD    a program that a model has started. Each loaded model of a worker has its own number LOAD
 
-A worker kills the processes of a model, and the supervisor those of a dead worker. If both are killed at once, the control
-group of the service or the container kills the processes.
+When a worker has died, ``kill_all`` with the text WORKER kills all processes that the worker's models have left running.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether the environment of the process ``found`` has the variable ``MARK`` with the value ``mark``.
+    """Returns whether the environment variable _TENSORD_MARK of the process ``found`` matches ``mark``.
 
-    A value that continues with a dot counts too, so a worker's mark also finds the programs of its models. Returns False if the
-    environment cannot be read.
+    The variable matches if its value is ``mark``, or if its value begins with ``mark`` and a dot. Returns False if this process
+    cannot read the environment of ``found``.
     """
     entry = f"{MARK}={mark}".encode()
     try:

@@ -1,7 +1,6 @@
 """The records that a submitter and a worker exchange on a lane: requests, answers, and where their tensors are.
 
-``tensord.shm.channel`` sends and receives them. ``tensord.shm.record`` has their base class. The records between the supervisor
-and its children are in ``tensord.shm.control_records``.
+``tensord.shm.channel`` sends and receives records. ``tensord.shm.prepared`` assigns numbers to prepared requests and answers.
 
     submitter --> worker                        worker --> submitter
       WireVersion                                 WireVersion
@@ -9,9 +8,9 @@ and its children are in ``tensord.shm.control_records``.
       Prepare TraceContext RequestRecord          PrepareAnswer AnswerRecord
       Release Taken Cancel EndSequence
 
-A request has a part that later requests may repeat (``PreparedRequest``), and a part that only it has (``RequestRecord``). A
-Prepare sends the first part once with a number, by which later records name it. A part that is not repeated is inside the
-RequestRecord. Answers are sent in the same way. ``tensord.shm.prepared`` assigns the numbers.
+A PreparedRequest is the part of a request that later requests may repeat. A Prepare sends the PreparedRequest once and gives
+it a number. Each RequestRecord then has this number instead of the PreparedRequest. A PreparedRequest that is not repeated is
+inside the RequestRecord. An answer is sent in the same way, as PreparedAnswer, PrepareAnswer and AnswerRecord.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class SegmentClosed(Record, frozen=True, tag="S-"):
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """Tells an arena's owner that a segment could not be mapped. The owner announces it again before its next use."""
+    """Says that the sender could not map a segment. The receiver sends SegmentOpened again before it next uses the segment."""
 
     segment: int
 
@@ -141,7 +140,7 @@ class OwnSpan(Record, frozen=True, tag="os"):
 
 
 class Timeline(Record, frozen=True, tag="tl"):
-    """What happened to a traced request in the worker: events with their times (CLOCK_MONOTONIC ns), tensors and spans."""
+    """Times of a traced request's events in a worker (CLOCK_MONOTONIC ns), its tensors, and the spans that model code made."""
 
     moments: tuple[tuple[str, int], ...]
     tensors: tuple[TracedTensor, ...] = ()
@@ -178,10 +177,10 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Names the trace to which the next request on this lane belongs. It is ignored if ``request_id`` is not that request's.
+    """Names the trace to which the next request on the same lane belongs.
 
-    A front sends the ids of the span that it records for the request. A client sends the two ids from the request's
-    ``traceparent``, if the traceparent asks for a trace.
+    The worker ignores a TraceContext whose ``request_id`` is not the id of the next request. A front sends the ids of the span
+    that the front records for the request. A client sends the two ids in the request's W3C ``traceparent``.
     """
 
     request_id: int
@@ -241,7 +240,7 @@ class RequestRecord(Record, frozen=True, tag="q"):
           client_id: the id that the client gave the request, or "".
           deadline_ns: when the submitter gives up (CLOCK_MONOTONIC), or 0 for no deadline.
           received_ns: when the request was complete, or 0 for the time at which the worker gets the record.
-          trace: what is traced of the request, or 0 for nothing.
+          trace: what answers also report: a sum of 1 for times of events, 2 for tensors, and 4 for durations, or 0 for nothing.
         """
         first, last = scheduling[:5], scheduling[5:]
         return cls(request_id, prepared, contents, client_id, deadline_ns, received_ns, *first, trace, 0, *last)
@@ -323,9 +322,9 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 def is_one_of_several(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
-    """Returns whether an answer shows that its model answers with any number of responses.
+    """Returns whether an answer shows that its model may send several responses to one request.
 
-    Only so a front learns it if the request waited while its model was being loaded.
+    Returns True if more answers to the same request follow, or if the answer only says that no more responses come.
     """
     return not prepared.final or (not prepared.version and is_mark(prepared, answer))
 

@@ -1,7 +1,6 @@
-"""The operations that one process of the daemon may ask another to carry out, by a ``tensord.shm.control_records.ControlCall``.
+"""The operations that one process of the daemon may ask another process of the daemon to carry out.
 
-Each class is one operation. Its docstring says what the ``result`` of the Reply is. If a client asks for the operation, the
-ControlCall has the client as a ``Peer``.
+Each class is one operation. The docstring of the class says what the process replies when it has carried out the operation.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enable
 class LoadModel(Record, frozen=True, tag="c.load"):
     """Asks the supervisor to load a model by name, or to load it again. The empty reply comes once the model is loaded.
 
-    ``config`` is JSON that replaces the model's config.pbtxt, or "" to replace nothing. ``files`` maps paths to contents
-    that replace the files of the model's versions.
+    ``config`` is JSON that replaces the model's config.pbtxt, or "" to replace nothing. ``files`` maps paths
+    "<version>/<file-name>" to contents. If ``files`` is not empty, the model has only these files, and ``config`` is required.
     """
 
     name: str
@@ -35,8 +34,8 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 class UnloadModel(Record, frozen=True, tag="c.unload"):
     """Asks the supervisor to begin to unload a model. The reply is empty.
 
-    If ``unload_dependents`` is true and the model is an ensemble, models of its steps are unloaded, too, unless something else
-    uses them.
+    If the model is an ensemble and ``unload_dependents`` is true, the supervisor also unloads models that only this ensemble
+    uses. A model that was loaded by its own name stays loaded.
     """
 
     name: str
@@ -98,10 +97,10 @@ ANONYMOUS = Peer()
 
 
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Asks the supervisor or a worker to register a part of a POSIX shared-memory object as the region ``name``.
+    """Asks the supervisor or a worker to register a part of a shared-memory object as the region ``name``.
 
-    The first worker that gets this record opens the object, and decides how workers use the region (``access``). It replies
-    with the object's descriptor and, for example, {"access": "guarded"}. The other workers then get both with this record.
+    If a file descriptor of the object comes with the record, a worker uses this descriptor. Otherwise, the worker opens the
+    object named ``key``, and replies with the object's file descriptor and a JSON object such as {"access": "guarded"}.
     """
 
     name: str
@@ -133,9 +132,9 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Asks the supervisor or a worker to unregister the region ``name``. ``kind`` is "system" or "cuda", or "" for either.
+    """Asks the supervisor or a worker to unregister the region ``name`` of a ``kind``, "system" or "cuda".
 
-    Only the supervisor accepts an empty ``name``. It then unregisters all regions of the kind that this client may unregister.
+    For the supervisor, the ``kind`` "" means any kind. The ``name`` "" means all regions that belong to the client that asks.
     A worker replies with a number as JSON: how many tensors of unfinished requests are in the region.
     """
 
@@ -197,7 +196,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
 
 
 class LeavesSource(Record, frozen=True, tag="s.leaves"):
-    """Says that each pushed parameter is in a part of a registered region. ``leaves``: parameter name -> where it is."""
+    """Says where in registered regions pushed parameters are. ``leaves``: parameter name -> region, range, datatype, shape."""
 
     #: The leaf's name, keys joined by dots -> where it is.
     leaves: dict[str, LeafPlace]
@@ -225,11 +224,11 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 
 
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
-    """Asks a worker to check new parameters and to copy them to the device, beside the parameters that requests still use.
+    """Asks a worker to check new parameters and to copy them to its device. Requests do not use the new parameters yet.
 
-    The new parameters come in a memfd with the call, in safetensors format. If no memfd comes, the worker uses the parameters
-    that it has kept from the push ``number`` of this set. Number 0 of the set "main" means the parameters in the repository.
-    The reply is JSON {"byte_size"}, or an error that says why the parameters are refused.
+    A memfd with the new parameters in safetensors format may come with this record. If no memfd comes, the worker takes the
+    values of ``set`` that it got under the same ``number`` before. If ``set`` is "main", ``number`` 0 means the parameters in
+    the model repository. The reply is JSON {"byte_size"}, or an error that says why the worker refuses the parameters.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -244,7 +243,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Tells a worker to use the staged parameters of a push for requests from now on. The reply is JSON {}."""
+    """Tells a worker to use the parameters that StageParameters with the same ``push`` copied. The reply is JSON {}."""
 
     push: int
     #: True if sequences and stepped requests that have begun go on with it, too.
@@ -252,15 +251,15 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Tells a worker to discard the staged parameters of a push, if there are any. The reply is JSON {}."""
+    """Tells a worker to discard any parameters that StageParameters with the same ``push`` copied. The reply is JSON {}."""
 
     push: int
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to accept requests for a model version that it has loaded. The worker then replies with JSON {}.
+    """Tells a worker to begin to accept requests for a model version that it has loaded. The reply is JSON {}.
 
-    If the worker does not have the version, it replies {} at once.
+    If the worker does not have the version, it does nothing and also replies {}.
     """
 
     model: str
@@ -281,10 +280,10 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 
 
 class PushParameters(Record, frozen=True, tag="c.push"):
-    """Asks the supervisor to push new parameters of a set to every worker that has the model version.
+    """Asks the supervisor to push new values of the parameter set ``set`` to every worker that has the model version.
 
-    If one worker refuses the parameters, no worker uses them. The reply is JSON {"model", "version", "set", "number",
-    "byte_size"}. "number" is the push's number.
+    If one worker refuses the values, no worker uses them. The reply is JSON {"model", "version", "set", "number", "byte_size"}.
+    ``number`` 0 means one more than the set's highest number so far. The reply has the number that the push got.
     """
 
     model: str
@@ -314,9 +313,10 @@ class ListParameters(Record, frozen=True, tag="c.listparams"):
 
 
 class RevertParameters(Record, frozen=True, tag="c.revertparams"):
-    """Asks the supervisor to undo the newest push into a parameter set on all workers.
+    """Asks the supervisor to undo the newest push into a parameter set. All workers then use the set's former values again.
 
-    The reply is JSON {"model", "version", "set", "number", "byte_size"}.
+    The reply is JSON {"model", "version", "set", "number", "byte_size"}. "number" and "byte_size" are those of the push that
+    brought the former values. If the former values are in the model repository, both are 0.
     """
 
     model: str
@@ -326,9 +326,9 @@ class RevertParameters(Record, frozen=True, tag="c.revertparams"):
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
-    """Asks the supervisor for the registered regions of a ``kind``, "system" or "cuda". ``name`` "" means all of them.
+    """Asks the supervisor for the regions of a ``kind``, "system" or "cuda", with this ``name``. ``name`` "" means any name.
 
-    The reply is a JSON array with an object for each region, in the form that clients get.
+    The reply is a JSON array with one object for each region. The object has the region's name and byte_size, for example.
     """
 
     kind: str
@@ -336,15 +336,15 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the other process to reply once it has handled all records that were sent to it before. The reply is empty.
+    """Asks a worker or the supervisor to reply once earlier changes have taken effect. The reply is empty.
 
-    The supervisor sends it to workers. A front sends it to the supervisor, which then also waits until all fronts know at least
-    what this front knows of models.
+    A worker replies when it has handled all records that the supervisor sent to it before the Settle. The supervisor replies when
+    all fronts have acknowledged all records that the supervisor sent to fronts before the Settle.
     """
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
-    """Asks a front to reply once none of its clients waits for an answer or for a part of one. The reply is empty."""
+    """Asks a front to reply once all requests of its clients are answered and all answers are sent. The reply is empty."""
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
@@ -352,7 +352,7 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Asks a worker to record a profile into ``folder`` with JAX's profiler, for ``seconds``. It then sends an empty reply."""
+    """Asks a worker to record a JAX profile of ``seconds`` seconds into ``folder``, and then to send an empty reply."""
 
     seconds: float
     folder: str
@@ -371,7 +371,7 @@ class RecentErrors(Record, frozen=True, tag="c.errors"):
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front for its exemplars: one traced request for each bucket of its duration histograms. The reply is JSON."""
+    """Asks a front for the Prometheus exemplars of its duration histograms. The reply is a JSON array."""
 
 
 class _ChangeSettings(Record, frozen=True):
@@ -392,10 +392,10 @@ class ChangeLog(_ChangeSettings, frozen=True, tag="c.log"):
 
 
 class ChangeTrace(_ChangeSettings, frozen=True, tag="c.trace"):
-    """Asks the supervisor to change trace settings of a model, or those for all models if ``model`` is "".
+    """Asks the supervisor to change trace settings of ``model``, or the default settings of all models if ``model`` is "".
 
-    Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is removed, so that the value
-    for all models holds. If ``count`` is -1, there is no limit of traces. The reply is the model's settings as JSON.
+    Settings that are None stay unchanged. A model's settings in ``cleared`` go back to the default of all models. If ``model``
+    is "", they go back to the daemon's options. ``count`` -1 means no limit of traces. The reply is the new settings as JSON.
     """
 
     model: str = ""

@@ -5,9 +5,8 @@
     worker --> submitter      PrepareAnswer 3: names, datatypes, shapes, regions
                               AnswerRecord 3: id, tensors' contents       AnswerRecord 3: id, tensors' contents       ...
 
-The sender assigns the numbers, and reuses them from 0 on after ``MAX_NUMBERS``. Before it uses a number with a new meaning on a
-lane, it sends another Prepare there. Records are read in the order in which they were sent, so a number has the meaning that
-was sent last. A prepared request that is not repeated gets no number. It is sent inside its RequestRecord.
+The sender assigns the numbers from 0 to ``MAX_NUMBERS`` - 1, and then starts again from 0. Before it uses a number with a new
+meaning on a lane, it sends the meaning over this lane, in a Prepare or PrepareAnswer.
 """
 
 from __future__ import annotations
@@ -63,12 +62,13 @@ class Numbers(Generic[T]):
     """Assigns numbers to one sender's prepared requests or answers. Equal requests or answers have the same number."""
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
-        """Starts with all numbers free.
+        """Starts with no assigned numbers.
 
         Args:
           on_number: called after each assignment of a number. The arguments are how many requests or answers have a number now,
-            and how many have lost their numbers to make room.
-          count: how many requests or answers may have a number at a time. If it is 0, ``number_again`` assigns none.
+            and how many lost their numbers at this assignment.
+          count: how many requests or answers may have a number at a time. When one more gets a number, all of them lose theirs.
+            If ``count`` is 0, the method ``number_again`` always returns None.
         """
         self._on_number = on_number
         self._count = count
@@ -121,7 +121,7 @@ class PublishedNumbers(set[Numbered[T]]):
     """A set of prepared requests or answers. ``publish`` adds one, and sends its number to the other end of a lane."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Starts with an empty set. ``record`` makes the record for a number and the object with this number."""
+        """Starts as an empty set. ``publish`` sends what ``record`` returns for a number and its request or answer."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}
@@ -140,12 +140,12 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps the numbers that came on a lane to what they stand for. Looking up an unknown number raises InvalidArgument."""
+    """Maps numbers of prepared requests or answers to what ``learn`` stored. An unknown number raises InvalidArgument."""
 
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Stores the object for which ``number`` stands on the lane. Raises InvalidArgument if ``number`` is out of range."""
+        """Stores ``meaning`` under ``number``. Raises InvalidArgument unless ``number`` is at least 0 and below MAX_NUMBERS."""
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

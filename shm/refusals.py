@@ -48,7 +48,7 @@ class Refusal(enum.Enum):
 class RefusalLog:
     """Counts the requests that one process has refused, and logs the counts at most once a minute.
 
-    Only the process's main loop may use it. The loop must call ``settle`` at the time ``due_ns``.
+    Only one thread may use it. The thread must call ``settle``, which logs the counts, once CLOCK_MONOTONIC reaches ``due_ns``.
     """
 
     def __init__(self, what: str = "refused with 503") -> None:
@@ -84,7 +84,7 @@ class RefusalLog:
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:
-        """Logs how many requests were refused, if a log line is due at ``now_ns``. Counting then starts again from zero."""
+        """Logs the counts and sets them to zero. Does nothing if the property ``due_ns`` is None or later than ``now_ns``."""
         due_ns = self.due_ns
         if due_ns is None or now_ns < due_ns:
             return

@@ -3,14 +3,13 @@
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |
     the region                      | 0 ...................... byte_size |
 
-``open_object`` opens only regular files of the shared-memory file system. It refuses paths with directories, symbolic links,
-FIFOs, devices, directories and semaphores. ``tensord.workers.regions.region_table`` decides whose objects are accepted. An
-object is opened once by its name. The client may then unlink it or reuse the name.
+``open_object`` opens only regular files directly in /dev/shm, and no named semaphores. It does not follow symbolic links. Once
+a region is registered, the client may unlink the region's object or use the object's name again.
 
 A region is used in one of three ways (docs/shared-memory.md says what each costs and promises):
 
     guarded    ``Region``: mapped; a missing page reads as zeros, and the request fails (``tensord.shm.guard``)
-    sealed     ``Region``: mapped; a memfd that its owner has sealed against shrinking and sent as a descriptor
+    sealed     ``Region``: mapped; a memfd that the client has sealed against resizing
     snapshot   ``SnapshotRegion``: not mapped; read and written with system calls
 """
 
@@ -116,7 +115,7 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Raises InvalidArgument unless ``fd`` is a memfd of ordinary pages with a sealed size. ``name`` is the region's name."""
+    """Raises InvalidArgument unless region ``name`` has a memfd ``fd`` without huge pages, with seals SHRINK, GROW and SEAL."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(fd).f_bsize
@@ -170,12 +169,12 @@ class Region(_ObjectRegion):
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
         """Maps ``byte_size`` bytes from ``offset`` of a shared-memory object, and takes ownership of the object's ``fd``.
 
-        If the region has at most ``populate`` bytes, its existing pages are mapped at once. Otherwise each page is mapped at
-        its first use. If this raises, ``fd`` is closed.
+        If all pages of the object exist and ``byte_size`` is at most ``populate``, the pages are mapped at once. Otherwise each
+        page is mapped at its first use. If this method raises an error, it closes ``fd``.
 
-        Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or may not be written to.
-          Unavailable: the range cannot be mapped now, or this process has as many guarded mappings as it can have
-          (``tensord.shm.guard``).
+        Raises: InvalidArgument: ``byte_size`` is not positive, ``offset`` is not a multiple of the page size, the bytes are not
+          inside the object, or this process may not write to the object.  Unavailable: the kernel cannot map the bytes now,
+          or ``tensord.shm.guard`` already protects as many mappings as it can.
         """
         guard.install()
         super().__init__(name, fd, offset, byte_size)
@@ -222,11 +221,11 @@ class Region(_ObjectRegion):
 
     @property
     def faults(self) -> int:
-        """Returns how often a missing page of the region was read or written.
+        """Returns 0 until this process reads or writes a missing page of the region, and more than 0 afterwards.
 
-        A page is missing if the owner has truncated the object, or if the host has no memory for a new page. If the number
-        grew during a request, the request's answer is not valid. If ``tensord.shm.guard.available`` is False, such an access
-        kills the process.
+        A page is missing if a client has truncated the shared-memory object, or if the host has no memory for a new page. If
+        the result is not 0, the region's bytes are not valid. If ``tensord.shm.guard.available`` is False, a read or write of a
+        missing page kills the process.
         """
         return 0 if self._guard is None else self._guard.faults
 
@@ -249,7 +248,7 @@ class Region(_ObjectRegion):
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:
-        """Unmaps the region and closes its descriptor. Memory of a view that still exists stays mapped. Idempotent."""
+        """Closes the region's descriptor. Unmaps the region once no memoryview of the region is in use. Idempotent."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -261,9 +260,9 @@ class Region(_ObjectRegion):
 
 
 class SnapshotRegion(_ObjectRegion):
-    """A client's registered range of a shared-memory object. It is read and written by system calls, and never mapped.
+    """A client's registered range of a shared-memory object. System calls read and write the range, which is never mapped.
 
-    If the owner writes during a read, the copy is a mixture of the bytes before and after.
+    If the client writes to the range during a read, the read may return a mixture of old and new bytes.
     """
 
     #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.

@@ -1,7 +1,6 @@
 """Releases answers in the order in which their requests came, even if later requests finish first. Does no I/O.
 
-An answer or an error waits until all answers before it have been released. Models with ``preserve_ordering`` and gRPC streams
-use this order.
+Each answer or error waits until the answers to all earlier requests have been released.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ A = TypeVar("A")
 
 
 class ResponseOrder(Generic[K, A]):
-    """Stores answers (``A``) until the answers to all earlier requests (``K``) may be sent."""
+    """Puts answers into the order in which their requests came. ``K`` is a request's type, and ``A`` is an answer's type."""
 
     def __init__(self) -> None:
         #: Requests that were taken and whose answers have not left, in their order.
@@ -61,7 +60,7 @@ class ResponseOrder(Generic[K, A]):
         return leaving
 
     def drop(self) -> list[A]:
-        """Removes all requests. Returns the stored answers, which must not be sent."""
+        """Removes all requests and all stored answers. Returns these answers, so that the caller can free their resources."""
         dropped = list(self._ready.values())
         self._turns.clear()
         self._ready.clear()

@@ -1,4 +1,4 @@
-"""Tells the time by which clients are late: a process that is stopped for a minute has not been kept waiting by anybody."""
+"""A process's clock for its clients' deadlines. The clock stands still while the process is stopped or too busy to call it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MOST_SECONDS = 1.5
 
 
 class RunningTime:
-    """A clock, in seconds, that stands still while its process does not run: stopped, swapped out, or busy with something else.
+    """A clock, in seconds, that stands still while its process is stopped or too busy to call ``look``.
 
-    Calling the instance returns the time, which never goes back. From one call of ``look`` to the next it goes on by at most
-    ``MOST_SECONDS``: the rest is left out, because what clients sent or received then has not been seen.
+    Calling the instance returns the time, which never goes back. From one call of ``look`` to the next, the time advances by at
+    most ``MOST_SECONDS``.
     """
 
     __slots__ = ("_left_out", "_until")
@@ -22,7 +22,7 @@ class RunningTime:
         self._until = monotonic() + MOST_SECONDS
 
     def look(self) -> float:
-        """Returns the time, and lets it go on. Call it once a second."""
+        """Returns the time. Call it once a second: ``MOST_SECONDS`` after a call, the clock stops until the next call."""
         now = self()
         self._until = now + MOST_SECONDS
         return now

@@ -32,7 +32,7 @@ _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """A memfd that is mapped in this process. Its view is writable only in the process that created it."""
+    """A memfd that is mapped in this process. If another process created the memfd, this process can only read it."""
 
     #: The view of the whole mapping.
     view: memoryview
@@ -75,9 +75,9 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, byte_size: int, writable: bool = False) -> Segment:
-        """Maps a segment that another process has created. Takes ownership of ``fd``, also if it raises.
+        """Maps a segment that another process has created, and returns it. Takes ownership of ``fd``, also if it raises.
 
-        If ``writable`` is True, pages are mapped writable, as page-locking for a GPU needs. The view is read-only nevertheless.
+        ``writable``: whether pages are mapped writable, as page-locking for a GPU needs. The ``view`` is read-only in any case.
 
         Raises: InvalidArgument: the segment is not sealed against resizing, does not have ``byte_size`` bytes, or may not be
           mapped writable.  Unavailable: the segment cannot be mapped now.

@@ -57,9 +57,9 @@ class LineRate:
         return left_out
 
     def say_left_out(self) -> str:
-        """Returns a text to append to a log line. It says how many such lines were not logged since the last call.
+        """Returns a text to append to a log line: for how many lines ``admits`` has returned False since the last call.
 
-        The text is "" if there are none.
+        If there are no such lines, the text is "".
         """
         left_out = self.take_left_out()
         return f" ({left_out} such lines before it were left out)" if left_out else ""

@@ -1,22 +1,21 @@
 """A sequence page is shared memory in which a worker lists its sequences, and how many more each model version can admit.
 
-Fronts read it at any time, even after the worker has died. It is a sealed memfd that only the worker writes. There are no
-locks. It is an array of 64-bit words:
+Fronts read the page at any time, even after the worker has died. The page is a sealed memfd that only the worker writes. There
+are no locks. The page is an array of 64-bit words:
 
-    word 0   layout (1)       word 1   moves             word 2   multiplier (odd, random)      word 3   log2 of the entries
-    entry k  at word 4 + 3 * k:   low and high half of the key, value.   low 0: the entry is free
+    word 0   version of this format (1)                       word 1   how often an entry was moved or removed
+    word 2   a random odd multiplier, unknown to clients      word 3   log2 of the number of entries
+    entry k  three words from word 4 + 3 * k on: low half of a key, high half of the key, value
 
-The entries are a hash table with open addressing. An entry is at the index in the top bits of ``low * multiplier``, or after it
-with no free entry between. Clients choose sequence ids, but do not know the multiplier, so they cannot cause many collisions.
-When an entry is removed, entries after it are moved up. There are two kinds of keys (``SequenceKeys``) and of values:
+``SequenceKeys`` computes the keys. No half of a key is 0. The low half of a free entry is 0. The values are:
 
-    a sequence         since (CLOCK_MONOTONIC ns) << 2 | SequenceState
-    a model version    edition << 42 | free slots << 22 | backlog << 2 | 0
+    for a sequence         time of admission (CLOCK_MONOTONIC ns) << 2 | SequenceState
+    for a model version    FreeSlots.edition << 42 | FreeSlots.free << 22 | FreeSlots.backlog << 2
 
-A reader finds each entry whole, even if the worker was killed in the middle of a change. Each store writes one aligned word,
-and other processes see stores in their order, as on x86. A new entry is valid from its last store on, which writes ``low``. A
-moved entry is in both places until ``moves`` has been incremented. Only then is the old place overwritten, first its ``high``
-with 0, which no key has. If ``moves`` has changed during a search, the reader searches again.
+The entries are a hash table with open addressing. A search begins at the index in the top bits of ``low half * multiplier``.
+The worker may be killed between any two stores. Other processes see its stores in their order, as on x86. In a new entry, the
+low half is written last. To move an entry, the worker copies the entry, increments word 1, and then overwrites the old entry.
+If word 1 changes during a search, the reader searches again.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class SequencePage(Page):
 
     @classmethod
     def create(cls, sequences: int) -> SequencePage:
-        """Creates shared memory in which a worker lists up to ``sequences`` live sequences, and about as many ended ones.
+        """Creates shared memory in which a worker lists up to ``sequences`` live sequences.
 
         Raises Unavailable if the host has no memory left or no more files may be opened.
         """
@@ -133,9 +132,9 @@ class SequencePage(Page):
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps the sequence page of another process, a worker. Takes ownership of the page's memfd ``fd``.
+        """Maps a worker's sequence page, the list of the worker's sequences in the memfd ``fd``. Takes ownership of ``fd``.
 
-        Raises InvalidArgument if ``fd`` is no sequence page, or Unavailable if it cannot be mapped.
+        Raises InvalidArgument if the memfd has no sequence page. Raises Unavailable if the memfd cannot be mapped now.
         """
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
@@ -256,7 +255,10 @@ class SequencePage(Page):
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Removes the model version that has this key. Fronts then send none of its new sequences to this worker."""
+        """Removes a model version from the page. ``key`` is the version's key.
+
+        Fronts then assume that this worker has no free slots for sequences of the version.
+        """
         self._models -= self._remove(key)
 
     def __len__(self) -> int:

@@ -1,10 +1,8 @@
 """Decides whether a process polls for its next record for a short time, or sleeps at once until the record comes.
 
-Waking a process takes tens of microseconds, about as long as a small request. So both ends of a lane poll before they sleep,
-but only if the last record came quickly. Between two polls they yield the processor. An end that polls in vain sleeps at once
-in some later waits, because on a busy host it takes the processor from the process that it waits for.
-
-The C part of a worker's loop uses it too, once for each wait (``workers/native/_fast_path.c``).
+Waking a process takes tens of microseconds, about as long as a small request. So a process at an end of a lane polls before it
+sleeps, if the last record came quickly. Between two polls the process yields the processor. After the process has polled in
+vain, it sleeps at once in some later waits.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ _LONGEST_PAUSE = 63
 
 
 class Spin:
-    """Decides whether a loop polls for a while before it sleeps. It does if its last wait was shorter than ``limit_ns``.
+    """Decides in each wait whether a loop polls before it sleeps, for at most ``limit_ns`` ns. 0 means that it never polls.
 
-    ``limit_ns`` is also the longest time to poll, in ns. If it is 0, the loop never polls. After a wait that polled in vain,
-    the loop does not poll in the next wait. If it polls in vain again, it does not poll in the next 3 waits, then 7, and so on
-    up to 63.
+    The loop polls only if its last wait was shorter than ``limit_ns``. After polling in vain, the loop sleeps at once in some
+    later waits, at most 63 of those that come after a short wait.
     """
 
     __slots__ = ("_limit_ns", "_pause", "_paused", "_polls", "_since_ns", "_worth")
@@ -39,7 +36,7 @@ class Spin:
         """Starts a wait. Returns the time until which the caller should poll for a record, or 0 if the caller should sleep.
 
         ``now_ns`` and the returned time are CLOCK_MONOTONIC ns. ``worked_ns`` is how long the caller has worked since its last
-        wait. The result is 0 if that is more than half of ``limit_ns``.
+        wait. If ``worked_ns`` is more than half of the instance's ``limit_ns``, the result is 0.
         """
         self._since_ns = now_ns
         self._polls = False

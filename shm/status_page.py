@@ -1,15 +1,16 @@
 """A status page is shared memory in which a worker shows what it does. Other processes read it without asking the worker.
 
-While a worker runs a model, it cannot answer questions. After it was killed, its page shows which requests it was running. The
-page is a sealed memfd that only the worker writes. It is an array of 64-bit words:
+After a worker was killed, its page shows which requests the worker was running. The page is a sealed memfd that only the worker
+writes. It is an array of 64-bit words. All times are CLOCK_MONOTONIC in ns:
 
-    word 0   state (WorkerState)             word 1   when the state began (ns)
-    word 2   loop's last iteration (ns)      word 3   outputs (Outputs)
-    slot k   from word 512 * (k + 1) on:     count, then count x (submitter, request id)
-             word 510 of the slot: model (``model_key``)     word 511: when the run began (ns)
+    word 0   the state of the worker's main loop (WorkerState)      word 1   when this state began
+    word 2   when the main loop last iterated                       word 3   how outputs get into shared memory (Outputs)
 
-Each thread that runs models has a slot. Slot 0 is the main loop's, and a run there also sets the worker's state. ``begin``
-writes the count last, and ``end`` clears it, so the page of a dead worker never shows a request of an earlier batch.
+Thread 0 is the main loop. Each thread k < SLOTS that runs models has 512 words, counted here from word 512 * (k + 1) on:
+
+    word 0     how many requests the thread runs now, 0 if none. When a run begins, the worker writes this word last.
+    word 1     from here on two words for each of these requests: the number of its submitter, and the request's id
+    word 510   the ``model_key`` of the model version           word 511   when the run began
 """
 
 from __future__ import annotations
@@ -99,17 +100,17 @@ class StatusPage(Page):
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """Writes ``now_ns`` as the time of the main loop's last iteration."""
+        """Stores ``now_ns`` as the time of the last iteration of the worker's main loop (CLOCK_MONOTONIC ns)."""
         self._words[2] = now_ns
 
     @property
     def state(self) -> tuple[WorkerState, int]:
-        """Returns the state of the main loop and when that state began (CLOCK_MONOTONIC ns)."""
+        """Returns the state of the worker's main loop and when that state began (CLOCK_MONOTONIC ns)."""
         return WorkerState(self._words[0]), self._words[1]
 
     @property
     def outputs(self) -> Outputs:
-        """Returns whether the worker's large outputs are written in place or copied. It is UNKNOWN while the worker starts."""
+        """Returns how the worker's large outputs get into shared memory, or UNKNOWN while the worker starts."""
         return Outputs(self._words[3])
 
     @outputs.setter
@@ -122,7 +123,7 @@ class StatusPage(Page):
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of the first word for a thread. ``slot`` is the thread's number, which is 0 for the main loop."""
+        """Returns the index of the first 64-bit word of the page for thread number ``slot``. The main loop is number 0."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
@@ -153,7 +154,10 @@ class StatusPage(Page):
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Records that thread ``slot`` runs nothing. For the main loop, also sets the worker's state to ``resting``."""
+        """Records that thread number ``slot`` of the worker runs no model any more.
+
+        Thread 0 is the worker's main loop. If ``slot`` is 0, the worker's state is also set to ``self.resting``.
+        """
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0

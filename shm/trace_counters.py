@@ -1,7 +1,6 @@
-"""Counters that all fronts share, to decide which requests are traced.
+"""Counters by which all fronts and workers together trace every n-th request, and no more than a given number of requests.
 
-Each counter is an eventfd in semaphore mode, which the supervisor creates and sends to the fronts. Each read subtracts one,
-atomically and without waiting.
+Each counter is an eventfd in semaphore mode. The supervisor creates the eventfd and sends it to all fronts and workers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _ENDLESS = 1 << 62
 
 
 class TraceBudget:
-    """An eventfd that counts how many more requests all fronts together may trace."""
+    """An eventfd that counts how many more requests all fronts and workers together may trace."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -26,7 +25,7 @@ class TraceBudget:
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """Subtracts one from the traces that are left. Returns False if none is left."""
+        """Subtracts one from the number of remaining traces and returns True. If the number is already 0, returns False."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -43,12 +42,12 @@ class TraceBudget:
         return 0
 
     def close(self) -> None:
-        """Closes the eventfd. Call it only once."""
+        """Closes this object's file descriptor, ``fd``. Call this method only once."""
         os.close(self.fd)
 
 
 class Passes:
-    """A countdown. ``left`` is how many further requests are certain not to be traced."""
+    """Says in ``left`` how many of the next requests are not sampled for traces. Users subtract one per request."""
 
     __slots__ = ("left",)
 
@@ -57,12 +56,12 @@ class Passes:
 
 
 class SampleCounter(Passes):
-    """Selects every ``rate``-th request for tracing. All fronts count their requests in one shared counter."""
+    """Selects every ``rate``-th request for tracing. All fronts and workers count requests in one shared counter."""
 
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes ownership of ``fd``, the eventfd of a counter that ``create`` made with the same ``rate``."""
+        """Takes ownership of ``fd``, an eventfd that ``create`` made to select every ``rate``-th request."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.

@@ -1,11 +1,11 @@
-"""Writes traces to files in a thread of its own, so that no request waits for a disk.
+"""Writes traces to JSON files, in a thread that only does this, so that no request waits for a disk.
 
-    FILE       [ trace , trace , ... ]     all fronts append to it, under a lock (flock); it is valid JSON after every write
-    FILE.N     [ ... ]                     with ``log_frequency``: each file has so many traces, and N counts up from 0
+    FILE       [ trace , trace , ... ]     without the option ``log_frequency``: all processes append under a lock (flock)
+    FILE.N     [ trace , trace , ... ]     with ``log_frequency``: each file has up to ``log_frequency`` traces, N = 0, 1, ...
 
-There are limits on how many traces wait for the thread, how many bytes a front writes, and how many files FILE.N there are.
-Traces beyond a limit are dropped, and that is logged once. Errors of writing are logged once a minute. Source: Triton
-docs/user_guide/trace.md.
+Three numbers are limited: the traces that wait to be written, the bytes that one process writes, and the files FILE.N. Traces
+beyond a limit are dropped. The first drop is logged. Errors of writing are logged at most once a minute for each file name.
+Source: Triton docs/user_guide/trace.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODE = 0o640
 
 
 class TraceFiles:
-    """Writes the trace files of one front."""
+    """Writes the trace files of one process."""
 
     def __init__(self, max_byte_size: int = 0, max_files: int = 0) -> None:
         self._left = max_byte_size
@@ -44,7 +44,7 @@ class TraceFiles:
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
         """Queues traces, which a thread writes to a file.
 
-        If too many traces are queued or the limit of bytes is reached, the traces are dropped and a warning is logged.
+        Drops the traces if too many are queued, or if the option ``trace.max_byte_size`` allows no more bytes of traces.
 
         Args:
           path: the path of the file, or the path without ``.N`` if ``indexed`` is True.
@@ -98,7 +98,7 @@ class TraceFiles:
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:
-        """Waits at most two seconds until the queued traces are written, and ends the thread."""
+        """Waits until all queued traces are written, or until two seconds have passed."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_CLOSE_SECONDS)

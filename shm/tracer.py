@@ -1,13 +1,10 @@
-"""Decides which requests are traced, and collects the timestamps and tensors of their traces, in fronts and for clients' lanes.
+"""Decides which requests are traced, and collects the timestamps and tensors of traced requests.
 
-    Tracer.sample ─▶ a Trace of the request ─▶ timestamps of the front, and of the worker in AnswerRecord.trace ─▶ Trace.end
+    Tracer.sample makes a Trace of a request ─▶ the Trace collects timestamps and tensors ─▶ Trace.end writes the Trace
 
-Times are in ns of CLOCK_MONOTONIC, which all processes share. ``Tracer.passes`` counts requests that need no call of
-``sample``, so most requests that are not traced cost one subtraction. Source of the names and the JSON: Triton
-docs/user_guide/trace.md.
-
-If there is an OpenTelemetry collector, a traced request is also a span of its client's trace. The span's ids are made here,
-because workers and the log name them while the request runs. The supervisor does all other work for spans.
+Fronts trace their clients' requests, and workers trace the requests on clients' lanes. Times are in ns of CLOCK_MONOTONIC. If
+the daemon has an OpenTelemetry collector, ended traces are also sent to the daemon's main process, which makes spans of them.
+Source of the names and the JSON: Triton docs/user_guide/trace.md.
 """
 
 from __future__ import annotations
@@ -57,10 +54,9 @@ _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 
 
 class Exemplars:
-    """A front's exemplars: the last traced request in each bucket of the duration histograms.
+    """The exemplars, as OpenMetrics calls them, that a front stores for its histograms of request durations.
 
-    The supervisor asks for them when somebody scrapes OpenMetrics, which shows them as ``# {trace_id="..."} 0.01``. ``buckets``
-    are the upper bounds of the histograms' buckets in seconds.
+    Each exemplar is the last traced request whose duration is in one bucket. ``buckets``: the buckets' upper bounds in seconds.
     """
 
     def __init__(self, buckets: Sequence[float]) -> None:
@@ -69,7 +65,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Stores a request as exemplar in the bucket of each of its durations. ``moments``: its timestamps in ns, by name."""
+        """Makes a request the exemplar of each histogram bucket that counts the request. ``moments``: its timestamps in ns."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -81,10 +77,10 @@ class Exemplars:
                 found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
 
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
-        """Returns the exemplars of each model version, as the reply to ``TraceExemplars`` has them.
+        """Returns all exemplars: (model, version, [(kind, bucket, trace_id, seconds, stored), ...]) for each model version.
 
-        An exemplar has the kind of duration, the index of the histogram's bucket, the trace's id, the duration in seconds, and
-        when it was stored, in seconds since 1970.
+        ``kind`` is the index of a kind of duration in ``durations.KINDS``. ``bucket`` is the index of a histogram bucket.
+        ``seconds`` is the traced request's duration of this kind. ``stored`` is when it was measured, in seconds since 1970.
         """
         return [
             (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])
@@ -106,10 +102,10 @@ class SpanIds(NamedTuple):
 
 
 class Spans:
-    """Collects the traces of ended requests, and sends several at a time to the supervisor. Only the event loop may use it."""
+    """Collects the traces of ended requests, and sends several at a time to the daemon's main process. Not thread-safe."""
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
-        """Starts without traces. ``hand_over`` sends traces to the supervisor, and returns False if that is not possible.
+        """Starts without traces. ``hand_over`` sends traces to the daemon's main process, or returns False if it cannot.
 
         ``later`` calls a function after a number of seconds. If it is None, the running event loop does so.
         """
@@ -123,7 +119,7 @@ class Spans:
         self._seldom = Seldom()
 
     def ended(self, trace: EndedTrace) -> None:
-        """Adds the trace of a request that has ended. The trace is sent to the supervisor within half a second."""
+        """Queues the trace of an ended request, to be sent to the daemon's main process within half a second."""
         self._waiting.append(trace)
         if len(self._waiting) >= _TOGETHER:
             self.flush()
@@ -136,7 +132,7 @@ class Spans:
         self.flush()
 
     def flush(self) -> None:
-        """Sends all collected traces now. If they cannot be sent, they are dropped and a warning is logged."""
+        """Sends all collected traces to the daemon's main process. Drops the traces if they cannot be sent."""
         if not self._waiting:
             return
         traces, self._waiting = tuple(self._waiting), []
@@ -151,7 +147,7 @@ def _in_loop(seconds: float, call: Callable[[], None]) -> None:
 
 
 def without_tensors(timeline: Timeline) -> Timeline:
-    """Returns a timeline without tensors. The timelines in its ``children`` have none either."""
+    """Returns ``timeline`` with all tensors left out, also those of nested timelines. The argument itself is not changed."""
     if timeline.tensors or timeline.children:
         children = tuple(map(without_tensors, timeline.children))
         return msgspec.structs.replace(timeline, tensors=(), children=children)
@@ -170,14 +166,14 @@ class Tracer:
         protocol: str = "http",
         later: Later | None = None,
     ) -> None:
-        """Makes a tracer that samples no requests until ``changed`` gives it trace settings.
+        """Makes a tracer that samples no requests until its method ``changed`` is called with trace settings.
 
         Args:
-          incarnation: the number of this start of the process, which no other front has. It is the upper bits of trace ids.
+          incarnation: a number that no other process of this daemon has. It becomes the upper bits of trace ids.
           files: writes traces to files. The tracer's ``close`` closes ``files``.
-          buckets: the upper bounds of the duration histograms' buckets in seconds. Each bucket's last traced request is kept.
-          hand_over: sends traces to the supervisor for an OpenTelemetry collector. Returns False if that is not possible. If it
-            is None, there is no collector.
+          buckets: upper bounds in seconds of a duration histogram's buckets. The last traced request of each bucket is stored.
+          hand_over: sends traces to the daemon's main process. Returns False if they cannot be sent. If it is None, the
+            daemon has no OpenTelemetry collector.
           protocol: "http", "grpc" or "lane".
           later: calls a function after a number of seconds. If it is None, the running event loop does so.
         """
@@ -202,7 +198,7 @@ class Tracer:
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Removes one model's own settings. The settings for all models then hold for that model."""
+        """Removes the trace settings of the model ``record.model``. The settings for all models then hold for that model."""
         self._forget(record.model)
         self._look()
 
@@ -223,12 +219,12 @@ class Tracer:
             self.passes = Passes(0)
 
     def sample(self, model: str, traceparent: str = "", began_ns: int = 0) -> Trace | None:
-        """Decides whether to trace a request. Returns a trace that the caller must fill and end, or None if it is not traced.
+        """Decides whether to trace a request. If so, returns a trace that the caller must fill and end. Otherwise returns None.
 
         Args:
           model: the model that the request is for.
-          traceparent: the W3C header that the client sent, or "". If the header asks for a trace and there is a collector, the
-            request is always traced.
+          traceparent: the W3C header that the client sent, or "". If the daemon has an OpenTelemetry collector and the
+            header asks for a trace, the request is traced whatever the sampling rate is.
           began_ns: when the request began to arrive, in ns of CLOCK_MONOTONIC, or 0 for now.
         """
         sampler = self._samplers.get(model) or self._samplers.get("")
@@ -255,7 +251,7 @@ class Tracer:
         return self._last_id
 
     def close(self) -> None:
-        """Writes the collected traces and sends them to the collector. No more requests are sampled."""
+        """Stops sampling requests. Writes and sends the ended traces that are still buffered."""
         for model in list(self._samplers):
             self._forget(model)
         self.on = self.joins = False
@@ -311,7 +307,7 @@ class Sampler:
             self._collected = []
 
     def close(self) -> None:
-        """Writes the traces that were kept and closes the counters. Traces that end later are written one by one."""
+        """Writes all traces that ``write`` has kept, and closes this object's eventfds. Later, ``write`` keeps no traces."""
         self._closed = True
         self._flush()
         for counter in (self.turn, self._budget):
@@ -360,7 +356,7 @@ class Trace:
 
     @property
     def level(self) -> int:
-        """Returns what is traced of the request: the sum of 1 (timestamps) and 2 (tensors)."""
+        """Returns what is traced of the request: 1 for timestamps, 2 for tensors, 3 for timestamps and tensors."""
         return self._sampler.level or _TIMESTAMPS
 
     def stamp(self, name: str, ns: int = 0) -> None:
@@ -368,7 +364,7 @@ class Trace:
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, record: RequestRecord, ns: int = 0) -> None:
-        """Stores the request's record, and when it was sent to a worker. ``ns`` is in ns of CLOCK_MONOTONIC, or 0 for now."""
+        """Stores that the request is sent to a worker as ``record``. ``ns``: when, in ns of CLOCK_MONOTONIC, or 0 for now."""
         self.client_id, self._record = record.client_id, record
         self.stamp(trace_stamps.REQUEST_START, ns)
 
@@ -395,7 +391,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Ends the trace. Writes it to the file and adds it to the traces for the collector, as the settings say."""
+        """Ends the trace. Writes it to a file, if one is set. Queues it for an OpenTelemetry collector, if one is set."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)

@@ -1,9 +1,8 @@
-"""Maps the protocol's datatypes to numpy's dtypes, and encodes BYTES.
+"""Converts datatypes of tensors, such as "FP32", to numpy dtypes and back, and encodes and decodes BYTES tensors.
 
-    BYTES element   | length u32 little-endian | length bytes |      elements follow each other without padding
-
-BF16 has no dtype in numpy. Where ``ml_dtypes`` is installed, BF16 arrays have its dtype ``bfloat16``; elsewhere they are uint16
-arrays with the same bits.
+Each element of a BYTES tensor is its length in bytes, as an unsigned 32-bit little-endian integer, and then its bytes.
+numpy has no dtype for BF16. If ``ml_dtypes`` is installed, BF16 arrays have the dtype ``ml_dtypes.bfloat16``. If not, BF16
+arrays are uint16 arrays of the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _UINT16 = DTYPES["UINT16"]
 def dtype_of(datatype: str) -> np.dtype:
     """Returns the numpy dtype of a datatype, such as "FP32". For BYTES it is object.
 
-    Raises: InvalidArgument: the protocol has no such datatype.
+    Raises: InvalidArgument: there is no such datatype.
     """
     found = DTYPES.get(datatype)
     if found is not None:
@@ -59,7 +58,7 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
-    """Returns the protocol's datatype for a dtype of any byte order, such as "FP32", or None if no datatype fits.
+    """Returns the datatype, such as "FP32", for a numpy dtype of any byte order, or None if no datatype fits.
 
     ``declared`` is the datatype in the model's metadata, or "". If it is "BF16", a uint16 array is BF16.
     """
@@ -104,7 +103,7 @@ def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
 def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
     """Makes an array of a tensor's bytes. The array is a view of them, or a copy if the datatype is BYTES.
 
-    Raises: ValueError: ``content`` has another number of bytes than the shape needs.  InvalidArgument: the protocol has no such
+    Raises: ValueError: ``content`` has another number of bytes than the shape needs.  InvalidArgument: there is no such
       datatype.
     """
     if datatype == "BYTES":
@@ -113,9 +112,9 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name for ``__array_interface__``, and whether that name only says "raw bytes", as it does for bfloat16.
+    """Returns the "typestr" of a dtype for numpy's ``__array_interface__``, and whether this typestr means raw bytes.
 
-    An array that was made with such a name needs ``view(dtype)``.
+    The typestr of bfloat16 is "|V2": two raw bytes. An array made with this typestr needs ``array.view(dtype)``.
     """
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True

@@ -47,16 +47,16 @@ def read_arguments(
     scheduling: Scheduling = UNSCHEDULED,
     others: Mapping[str, Callable[[str, Any], Any]] = NOTHING,
 ) -> tuple[Scheduling, dict[str, Any]]:
-    """Checks the keyword arguments of a request. Returns how the request is scheduled, and the other arguments.
+    """Checks the keyword arguments of a request. Returns its scheduling fields, and a dict of its remaining arguments.
 
     The returned values have Python's own types. Arguments that are None are left out.
 
     Args:
-      own: all arguments by name. Its item "parameters" may also have scheduling fields, under the names that HTTP clients use.
-      scheduling: the values of the scheduling fields that ``own`` lacks.
-      others: names that ``own`` may have besides those in ``Arguments``, each with the function that checks its value.
+      own: the arguments by name. Its dict "parameters" may also have scheduling fields by their HTTP names, such as "timeout".
+      scheduling: gives the value of each scheduling field that ``own`` does not give.
+      others: names that ``own`` may have in addition to ``Arguments``. Each maps to a function that returns the checked value.
 
-    Raises: InvalidArgument: a value is of another type or out of range.  TypeError: ``own`` has a name that is not allowed.
+    Raises: InvalidArgument: a value has the wrong type or is not allowed.  TypeError: ``own`` has a name that is not allowed.
     """
     said: dict[str, Any] = {}
     fields: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def read_arguments(
 
 
 def traced(name: str, value: Any) -> str:
-    """Returns a W3C ``traceparent`` in the form of version 00, or "" if it is malformed or its flags say "not sampled".
+    """Converts ``value``, a W3C ``traceparent``, to version 00. Returns "" if ``value`` is malformed or says "not sampled".
 
     Raises InvalidArgument if ``value`` is not a str. ``name`` is the argument's name in the error.
     """
@@ -216,8 +216,7 @@ class Call:
         """Makes a request, but sends nothing.
 
         Args:
-          inputs: C-contiguous arrays by name. Arrays of numpy kinds S, U and O (strings, objects) are BYTES. Arrays that the
-            connection's ``empty`` made are used without a copy. Other arrays are copied, or sent with the request.
+          inputs: C-contiguous arrays by name. Arrays of numpy kinds S, U and O (strings, objects) are BYTES.
           version: the model's version, or 0 for the newest.
           outputs: the names of the outputs to return, or none for all of them.
           scheduling: when the request is run, in which sequence, and with which parameter set.

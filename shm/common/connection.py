@@ -82,7 +82,7 @@ class Connection(Protocol):
         """
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in. It is empty if the server gives none.
+        """Returns a model's configuration with defaults filled in, or {} if the server gives no configuration.
 
         ``version`` is the model's version, or 0 for the newest.
         """
@@ -90,16 +90,16 @@ class Connection(Protocol):
     def ask(self, call: Call) -> Pending[Answer]:
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
-        The caller may change an input array only once the answer has come. If ``call.detached`` is True, the caller may change
-        it as soon as this returns, unless the method ``empty`` made the array.
+        The caller must not change the input arrays until the answer has come. If ``call.detached`` is True, this rule
+        covers only the input arrays that this connection's method ``empty`` made.
 
         Raises: ServingError: the request cannot be sent.
         """
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request. Returns the answer if it comes before this returns, else a ``Pending``, which waits for the answer.
+        """Sends a request. Returns the answer, or a ``Pending`` whose method ``result`` waits for the answer and returns it.
 
-        Call it only if this thread is going to wait for the answer.
+        If this returns a ``Pending``, the same thread must then call ``result``.
 
         Raises: ServingError: the request cannot be sent, or the answer is an error.
         """
@@ -121,7 +121,10 @@ class Connection(Protocol):
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request. Over HTTP it does nothing, because the server ends idle sequences."""
+        """Ends the sequence ``sequence_id`` of requests to ``model``. Sends no request to the model.
+
+        Over HTTP this method does nothing. The server itself ends a sequence that gets no request for some time.
+        """
 
     def parameters(self, model: str, version: int) -> Any:
         """Returns a ``ModelParameters``, which lists and changes the parameter sets of a model.

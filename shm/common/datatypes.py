@@ -1,4 +1,4 @@
-"""A table of the protocol's datatypes. This module does not import numpy, because some processes work without numpy."""
+"""A table of the datatypes that tensors of requests and answers may have, such as FP32. This module does not import numpy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Datatype(NamedTuple):
-    """Describes one datatype of the protocol."""
+    """Describes one datatype that tensors of requests and answers may have, such as FP32."""
 
     #: numpy's name of the dtype. numpy itself has no bfloat16: the package ml_dtypes has it.
     dtype: str

@@ -15,10 +15,7 @@ class DerivativeCall:
     """Makes the inputs for calls of a model's derivative, such as ``pull_back``, and renames the outputs of the answers."""
 
     def __init__(self, model: str, kind: str, max_batch_size: int, inputs: Tensors, outputs: Tensors) -> None:
-        """Prepares requests to a derivative of a model. ``kind`` is, for example, "pull_back".
-
-        All other arguments describe the model itself, not the derivative.
-        """
+        """Takes the derivative's ``kind``, such as "pull_back". All other arguments describe the model, not the derivative."""
         names = Names(model)
         self._inputs = {tensor.name: tensor.datatype for tensor in inputs}
         of = inputs if kind == PUSH_FORWARD else () if kind == VALUE_AND_GRADIENT else outputs
@@ -32,10 +29,11 @@ class DerivativeCall:
         self._lifts = not max_batch_size and kind != PARAMETER_GRADIENT
 
     def arrays(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the inputs of the derivative by name: the model's ``inputs``, and the cotangents or tangents in ``more``.
+        """Returns the inputs of the derivative by name: the model's ``inputs``, and the tangents or cotangents in ``more``.
 
-        ``more`` has cotangents by the names of the model's outputs, or tangents by the names of the model's inputs. Raises
-        InvalidArgument if a value cannot be an array, or if ``more`` lacks a name or has one that is not expected.
+        For ``push_forward``, ``more`` has tangents by the names of the model's inputs. "x" becomes "tangent.x" in the result.
+        For ``pull_back`` and ``parameter_gradient``, ``more`` has cotangents by the names of the model's outputs. "y" becomes
+        "cotangent.y". Raises InvalidArgument if a value cannot be an array, or if a name in ``more`` is missing or unknown.
         """
         found = arrays(inputs, self._inputs)
         if self._of or more:

@@ -1,4 +1,4 @@
-"""Names and errors of a model's derivatives, which a server offers as further models with inputs and outputs of their own.
+"""Names and error texts of a model's derivatives. A server offers each derivative as a model of its own.
 
     of a model M             inputs                                       outputs
     M.pull_back              M's inputs, cotangent.Y for each output Y    cotangent.X for each input X
@@ -6,13 +6,13 @@
     M.value_and_gradient     M's inputs                                   M's outputs, gradient.X for each input X
     M.parameter_gradient     M's inputs, cotangent.Y for each output Y    P, the gradient of each parameter P
 
-X, Y and P are only those of floating datatypes. M.value_and_gradient exists only if exactly one output is floating, and if it
-has one element in each row. M.parameter_gradient sums over all rows and has no batch dimension. The other three compute each
-row from the same row of the inputs. If M has no batch dimension, they have one nevertheless, and each row is a whole set of M's
-inputs.
+X, Y and P stand only for inputs, outputs and parameters of floating datatypes. M.value_and_gradient exists only if M has
+exactly one floating output, with one element in each row. M.parameter_gradient sums the gradients of all rows and has no batch
+dimension. Each other derivative has a batch dimension, and computes each row from the same row of its inputs. If M has no
+batch dimension, a row of the derivative's inputs is a whole set of M's inputs.
 
-Derivatives of a derivative use the names ``cotangent2.``, ``tangent2.`` and ``gradient2.``. For example,
-M.push_forward.push_forward has the inputs of M.push_forward, and tangent2.X and tangent2.tangent.X.
+A derivative of a derivative has the prefixes ``cotangent2.``, ``tangent2.`` and ``gradient2.``. For example, the inputs of
+M.push_forward.push_forward are the inputs of M.push_forward, tangent2.X and tangent2.tangent.X.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_not_derivative(name: str) -> None:
 
 
 class Names:
-    """The prefixes of the names of cotangents, tangents and gradients in the derivatives of one model, such as "cotangent."."""
+    """The prefixes that the input and output names of a model's derivatives have, such as "cotangent." in "cotangent.x"."""
 
     def __init__(self, model: str) -> None:
         order = original(model)[1]
@@ -98,10 +98,11 @@ def lacks(model: str, kind: str, lacking: Mapping[str, str]) -> str:
 
 
 def described(name: str, own: T, derivatives: Mapping[str, T], lacking: Mapping[str, str]) -> T:
-    """Returns ``own`` if ``name`` is a model, or ``derivatives[name]`` if it is a derivative that the model has.
+    """Returns the description of the model or derivative named ``name``, such as "m" or "m.pull_back".
 
-    Raises InvalidArgument if it is a derivative that the model lacks. ``lacking`` has the reason for each of those, for the
-    error's message.
+    ``own`` is the model's description. ``derivatives`` has the descriptions of the model's derivatives by name. Raises
+    InvalidArgument if ``name`` is a derivative that is not in ``derivatives``. ``lacking`` maps names of derivatives to
+    reasons, which the error's text gives.
     """
     if of_model(name)[1] and name not in derivatives:
         raise InvalidArgument(lacks(*of_model(name), lacking))

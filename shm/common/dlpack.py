@@ -1,8 +1,7 @@
-"""Exchanges tensors with other Python libraries by DLPack, without a copy, also of the datatype bfloat16.
+"""Passes tensors to other Python libraries, and takes tensors from them, by DLPack and without a copy.
 
-    PyCapsule "dltensor" ─▶ DLManagedTensor: address, datatype, shape ─▶ manager_ctx: the view, alive until ``deleter`` runs
-
-Source: dlpack.h, version 0 of the struct.
+A tensor is passed as a PyCapsule with the name "dltensor" and the struct DLManagedTensor of dlpack.h. The datatype bfloat16 is
+supported.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ class Owned(Protocol):
     """An object, such as a connection, that must be reset in a child process after a fork."""
 
     def forget(self) -> None:
-        """Resets this object in a child process after a fork, so that the child leaves the parent's requests alone."""
+        """Removes the parent process's requests from this object. It is called in a child process after a fork."""
 
 
 _owned: weakref.WeakSet[Owned] = weakref.WeakSet()

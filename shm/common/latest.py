@@ -114,9 +114,9 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns how many inputs are stored, in flight, or have an answer that ``get`` has not returned yet.
+        """Returns how many inputs are stored or in flight, plus 1 if there is an answer that ``get`` has not returned yet.
 
-        Inputs that newer ones replaced, and inputs older than the last answer that ``get`` returned, do not count.
+        Inputs do not count if ``get`` has already returned the answer to inputs that were put later.
         """
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
@@ -134,21 +134,24 @@ class Newest(Generic[A]):
 
 
 class Latest(Newest[A]):
-    """Sends inputs to a model by ``put``, which does not wait. ``get`` waits for the newest answer and returns it.
+    """Sends inputs to a model with ``put``, which does not wait. Returns answers with ``get``, which waits for an answer.
 
-    While two requests are in flight, ``put`` stores only the newest inputs, which are sent next.
+    While two requests are in flight, ``put`` only stores the inputs, in place of inputs stored before, to send them next.
+    If several answers have come, ``get`` returns only the answer to the inputs that were put last.
     """
 
     def _notify(self) -> None:
         self._changed.notify_all()
 
     def get(self, timeout: float | None = None) -> A:
-        """Waits until there is an answer that ``get`` has not returned yet, and returns the newest one.
+        """Waits until there is an answer that ``get`` has not returned yet, and returns it.
+
+        If several answers have come, returns only the answer to the inputs that were put last.
 
         Args:
           timeout: the seconds to wait, or None for no limit.
 
-        Raises: ServingError: the newest answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was
           called.
         """
         until = None if timeout is None else time.monotonic() + timeout

@@ -1,7 +1,4 @@
-"""Serves models inside this process. The caller uses the same kind of connection as to a server.
-
-caller ─▶ LocalRequest ─▶ Served.begin ─▶ a worker's loop runs the model ─▶ LocalRequest.take ─▶ the caller is woken
-"""
+"""Defines ``LocalConnection``. It has the methods of a connection to a server, but its models run inside this process."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ class Served(Protocol):
     def took(self, request: Any) -> None:
         """Tells the worker that the caller has read a response to a request, so that the model may send more responses.
 
-        ``request``: the worker's object of this request.
+        ``request`` is the attribute ``request`` of the LocalRequest that ``begin`` got.
         """
 
     def withdraw(self, request: Any) -> None:
-        """Tells the worker that nobody waits for an answer any more. ``request`` is the worker's object of the request."""
+        """Tells the worker that nobody waits for an answer. ``request`` is the attribute ``request`` of the LocalRequest."""
 
     def end_sequence(self, sequence_id: int | str) -> None:
         """Ends a sequence without a further request. It does nothing if there is no such sequence."""
@@ -74,13 +71,12 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------ from the worker's loop
 
     def take(self, request: Any, result: Any, moments: tuple[int, int, int] | None, final: bool) -> None:
-        """Stores a response, and wakes whoever waits for it. The worker's loop calls this method.
+        """Stores a response, and wakes the thread or task that waits for it. The worker calls this method in its event loop.
 
         Args:
-          request: the worker's object of this request. It is not used.
-          result: the outputs by name, or an error that has a ``code``, or None if the request ends without a further response.
-          moments: three times in ns: when the model's run began, when it had its inputs, and when it had computed. None: not
-            measured.
+          request: not used.
+          result: the outputs by name, or a worker's exception, or None if the request ends without a further response.
+          moments: when the model's run began, when it had its inputs, and when it had computed, in ns. None: not measured.
           final: whether this is the last response.
         """
         if isinstance(result, Exception):
@@ -94,7 +90,7 @@ class LocalRequest(Pending[Answer]):
             self._connection.call_back(self)
 
     def fail(self, error: Any) -> None:
-        """Ends the request with ``error``, which has a ``code``."""
+        """Ends the request. The caller gets a ServingError with the code and the message of ``error``."""
         self.take(None, error, None, True)
 
     # ------------------------------------------------------------------------------------------------ from whoever waits
@@ -102,8 +98,8 @@ class LocalRequest(Pending[Answer]):
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
         """Makes an answer from a response of the model, and tells the worker that the response was read.
 
-        Returns an error if copying an output fails. The caller may change the answer's arrays, which are copies. ``arrived`` is
-        the outputs by name, and the ``moments`` that ``take`` got.
+        ``arrived`` is the outputs by name, and the times in ns when the model's run began, had its inputs and had computed, or
+        None if no times were measured. Returns an error if an output does not fit the caller's array for the output.
         """
         result, moments = arrived
         call, request = self._call, self.request
@@ -134,7 +130,7 @@ class LocalConnection:
     def __init__(self, load: Callable[[str, int], Served]) -> None:
         """Loads nothing yet. ``load`` loads a model by name and version, where 0 means the newest version.
 
-        If loading fails, ``load`` raises an error that has a ``code``.
+        If loading fails, ``load`` raises an exception with the attributes ``code`` and ``message``.
         """
         self._load = load
         self._lock = threading.Lock()
@@ -247,13 +243,13 @@ def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
 
 
 def ours(error: Any) -> ServingError:
-    """Converts a worker's exception, which has a ``code``, to the ServingError of the same code, in plain words."""
+    """Converts an exception with the attributes ``code`` and ``message`` to the ServingError of the same code."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 
 @contextlib.contextmanager
 def in_our_words() -> Iterator[None]:
-    """Converts a worker's exception that is raised in the ``with`` block to a ServingError in plain words."""
+    """Converts an exception of the ``with`` block that has ``code`` and ``message`` to the ServingError of the same code."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,6 @@
-"""Maps memfds, in pages of 2 MiB where the kernel gives them. A program reads and writes these up to twice as fast.
+"""Maps memfds, in pages of 2 MiB if possible. A program reads and writes such pages up to twice as fast as small pages.
 
-A mapping has large pages only if its address is a multiple of 2 MiB, which the kernel chooses for no memfd of its own accord,
-and if whoever created the memory has asked for them (``join_pages``).
+``mapped`` maps a memfd at an address that allows large pages. ``join_pages`` joins the small pages of a memfd to large pages.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE, offset: int = 0) -> memoryview:
-    """Maps ``byte_size`` bytes of a file from ``offset`` on, and returns a view of them. ``fd`` may be closed afterwards.
+    """Maps ``byte_size`` bytes of a file from byte ``offset`` on, and returns a view of them. ``fd`` may be closed afterwards.
 
-    The memory is unmapped once nothing refers to the view any more. ``prot`` is the protection of the pages; without PROT_WRITE
-    the view is read-only. ``offset`` is a multiple of the page size. Raises OSError if the file cannot be mapped, and ValueError
-    if it is shorter.
+    The memory is unmapped once nothing refers to the view any more. ``prot`` is the protection of the pages. Without PROT_WRITE
+    the view is read-only. ``offset`` must be a multiple of the page size. Raises OSError if the kernel cannot map the file.
+    Raises ValueError if ``byte_size`` is not above 0, or if the file has fewer than ``offset + byte_size`` bytes.
     """
     if not 0 < byte_size <= os.fstat(fd).st_size - offset:
         raise ValueError(f"{byte_size} bytes cannot be mapped at {offset} of a file of {os.fstat(fd).st_size} bytes")
@@ -55,18 +54,18 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def join_pages(view: memoryview) -> None:
-    """Joins the pages of ``mapped`` memory to pages of 2 MiB, for all processes that map the memory. All of it must exist.
+    """Joins the pages of ``view``, a result of ``mapped``, to pages of 2 MiB. All pages must already be allocated.
 
-    Other processes should map it afterwards. Where the kernel cannot do it, or has no memory in one piece, nothing changes.
+    Processes that map the same memory later get the large pages, too. If the kernel cannot join pages, no error is raised.
     """
     if len(view) >= _LARGE:
         _advise(view, len(view) // _LARGE * _LARGE, _MADV_COLLAPSE)
 
 
 def populate(view: memoryview) -> None:
-    """Makes the page table's entries for ``mapped`` memory, so that its first use costs no page faults.
+    """Makes the page table's entries for ``view``, a result of ``mapped``. The first use of the memory costs no page faults.
 
-    Pages that do not exist are allocated. Where the kernel does not know it (before Linux 5.14), nothing changes.
+    Pages that do not exist are allocated. Before Linux 5.14, this does nothing.
     """
     _advise(view, len(view), _MADV_POPULATE_WRITE)
 

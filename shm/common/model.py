@@ -116,7 +116,7 @@ class Calls:
         """Makes the ``Call`` object of one request to this model. Sends nothing.
 
         Args:
-          inputs: input name -> array. Nested mappings are flattened.
+          inputs: input name -> array. In nested mappings, an input's name is the keys that lead to it, with "/" between them.
           outputs: the names of the outputs to return, or none for all of them.
           own: the request's other fields, by their names in ``Own``.
           places: output name -> the caller's array that the output is written to, or None for no such arrays.
@@ -210,8 +210,8 @@ class Model(Calls):
           cotangents: output name -> array of the output's datatype and shape, for each floating output.
           own: the request's other fields, such as ``priority``.
         Returns: input name -> array of the input's datatype and shape, for each floating input.
-        Raises: InvalidArgument: the model has no pull-back, or an argument does not fit it.  ServingError: any other error of the
-          server.
+        Raises: InvalidArgument: the model has no pull-back, an input or cotangent cannot be an array, or a cotangent is missing
+          or has an unknown name.  ServingError: any other error of the server.
         """
         asked = self._asked(PULL_BACK)
         return asked.result(self._open(PULL_BACK)(asked.arrays(inputs, cotangents), **own))
@@ -224,8 +224,8 @@ class Model(Calls):
           tangents: input name -> array of the input's datatype and shape, for each floating input.
           own: the request's other fields, such as ``priority``.
         Returns: output name -> array of the output's datatype and shape, for each floating output.
-        Raises: InvalidArgument: the model has no push-forward, or an argument does not fit it.  ServingError: any other error of
-          the server.
+        Raises: InvalidArgument: the model has no push-forward, an input or tangent cannot be an array, or a tangent is missing
+          or has an unknown name.  ServingError: any other error of the server.
         """
         asked = self._asked(PUSH_FORWARD)
         return asked.result(self._open(PUSH_FORWARD)(asked.arrays(inputs, tangents), **own))
@@ -274,13 +274,13 @@ class Model(Calls):
 
         Args:
           inputs: input name -> array. Keep the arrays and write new values into them.
-          out: output name -> the array that each answer's output is written to. It has the output's shape and dtype. If
-            possible, the server writes directly to an array that ``Client.empty`` made. Otherwise the output is copied.
-          outputs: the names of the outputs to return. None given means the names in ``out``, or all outputs without ``out``.
+          out: output name -> the array that each answer's output is written to. An array of ``Client.empty`` can save a copy.
+            If an array has not its output's shape and dtype, this method or a call of the result raises InvalidArgument.
+          outputs: the names of the outputs to return. If it is empty, the outputs named in ``out`` are returned. If ``out`` is
+            also empty, all outputs are returned.
           own: the request's other fields, such as ``parameters`` or ``priority``.
-
-        Raises: InvalidArgument: an input cannot be an array, the model gives several responses, or an array of ``out`` cannot
-          be used.
+        Raises: InvalidArgument: an input cannot be an array, an array in ``out`` is read-only, or the model answers a request
+          with several responses.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
         made = self._connection.prepare(call)

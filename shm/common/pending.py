@@ -1,12 +1,8 @@
-"""A request that was sent. A thread, a callback, or a task on an event loop waits for its answer.
+"""Defines ``Pending``, a request that was sent. A thread, a callback or a task on an event loop can wait for its answer.
 
-    the caller calls          result, responses, await, add_done_callback or cancel
-    Pending calls             wait, attach, watch and withdraw of its subclass
-    the subclass calls        add with each response or an error, then end, notify and call_back
-    at the deadline           expire ends the request
-
-Each kind of connection (over a lane, over HTTP, in this process) has a subclass, which sends the request and receives the
-responses.
+There is a subclass for requests over a lane, one for requests over HTTP, and one for requests to models in this process. A
+subclass sends the request. It calls ``add`` with each response that it receives, and ``end`` after the last response. It calls
+``notify`` to wake the thread or task that waits, and ``call_back`` to call the callbacks of an ended request.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ class Pending(Generic[T]):
         Args:
           model: the name of the model that is asked.
           deadline: the time of ``time.monotonic()`` in seconds at which the caller stops waiting, or None for no deadline.
-          deadlines: ends the request at its deadline if only callbacks wait for it.
+          deadlines: a thread that ends the request at its deadline. It learns of the request when a callback is added.
         """
         self.model = model
         self.deadline = deadline
@@ -76,12 +72,11 @@ class Pending(Generic[T]):
     # ----------------------------------------------------------------------------------------------- what a transport does
 
     def wait(self, until: float | None) -> None:
-        """Waits in this thread until a response has come or the request has ended. It may also return earlier.
+        """Waits in the calling thread until a response has come or the request has ended. It may also return earlier.
 
-        This base class sleeps until ``notify`` is called. ``until`` is a time of ``time.monotonic()`` in seconds, or None
-        for no limit.
+        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit.
 
-        Raises: WaitEnded: ``until`` has passed.  ServingError: the request fails with this error.
+        Raises: WaitEnded: ``until`` has passed.  ServingError: no response can come any more.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.waiter = waiter
@@ -97,7 +92,7 @@ class Pending(Generic[T]):
         """Prepares the running event loop ``loop`` to receive the request's responses. This base class does nothing."""
 
     def watch(self) -> None:
-        """Makes a background thread receive the responses and call the callbacks. This base class does nothing."""
+        """Makes a thread receive responses and call the callbacks of ``add_done_callback``. This base class does nothing."""
 
     def withdraw(self) -> None:
         """Tells the server that nobody waits for the answer any more. It is called once, in any thread.
@@ -108,11 +103,11 @@ class Pending(Generic[T]):
     def settle(self, until: float | None) -> None:
         """Waits until neither client nor server uses the arrays of this cancelled request. This base class does not wait.
 
-        ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit. Raises DeadlineExceeded if it has passed.
+        Raises DeadlineExceeded if the arrays are in use at the time ``until`` of ``time.monotonic()``. None means no limit.
         """
 
     def made(self, arrived: Any) -> T | ServingError:
-        """Converts a response, as ``add`` stored it, to what the caller gets. This base class returns it unchanged."""
+        """Converts the response ``arrived`` to an answer, or to an error if that fails. This base class returns ``arrived``."""
         answer: T = arrived
         return answer
 
@@ -121,7 +116,7 @@ class Pending(Generic[T]):
         return DeadlineExceeded()
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns the error that an iterator over the responses raises in place of ``error``. Here it is ``error`` itself."""
+        """Returns the error that the caller gets if ``error`` ends a stream of responses. This base class returns ``error``."""
         return error
 
     # --------------------------------------------------------------------------------------------------- from a transport
@@ -147,7 +142,7 @@ class Pending(Generic[T]):
     def notify(self, running: Any = None) -> None:
         """Wakes the thread or task that waits for this request.
 
-        ``running``: the event loop of the calling thread. If it is None, this method finds the event loop itself.
+        ``running`` is the event loop that runs in the calling thread. None is always allowed, but slower.
         """
         self.waiting = False
         waiter = self.waiter
@@ -236,10 +231,10 @@ class Pending(Generic[T]):
         return Internal(f"model '{self.model}' has answered with no response") if response is None else response
 
     def responses(self, timeout: float | None = None) -> Iterator[T]:
-        """Returns an iterator over the responses. Leaving the iteration early cancels the request.
+        """Returns an iterator over the responses. Closing or dropping the iterator early cancels the request.
 
-        ``timeout`` is the seconds to wait for each response, or None to wait until the request's deadline. Raises:
-        ServingError: a response is an error.  DeadlineExceeded: no response came in time.
+        A wait for a response ends after ``timeout`` seconds, and at the latest at the request's deadline. Raises:
+        ServingError: a response is an error.  DeadlineExceeded: a wait ended without a response.
         """
         responses = self._responses(timeout)
         # So that its ``finally`` runs also if it is dropped before anybody iterates.
@@ -321,10 +316,10 @@ class Pending(Generic[T]):
         return result
 
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[T]:
-        """Returns an asynchronous iterator over the responses, for the running event loop. Ending it early cancels the request.
+        """Returns an asynchronous iterator over the responses. Closing or dropping the iterator early cancels the request.
 
-        ``timeout`` is the seconds to wait for each response, or None to wait until the request's deadline. Raises:
-        ServingError: a response is an error.  DeadlineExceeded: no response came in time.
+        A wait for a response ends after ``timeout`` seconds, and at the latest at the request's deadline. Raises:
+        ServingError: a response is an error.  DeadlineExceeded: a wait ended without a response.
         """
         responses = self._async_responses(timeout)
         with contextlib.suppress(StopIteration):  # as in ``responses``; it awaits nothing before
@@ -346,7 +341,11 @@ class Pending(Generic[T]):
 
     @types.coroutine
     def _next_async(self, timeout: float | None) -> Generator[Any, None, T | ServingError | None]:
-        """Waits for the next response, or an error that ends the request, and returns it. Returns None if no more come."""
+        """Waits for the next response and returns it. Returns None after the last response.
+
+        If the request fails, returns the error. The request fails if no response comes within ``timeout`` seconds, and at the
+        latest at the deadline of the request. If ``timeout`` is None, only the deadline counts.
+        """
         arrived = self._arrived
         until: float | None = None
         loop: asyncio.AbstractEventLoop | None = None
@@ -392,7 +391,7 @@ class Deadlines:
         self._runs = False
 
     def add(self, pending: Pending[Any], deadline: float) -> None:
-        """Makes the thread end a request with an error at its deadline, unless the request ends before.
+        """Has a thread end the request ``pending`` with an error at ``deadline``, if the request has not ended by then.
 
         ``deadline`` is a time of ``time.monotonic()`` in seconds.
         """
@@ -427,7 +426,7 @@ class Deadlines:
                 del pending
 
     def close(self) -> None:
-        """Removes all requests and ends the thread, so that their deadlines have no effect any more."""
+        """Forgets all requests that were passed to ``add``. None of them is ended at its deadline any more."""
         with self._changed:
             self._due.clear()
             self._changed.notify()

@@ -15,11 +15,11 @@ from .tensors import check_place as check_place
 
 
 class Answer(dict):  # type: ignore[type-arg]
-    """The answer to a request: output name -> array. Large outputs are read-only views of the server's memory.
+    """The answer to a request: output name -> array. Over a lane, large outputs are read-only views of the server's memory.
 
-    This memory stays reserved until the answer, its arrays, and all views of these arrays are gone, also views that another
-    library has made. ``with answer:`` and ``release()`` drop the answer's own references. ``version`` is the version of the
-    model that answered. ``parameters`` are the parameters of the model's answer.
+    The server cannot reuse this memory while the answer, an array of the answer, or any view of such an array exists.
+    ``release()`` removes the outputs from such an answer, and so does the end of a ``with answer:`` block. ``version`` is the
+    version of the model that answered. ``parameters`` maps names to further values that the server sent with the outputs.
     """
 
     #: The version of the model that answered.
@@ -46,7 +46,7 @@ class Answer(dict):  # type: ignore[type-arg]
         return None if timing is None else timing.copied_bytes
 
     def release(self) -> None:
-        """Removes all outputs that lie in the server's memory from this answer, and gives this memory back. Idempotent.
+        """If outputs lie in the server's memory, removes all outputs from this answer and gives this memory back. Idempotent.
 
         If an array of the answer or a view of one still exists, the memory is given back once the last of them is
         garbage-collected.
@@ -86,9 +86,9 @@ class Description:
 
 
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
-    """Copies outputs into the caller's arrays in ``places``. Returns all outputs by name, with the caller's arrays for these.
+    """Copies outputs to the caller's arrays in ``places``, by name. Returns ``outputs``, in which these arrays replace outputs.
 
-    Raises: InvalidArgument: an array has another shape or dtype than its output.
+    Raises: InvalidArgument: an array in ``places`` has another shape or dtype than the output of the same name.
     """
     for name, place in places.items():
         made = outputs.get(name)

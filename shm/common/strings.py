@@ -1,6 +1,6 @@
-"""Counts, decodes and encodes the elements of BYTES tensors in Python. The daemon can do the same in C (``_strings.c``).
+"""Counts, decodes and encodes the elements of BYTES tensors in pure Python.
 
-| length u32 little-endian | length bytes |      elements follow each other without padding
+Each element is its length in bytes, as an unsigned 32-bit little-endian integer, and then its bytes. There is no padding.
 """
 
 from __future__ import annotations

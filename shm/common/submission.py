@@ -1,22 +1,19 @@
-"""Decides how a submitter's request goes on if its worker refuses it or ends, or if its caller gives up. Does no I/O.
+"""Decides how a submitter's request goes on if its worker refuses it or ends. Does no I/O.
 
-A front, and a client that has lanes, follow the same rules with these differences:
+If a worker answers with an error, ``may_be_elsewhere`` returns whether the request may be sent to another worker. A client
+sends a request to another worker at most once for this reason. A front does so each time the model has moved.
 
-  - A request is sent to the usable worker that has the fewest requests of this submitter. A front prefers workers on the GPU
-    where the request's regions are.
-  - If a worker answers that it does not have the model, ``may_be_elsewhere`` says whether another worker may get the request. A
-    front sends the request again as often as the supervisor says that the model has moved, a client once.
-  - If a worker ends, ``after_end`` says for each of its unanswered requests whether the request is sent again. A front asks
-    this once the supervisor has confirmed that the worker is dead, a client at once.
-  - A request that the worker may have begun is sent again once. A front reads from the worker's status page which requests had
-    begun, and treats all requests to a model with several responses as begun. A client treats all that it has sent as begun.
-  - A begun request fails with Internal if it has had a response. In a front, it also fails if its model keeps state. In a
-    client, it also fails if its model is not declared pure, or if it belongs to a sequence.
-  - If the worker of a sequence ends, later requests of the sequence fail with ``lost_sequence`` until one has the START flag. A
-    front reads from the worker's sequence page which sequences were lost, those of other fronts included. A client knows only
-    those of its own requests.
-  - If the caller gives up, the worker is told, and an answer that comes is dropped. A request that waits to be sent is not sent
-    any more, except that a front sends it if it belongs to a sequence, because it may be the sequence's last one.
+If a worker ends before its last answer to a request, ``after_end`` decides whether the request is sent again. A request that
+the worker cannot have begun is sent again. A request that the worker may have begun is sent again at most once, and only if
+the request may run twice and has had no response. Else the request fails with Internal. Fronts and clients differ:
+
+  - A front calls ``after_end`` when the supervisor has confirmed that the worker is dead. It counts a request as begun if the
+    worker was running the request, or if the model has several responses. A request that the worker was running may not run
+    twice if its model keeps state.
+  - A client calls ``after_end`` as soon as its lane has ended. It counts every request that it sent over the lane as begun. A
+    request may run twice only if its model is declared pure and the request does not belong to a sequence.
+
+After the worker of a sequence has ended, the sequence's requests fail with ``lost_sequence`` until one has the START flag.
 """
 
 from __future__ import annotations
@@ -54,11 +51,13 @@ class Submission:
     def may_be_elsewhere(self, code: str, message: str, is_told: bool = True) -> bool:
         """Returns whether the request may be sent to another worker, after a worker has answered it with an error.
 
+        Returns False if nobody waits for the answer any more, or if the request has had a response before the error. Else
+        returns whether the error means that the worker does not have the model, as ``is_refusal`` tells from the arguments.
+
         Args:
           code: the error's code, such as "NOT_FOUND".
           message: the error's text.
-          is_told: True if the submitter's list of the model's workers is up to date. If it is False, every NotFound and every
-            Unavailable lets the request be sent to another worker.
+          is_told: True if the submitter's list of the model's workers is up to date.
         """
         return not (self.cancelled or self.answered) and is_refusal(code, message, is_told)
 

@@ -71,9 +71,9 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
     """Converts each input of a request to a C-contiguous array, if possible without a copy. Returns the arrays by input name.
 
     Args:
-      inputs: values by input name. Nested mappings and sequences are flattened. A value that is no array is converted.
+      inputs: values by input name. ``flat`` flattens nested values and joins their keys to input names.
       datatypes: the datatype of each input of the model, by name.
-    Raises: InvalidArgument: ``inputs`` is no mapping, a name is given twice, or a value cannot be an array.
+    Raises: InvalidArgument: ``inputs`` is no mapping, a value cannot be an array, or two values get the same input name.
     """
     if type(inputs) is dict:
         for name, value in inputs.items():
@@ -87,11 +87,11 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
 
 
 def flat(inputs: Any, known: Collection[str], what: str = "input") -> dict[str, Any]:
-    """Flattens nested mappings and sequences of inputs. Returns the values by input name.
+    """Flattens nested mappings, lists and tuples of inputs. Returns the values by input name.
 
-    An input's name is the keys on the way to its value, joined by "/". If the model has no such input, but has one with "." in
-    place of "/", that name is used. ``known`` are the names of the model's inputs. ``what`` is the word for an input in errors.
-
+    An input's name is the keys, field names and indices that lead to its value, joined by "/". If ``known``, the names of the
+    model's inputs, has only the same name joined by ".", that name is used. A list or tuple is flattened only if a name in
+    ``known`` begins with the name of the list or tuple, followed by "/" or ".". ``what`` is the word for an input in errors.
     Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
     found: dict[str, Any] = {}
@@ -124,9 +124,9 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
     Args:
       name: the input's name, for errors.
-      value: a numpy array, an object with ``__array__``, or an object with ``__dlpack__`` on the host. A GPU array that the
-        client's ``empty`` made is returned unchanged. Anything else becomes an array of ``datatype``, as ``cast`` makes it.
-      datatype: the input's datatype in the model's metadata, or None if the model has no such input.
+      value: a numpy array, an object with ``__array__``, or an object on the host with ``__dlpack__``. Its datatype is kept.
+        A GPU array that ``Client.empty`` made is returned unchanged. A list, a number or a string is converted by ``cast``.
+      datatype: the datatype for ``cast``, from the model's metadata, or None if the model has no input of this name.
     Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
     if isinstance(value, np.ndarray):
@@ -221,9 +221,9 @@ def bfloat16_of_torch(value: Any) -> Array | None:
 
 
 def content(values: Array) -> bytes | memoryview:
-    """Returns an array's bytes as the protocol sends them: a copy if the datatype is BYTES, else a view of the array.
+    """Returns an array's elements as the bytes of an HTTP request. Do not change the array while the result is in use.
 
-    Raises: InvalidArgument: the array is on a GPU, or its datatype is BYTES and an element cannot be encoded.
+    Raises: InvalidArgument: the array is on a GPU, or an element of the datatype BYTES cannot be encoded.
     """
     if not isinstance(values, np.ndarray):
         raise InvalidArgument(f"{values!r} is of another connection: bring it to the host")
@@ -235,8 +235,8 @@ def content(values: Array) -> bytes | memoryview:
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the name and the value of each leaf of nested mappings, lists and tuples. None is not a leaf.
 
-    A leaf's name is the keys, fields and indices on the way to it, joined by dots, such as ``dense.0.kernel``. If the tree is a
-    single leaf, the name is "array". If ``name`` is not "", all names begin with it.
+    A leaf's name is ``name``, unless it is "", and the keys, fields and indices that lead to the leaf. Dots join them, as in
+    ``dense.0.kernel``. A leaf whose name would be empty is named "array".
     """
     inside: list[tuple[Any, Any]]
     if isinstance(tree, Mapping):
