@@ -1,10 +1,10 @@
-"""Tries to load models as a worker does, or exports one, and ends: ``python -m tensord.workers.check --device cpu:0``.
+"""Tries to load model versions as a worker does, and reports whether each can be loaded.
 
-    stdin   CheckLoads: the configuration, and the model versions to load, in order; none is unloaded before the end
-    stdout  LoadSteps while a version is loaded, and one LoadOutcome after each version
+    stdin   one CheckLoads: the daemon's configuration, and the model versions to load in this order
+    stdout  LoadSteps that say what the process does now, and one LoadOutcome after each version
 
-``tensord.daemon.check`` starts this process. With ``--folder``, a version is exported into that folder instead. If the process
-dies, the first version without a LoadOutcome is the one during which it died. What the models print goes to stderr.
+``tensord.daemon.check`` starts this process. With ``--folder FOLDER``, the process exports one version into FOLDER instead. If
+a version crashes the process, it is the first version without a LoadOutcome. What the models print goes to stderr.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DaemonStandIn:
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Answers an operation that a model's code requests of the daemon as if it had succeeded. Does nothing else.
+        """Carries out nothing. Returns b"true" for ModelReady, and b"" for LoadModel and UnloadModel.
 
         Raises Unavailable for LoadModel and UnloadModel if the daemon is not configured to load models on request.
         """

@@ -1,14 +1,14 @@
-"""Carries out the records that the supervisor sends to a worker, and sends the answers. Runs on the worker's loop.
+"""Carries out the records that the supervisor sends to a worker. Runs in the worker's event loop.
 
-LaneOpened + fd                 opens the lane of one more submitter
-LaneClosed                      ends a client's lane; a worker also sends this record for each client's lane that has ended
-Load, Unload                    loads or unloads a version; answered with Loading and Loaded, or with Unloaded
-CancelLoad                      cancels all loads of a version; each Load still gets its answer
-Call                            carries out an operation, such as a parameter change or statistics; answered with Reply
-Reply                           the supervisor's answer to a Call that this worker has sent for a model's code
-LogChanged                      changes level or format of the log
-TraceChanged, TraceCleared      changes which requests on clients' lanes are traced
-Stop                            ends the worker once all requests are answered
+LaneOpened + fd                 opens a lane to one more submitter
+LaneClosed                      ends a client's lane; the worker sends LaneClosed when any client's lane has ended
+Load, Unload                    loads or unloads a model version; the worker sends Loaded or Unloaded at the end
+CancelLoad                      cancels all loads of a model version; the worker sends Loaded for each load
+ControlCall                     asks for an operation, such as a parameter change; the worker sends the result in a Reply
+Reply                           has the result of a ControlCall that the worker has sent for a model's code
+LogChanged                      changes the settings of the log
+TraceChanged, TraceCleared      change which requests of clients on the host are traced
+Stop                            ends the worker once all requests are answered, or when the record's time limit is over
 """
 
 from __future__ import annotations
@@ -200,7 +200,10 @@ class Control:
             begin()
 
     def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
-        """Puts a loaded version into service, or reports to the supervisor that its loading failed or was cancelled."""
+        """Reports the outcome of a load to the supervisor. Discards the loaded version if the load was cancelled.
+
+        Otherwise a loaded version is added to the worker's models. Does nothing if ``outcome`` is the error DeviceLost.
+        """
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
@@ -237,7 +240,7 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Cancels every load of a model version, whether it runs or waits."""
+        """Cancels all running and waiting loads of a model version. ``key`` is the model's name and the version's number."""
         for cancellation, _ in self._running.get(key, ()):
             cancellation.cancel()
 
@@ -311,10 +314,10 @@ class Control:
                 self._channel.put(reply)
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Handles control records whose file descriptors were lost, because this process has too many files open.
+        """Handles records of the supervisor whose file descriptors were lost, because this process has too many files open.
 
-        A Call is answered with the error Unavailable. A new lane is closed; a front then gets another one. If trace settings
-        have lost their descriptors, no request is traced.
+        Answers a ControlCall with the error Unavailable. Opens no lane for a LaneOpened. After a TraceChanged, requests
+        for the record's model are no longer sampled for traces.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened):
@@ -373,9 +376,10 @@ class _Profiler:
         self._thread = WorkThread("profiler", inbox)
 
     def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
-        """Begins to record a profile of ``seconds`` seconds below ``folder``. At its end the worker's loop calls ``done``.
+        """Begins to record a profile of ``seconds`` seconds in the directory ``folder``.
 
-        ``done`` gets None or an error. Raises InvalidArgument: the time is out of bounds, or another profile is being recorded.
+        The worker's event loop later calls ``done`` with None, or with an error if the profile failed.
+        Raises InvalidArgument: ``seconds`` is above 60 or not above 0, or another profile is being recorded.
         """
         if not 0 < seconds <= _MAX_PROFILE_SECONDS:
             raise InvalidArgument(

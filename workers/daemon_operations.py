@@ -1,9 +1,6 @@
 """Has the daemon carry out what a model's code requests: load or unload a model, or tell whether a model is ready.
 
-    a model's thread ─▶ loop ─▶ Call to the supervisor ─▶ Load to this and other workers ─▶ Reply ─▶ that thread
-
-A model may request the load of another model while it is being loaded itself. The loader's thread then waits for the other
-model, so another thread carries out loads meanwhile. The supervisor refuses a load that would wait for itself.
+While model A is being loaded, its code may request the load of model B, unless the load of B waits for the load of A.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Sends the daemon what a model's code requests: to load or unload a model, or to tell whether it is ready.
+    """Sends the daemon what a model's code requests: to load or unload a model, or to tell whether a model is ready.
 
-    Any thread may call ``ask``. Only the loop's thread may call the other methods.
+    Only the thread of the worker's event loop may call ``is_ready`` and ``answered``. Only other threads may call ``ask``.
     """
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
@@ -40,10 +37,10 @@ class DaemonOperations:
         self._asked: dict[int, tuple[Callable[[Reply], None], bool]] = {}
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Has the daemon carry out an operation for a model. Waits for the result and returns it.
+        """Has the daemon carry out ``operation``, and waits for the result. Raises ServingError if the operation fails.
 
-        ``port``: connects the model's code with the worker.
-        Raises ServingError: the daemon refused, or the operation failed.
+        Returns b"true" or b"false" for ModelReady. The result of LoadModel and UnloadModel has no meaning.
+        ``port``: the ``ModelPort`` of the model whose code asks for the operation.
         """
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         waits = port.loading and isinstance(operation, LoadModel)
@@ -58,7 +55,7 @@ class DaemonOperations:
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
         """Asks the daemon whether any worker serves a version of a model. Version 0 stands for any version.
 
-        The loop calls ``answered`` with the result, which is False if the daemon cannot tell.
+        The worker's event loop later calls ``answered`` with the result, or with False if the daemon replies with an error.
         """
         self._ask(ModelReady(name, version), False, lambda reply: answered(reply.result == b"true"))
 

@@ -26,7 +26,7 @@ class Engine:
     ) -> None:
         """Makes the worker's models, sequences and dispatcher.
 
-        ``inbox``: functions that other threads ask the loop to call. ``regions``: opens and finds the worker's regions.
+        ``inbox``: a queue of functions that the worker's event loop calls. ``regions``: the worker's table of regions.
         ``gpu``: the GPU's number, or None on a processor. ``check``: raises DeviceLost if the device has failed.
         """
         most = options.requests.max_sequences
@@ -40,7 +40,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes a ``ModelVersion`` of a loaded model. Its instances are in the rate limiter until the version is closed."""
+        """Makes a ``ModelVersion`` of a loaded model, and adds the model's instances to the worker's rate limiter."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

@@ -1,9 +1,7 @@
-"""Runs a worker inside the caller's process, without a supervisor and sockets: ``tensord.testing`` runs models with it.
+"""Runs a worker inside the caller's process, without a daemon. ``tensord.testing`` runs models with it.
 
-    load: calling thread ─▶ Loader, in the calling thread ─▶ the worker's loop serves the version
-    ask:  calling thread ─▶ loop: InnerRequest ─▶ Dispatcher ─▶ LocalRequest, where the calling thread waits for the responses
-
-The loop has a thread of its own. Requests of several calling threads may share a batch, as those of several clients do.
+The worker's event loop has a thread of its own, in which it serves the models. ``load`` loads a model in the calling thread.
+``ask`` passes a request to the event loop. Requests of several calling threads may share a batch.
 """
 
 from __future__ import annotations
@@ -128,14 +126,14 @@ class LocalWorker:
         arrays: Mapping[str, Array],
         outputs: Collection[str],
     ) -> None:
-        """Sends a request to a model.
+        """Sends a request to a model, and returns at once. Raises Unavailable if the worker was closed.
 
         Args:
-          answers: the caller's object for the request, which gets the responses.
-          prepared: the part of the request that other requests may share; it names no inputs.
-          own: the other part of the request.
-          arrays: the inputs, in the shapes that clients send. Nobody may write to them any more.
-          outputs: names of the wanted outputs; empty: all.
+          answers: the caller's object for this request. It gets the responses, or the error.
+          prepared: the model, its version and the request's parameters. It has no inputs.
+          own: the other properties of the request, such as its sequence and its deadline. It has no contents of inputs.
+          arrays: the inputs by name, in the shapes that clients send. Nobody may write to these arrays any more.
+          outputs: the names of the wanted outputs. If it is empty, all outputs are wanted.
         """
         self._check_open()
         self._inbox.post(lambda: self._enter(answers, prepared, own, arrays, outputs))

@@ -1,10 +1,8 @@
-"""Carries out the supervisor's operations on parameter sets (``tensord.shm.operations``), on the worker's loop.
+"""Carries out operations on a worker's parameter sets (``tensord.shm.operations``), which the daemon's supervisor sends.
 
-    MakeParameters    ─▶ thread: copies parameters into sealed memory ─▶ Reply with this memory
-    StageParameters   ─▶ thread: checks them, and places them on the device beside those in use ─▶ Reply
-    CommitParameters  ─▶ loop: puts the staged parameters into use, between two batches ─▶ Reply
-
-The thread does nothing else, so that a push never waits for a model to be loaded. It also frees parameters that were replaced.
+MakeParameters copies parameters into sealed memory. StageParameters checks parameters and places them on the device.
+A separate thread carries out these two operations, so that the worker's loop does not wait for either of them.
+CommitParameters puts staged parameters into use between two batches.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _DONE = b"{}"
 
 
 class _Staged(NamedTuple):
-    """Parameters of a model version that are placed for a push and not in use yet."""
+    """A parameter set of a pending push that is on the device and not in use yet, and the model version that will use it."""
 
     version: ModelVersion
     parameters: ParameterSet
@@ -58,10 +56,7 @@ class ParameterPushes:
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """Begins with nothing staged.
-
-        ``thread``: copies, stages and frees parameters. ``agenda``: calls functions in the worker's loop at given times.
-        """
+        """Begins without pushes. ``thread``: copies and frees parameters. ``agenda``: calls functions at given times."""
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -76,10 +71,10 @@ class ParameterPushes:
         self._staged: dict[int, list[_Staged]] = {}
 
     def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
-        """Carries out an operation, and calls ``answer`` with the result or an error, now or later.
+        """Carries out an operation on parameter sets. Passes the result to ``answer``, possibly after this method has returned.
 
-        Removes from ``fds`` the descriptors that this method takes over. The caller closes the rest.
-        Raises ServingError, and does not call ``answer``, if the operation fails at once.
+        Raises ServingError, without a call of ``answer``, if the operation fails at once. Passes a later error to ``answer``.
+        ``fds``: the operation's file descriptors. The caller closes those that are still in the list afterwards.
         """
         if isinstance(operation, MakeParameters):
             self._make(operation, fds, answer)
@@ -255,7 +250,7 @@ class ParameterPushes:
         return version is (self._models.held.get(key) or self._models.serving(*key))
 
     def close(self) -> None:
-        """Frees the memory that is kept for later pushes, unless the thread still has work to do."""
+        """Frees the memory that is kept for later pushes. Does nothing if work on an earlier push has not ended."""
         if not self._thread.pending:
             self._pool.expire(NEVER)
 
@@ -264,7 +259,7 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Returns the error for clients about a push that failed with ``error``. ``what`` names the push in text and log."""
+    """Returns the error for the client whose push failed with ``error``. ``what`` names the push in the error and the log."""
     if isinstance(error, ServingError):
         # A traceback would keep memory.
         return error.with_traceback(None)

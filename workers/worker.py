@@ -1,15 +1,15 @@
-"""The worker process: one loop that is also the device's execution thread.
+"""The worker process: one loop that receives requests, runs models on the device, and sends answers.
 
-    epoll ─▶ control channel: records of the supervisor         ─▶ Control
-          ─▶ lanes: requests, cancellations, returned leases    ─▶ Dispatcher
-          ─▶ inbox: functions that other threads ask the loop to call
-    then     what is due on the agenda (``dispatch/dispatcher.py``), unloaded models and regions, records to send, statistics
+An iteration of the loop waits with epoll until records or functions arrive:
 
-Each part of the worker keeps a list of its work, or a due time on the agenda. An iteration of the loop calls only the parts
-that have work.
+    control channel    records of the supervisor, such as orders to load a model
+    lanes              requests, cancellations and returned leases of submitters
+    inbox              functions that the worker's threads ask the loop to call
 
-Other threads of the worker: a loader, a compiler, one for each instance of a model that is not jitted or has several instances,
-and on a GPU one that page-locks memory. None of them touches the loop's state; they post to the inbox.
+Then the iteration runs the batches that are due, and sends answers.
+
+Threads of the worker do what would hold up the loop, such as loading a model, compiling a program, or running a model that is
+not jitted. These threads do not touch the loop's state. They post functions to the inbox.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Worker:
     def __init__(
         self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device, beat_ns: int = _BEAT_NS
     ) -> None:
-        """Opens the worker. ``channel``: connects to the supervisor. ``beat_ns``: the most ns that the loop waits at a time."""
+        """``channel``: the connection to the supervisor. ``beat_ns``: the longest time in ns ``run`` waits for an event."""
         self._beat_ns = beat_ns
         self._channel = channel
         self._options = options
@@ -192,8 +192,7 @@ class Worker:
     def run(self, incarnation: int) -> None:
         """Serves requests until the supervisor orders a stop or is gone. ``incarnation``: the number of this worker process.
 
-        Raises DeviceLost: the GPU has failed permanently. Running requests are answered; waiting ones will run on another
-        worker.
+        Raises DeviceLost if the GPU has failed permanently.
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
         self.lanes.trace_as(incarnation, self._options.trace, self._channel, self._dispatcher.agenda)
@@ -337,7 +336,10 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Stores when a submitter's record began to arrive, if its end has not arrived yet."""
+        """Limits the time for the rest of a record that a client has sent in part. Lifts the limit if the record is complete.
+
+        Raises InvalidArgument: the requests of the client's user take too many bytes.
+        """
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -432,9 +434,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests from a submitter on the lane ``sock``. ``peer``: the submitter's number.
+        """Begins to receive requests from a submitter on a new lane with the socket ``sock``. ``peer``: the submitter's number.
 
-        If that fails, closes ``sock`` and calls ``lane_refused``.
+        ``opened``: the record that came with the socket. If the lane cannot be opened, closes ``sock`` and logs the error.
         """
         client = opened.client
         try:
@@ -459,7 +461,7 @@ class Worker:
             self.lane_refused(opened, error)
 
     def lane_refused(self, opened: LaneOpened, error: Exception) -> None:
-        """Logs why a lane was not opened. If it is a client's, also tells the supervisor that the lane has ended."""
+        """Logs why the lane of ``opened`` could not be opened. For a client's lane, sends LaneClosed to the supervisor."""
         who = "client" if opened.client else "front"
         if self._seldom.is_due(who):
             _log.error("a lane of a %s was not opened: %s", who, error)
@@ -468,7 +470,7 @@ class Worker:
             self._channel.put(LaneClosed(opened.peer))
 
     def load_waits(self, load: Load, error: Exception, begin: Callable[[], None]) -> None:
-        """Logs that a load failed for lack of a file descriptor. Later calls ``begin`` to repeat the load."""
+        """Logs that ``load`` failed because no file descriptor was free. A second later, calls ``begin`` to repeat the load."""
         if self._seldom.is_due(load.name):
             _log.error("loading model '%s' version %d has to wait: %s", load.name, load.version, error)
         due_ns = time.monotonic_ns() + int(descriptors.AGAIN_SECONDS * 1e9)
@@ -577,9 +579,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes and returns the ``ModelVersion`` of a loaded model. Makes those of its derivatives (``M.pull_back``) as well.
+        """Makes and returns a ``ModelVersion`` of ``loaded``. Also makes a ``ModelVersion`` of each of ``loaded.derivatives``.
 
-        Each instance gets an entry on the status page until the instance ends.
+        Each instance of these models gets an entry on the worker's status page if an entry is free.
         """
         for instance in loaded.instances:
             # Those of the version before it have one.
@@ -601,7 +603,7 @@ class Worker:
         return version
 
     def stop(self, grace_ns: int) -> None:
-        """Has the loop end once all requests are answered, at the latest after ``grace_ns`` nanoseconds."""
+        """Makes the worker's event loop end after all requests are answered, at the latest in ``grace_ns`` nanoseconds."""
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
         self._page.resting = WorkerState.STOPPING
@@ -611,7 +613,7 @@ class Worker:
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
-        """Returns whether all requests are answered and all models have ended. Ends the models after the last answer."""
+        """If all requests are answered, begins to unload all models. Returns whether all models have been unloaded."""
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.channel.waiting and fd not in self._stalled):
                 return False
@@ -621,7 +623,7 @@ class Worker:
         return not self._models.draining
 
     def close(self) -> None:
-        """Closes all lanes, regions and descriptors of the worker. Threads may still run models."""
+        """Closes all lanes, regions and descriptors of the worker. Does not wait for threads that still run a model."""
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self.lanes.close()

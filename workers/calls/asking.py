@@ -32,7 +32,7 @@ class Asked(Arguments, total=False):
 
 
 class BegunCall:
-    """A call to another model that ``begin`` has sent."""
+    """What ``begin`` returns: a request that was sent to another model. ``result`` waits for the outputs."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call
@@ -104,8 +104,8 @@ def records(number: int, model: str, arguments: Mapping[str, Any]) -> tuple[Prep
     """Makes the two records of a request to ``model``, without tensors: the part that repeats, and the part that does not.
 
     ``number``: the request's number on its lane. ``arguments``: the fields of the request by name.
-    Raises InvalidArgument: a value has the wrong type or is out of range. Raises TypeError: requests have no field of that
-    name.
+    Raises InvalidArgument: a value has the wrong type or is out of range. Raises TypeError: a key of
+    ``arguments`` is not the name of a request's field.
     """
     scheduling, said = read_arguments(arguments, others=_VERSION)
     prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
@@ -133,7 +133,7 @@ def snapshot(array: Array) -> Array:
 
 
 def check_sequence(sequence_id: int | str) -> None:
-    """Raises InvalidArgument if the sequence id is a number beyond 64 bits or a text that is too long."""
+    """Raises InvalidArgument if ``sequence_id`` is a number outside 0 to 2^64 - 1, or a text of more than 128 UTF-8 bytes."""
     if isinstance(sequence_id, int) and not 0 <= sequence_id < 1 << 64:
         raise InvalidArgument(f"correlation ID {sequence_id} is no unsigned number of 64 bits")
     if isinstance(sequence_id, str) and (size := len(sequence_id.encode())) > MAX_SEQUENCE_ID:
@@ -162,9 +162,10 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 
 
 def unload(name: str, dependents: bool = False) -> None:
-    """Begins to unload a model.
+    """Begins to unload the model ``name``.
 
-    Implements ``tensord.models.unload_model``. ``dependents``: whether to unload also the models that only this ensemble uses.
+    Implements ``tensord.models.unload_model``. ``dependents``: True to unload also models that were loaded only as members of
+    the ensemble ``name``.
     Raises NotAllowed: the caller is not the code of a model that is being loaded or served.
     """
     _ask(UnloadModel(name, dependents))

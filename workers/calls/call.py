@@ -1,10 +1,7 @@
-"""A model's request to another model, as the calling thread sees it.
+"""A request that a model's code sends to another model on the same worker, and the responses to the request.
 
-    ``begin`` ─▶ the worker's loop runs the request ─▶ it calls ``answered`` for each response ─▶ ``next`` returns the response
-                                      ▲                                                               │
-                                      └────── ``CallServer.took``: a further response may come ◀──────┘
-
-If the called model answers with many responses, at most ``expert.max_ahead`` bytes of them are queued for the caller.
+The model's code calls ``begin`` to send the request, and then calls ``next`` for each response. The worker's event loop calls
+``answered`` to hand over a response.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ from tensord.workers.requests.timeline import RequestTimeline
 class ModelCall:
     """A call of another model by a model's code.
 
-    Call ``begin`` once, then ``next`` until it returns the last response. Only the worker's loop may call ``answered``, and set
-    ``abandoned``, which means that further responses are discarded.
+    Call ``begin`` once. Then call ``next`` until the call has ended. Only the worker's event loop may call ``answered``.
+    Only the worker's event loop may set ``abandoned``.
     """
 
     caller: Caller
@@ -70,9 +67,9 @@ class ModelCall:
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Sends the request to the worker's loop without waiting. The caller then waits for responses by ``next`` or ``first``.
+        """Sends the request to the called model without waiting. ``next``, or ``first`` in a coroutine, waits for the response.
 
-        ``by_coroutine``: whether a coroutine waits for the responses. Otherwise the calling thread waits for them.
+        ``by_coroutine``: True if a coroutine waits for the first response. False: the calling thread waits for it.
         """
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1
@@ -89,7 +86,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Passes a response to the caller, who gets it from ``next``. Only the worker's loop may call this method.
+        """Passes a response to the caller, who gets it from ``next``. Only the worker's event loop may call this method.
 
         ``result``: the response, or None if the call ends without a further response. ``final``: whether the call ends now.
         """
@@ -142,9 +139,9 @@ class ModelCall:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Tells the called model that it may stop sending responses. The caller gets each response that the model still sends.
+        """Asks the called model to end its stream of responses early. The caller still gets the responses that the model sends.
 
-        If the called model cannot be told, the call is cancelled instead.
+        Cancels the call if the called model cannot be asked, for example because the model has not begun to work on the call.
         """
         if not self._over:
             self._server.stop(self)

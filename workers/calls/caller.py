@@ -1,11 +1,11 @@
-"""Finds out which model's code is running: by its context variable, or else by the builtins of the code on the stack.
+"""Finds out which model's code has called a function of the server, and whether this code may call or load other models.
 
-    execute, and coroutines of it       the requests are known; calls of other models end when these requests end
-    threads that a model starts         only the model is known, not the request that they work for
-    initialize                          may not call other models, because the model is not served yet, but may load them
-    auto_complete_config, finalize      may neither call nor load other models
+    execute, and coroutines that it begins      may call and load other models
+    threads that the model's code starts        may load other models, and may call them once the model itself is loaded
+    initialize                                  may load other models, but may not call them
+    auto_complete_config, is_ready, finalize    may neither call nor load other models
 
-In Python a coroutine has the context of the code that began it, and a new thread has an empty context.
+The requests that the code works on are known in ``execute`` and its coroutines, but not in threads that the code starts.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """Lets a model's code, in any thread, call other models and have the daemon load them. A ``call`` is a ``ModelCall``."""
+    """Lets a model's code call other models and have the daemon load other models. Any thread may use this object."""
 
     def begin(self, call: Any) -> None:
-        """Queues the request of a ``ModelCall`` to another model. ``call.answered`` gets each response or error."""
+        """Sends the request of the ``ModelCall`` ``call``. ``call.answered`` is called with each response or error."""
 
     def cancel(self, call: Any) -> None:
         """Cancels a call that a model has begun. ``call.answered`` is then called with the error Cancelled."""
 
     def stop(self, call: Any) -> None:
-        """Asks the called model to end its stream of responses early. Responses that the model still sends reach the caller.
+        """Asks the called model to end its stream of responses early. The caller still gets responses that the model sends.
 
-        Only a streaming model that runs in a thread can be asked. A call of any other model is cancelled.
+        Cancels the call if the model cannot be asked, for example because the model has not begun to work on ``call``.
         """
 
     def took(self, call: Any) -> None:
-        """Lets the called model send its next response to ``call``, because the caller has taken a response."""
+        """Notes that the caller has taken a response to the ``ModelCall`` ``call``, so that the called model may send more."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon load or unload a model, or say whether it is ready. Returns the daemon's answer.
+        """Has the daemon carry out ``operation``, and waits for the result. Raises ServingError: the operation failed.
 
-        ``port``: the ``ModelPort`` of the model whose code asks. The answer to ModelReady is ``true`` or ``false``.
-        Raises ServingError: the operation failed.
+        Returns b"true" or b"false" for ModelReady. The result of LoadModel and UnloadModel has no meaning.
+        ``port``: the ``ModelPort`` of the model whose code asks.
         """
 
     def abandon(self, call: Any) -> None:
@@ -64,7 +64,7 @@ class Held(Protocol):
     """A resource that a model's code has made, such as a metric or a process. It is closed when the version is unloaded."""
 
     def close(self) -> None:
-        """Closes the resource. Idempotent."""
+        """Closes this resource, such as a metric, that a model's code has made. Further calls do nothing."""
 
 
 class EndsLater(Held, Protocol):
@@ -72,11 +72,11 @@ class EndsLater(Held, Protocol):
 
     @property
     def ended(self) -> bool:
-        """True once ``close`` was called and the resource has ended."""
+        """True if ``close`` was called and this resource, such as a process that a model's code has started, has ended."""
 
 
 class ModelPort:
-    """The connection of a loaded model version's code to its worker, for calls of other models, metrics and other resources."""
+    """Connects the code of one model version with its worker, so that the code can call other models and make metrics."""
 
     def __init__(
         self,
@@ -133,9 +133,9 @@ class CallerPhase(enum.Enum):
 
 
 class Caller:
-    """One run of a model's code: the requests that it works on, and whether it may call other models.
+    """One run of a model's code, with the requests that the code works on.
 
-    Only the thread of the worker's loop may use ``in_flight``, which counts the run's calls of other models that have not ended.
+    Only the worker's event loop may use ``in_flight``, the number of calls of other models that the run has not finished.
     """
 
     __slots__ = ("execution", "in_flight", "phase", "port", "requests")
@@ -168,7 +168,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Notes that this run of a model's code has ended. Later calls by threads of the run belong to no request."""
+        """Notes the end of this run of a model's code. If its threads later call models, the calls belong to no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:
@@ -178,7 +178,7 @@ class Caller:
 def asker() -> Caller | None:
     """Returns the ``Caller`` of the model whose code called this function, or None if no model's code did.
 
-    Raises InvalidArgument if the model forked the calling process, because answers reach only the worker's own process.
+    Raises InvalidArgument if the calling process is not the worker, but a process that the model's code has forked.
     """
     found = caller()
     if found is not None and found.port.process != (here := os.getpid()):
@@ -194,7 +194,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Makes ``current`` return ``caller`` in the ``with`` block."""
+    """Makes this module's function ``current`` return ``caller`` to code that runs in the ``with`` block."""
     token = _current.set(caller)
     try:
         yield caller
@@ -205,7 +205,7 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the run of a model's code from which this function is called, or None if no model's code calls it."""
+    """Returns the ``Caller`` that ``with calling(caller)`` has set in the current context, or None if there is none."""
     return _current.get(None)
 
 

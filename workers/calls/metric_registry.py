@@ -1,7 +1,7 @@
 """Registers the metrics that models' code on one worker makes: counters, gauges and histograms, by family and labels.
 
-Each object by which a model's code has made a family or a metric is a holder of it. Holders that make a family of the same name
-share it. A family or metric without holders is removed. Any thread may use the registry.
+Several objects of models' code can use the same family or metric. The registry removes a family or metric when no object uses
+the family or metric any more. Any thread may use the registry.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class MetricKind(enum.Enum):
 
 
 class Value:
-    """The value of one metric.
+    """The value ``sum`` of a counter or gauge, or what a histogram has counted.
 
-    ``sum``: the value of a counter or gauge, or the sum of a histogram's values. ``counts``: how many values each bucket has.
+    For a histogram, ``sum`` is the sum of all observed numbers, and ``counts`` says how many of them fell into each bucket.
     """
 
     __slots__ = ("buckets", "counts", "holders", "sum")
@@ -76,10 +76,10 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds ``owner``, a model's name and version, to the holders of a metric family. Makes the family if it is new.
+        """Creates the metric family ``name`` if it does not exist. The caller must call ``release`` later.
 
-        Raises InvalidArgument: the name or description is malformed, or the family is of another kind.
-        Raises Unavailable: there are too many families.
+        ``owner``: the name and version of the model that uses the family. Raises Unavailable: there are too many families.
+        Raises InvalidArgument: the name or description is malformed, or the existing family is of another kind.
         """
         if not _NAME.fullmatch(name):
             raise InvalidArgument(f"'{name[:100]}' cannot be the name of a metric")
@@ -100,9 +100,9 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes one holder of the metric family ``name``, and one holder of each metric in the family that ``held`` lists.
+        """Undoes one call of ``hold`` with this ``name`` and ``owner``. Removes the family once all calls for it are undone.
 
-        A family or metric without holders is dropped. ``owner``: the model version (name and number) that held the family.
+        ``held``: the labels of the caller's metrics in this family. Each of these metrics that no other caller uses is removed.
         """
         with self._lock:
             family = self._families[name]
@@ -121,9 +121,9 @@ class MetricRegistry:
 
         Args:
           buckets: upper bounds of a histogram's buckets. It is None if the metric is no histogram.
-          held: a set to which ``labels`` are added. The caller later passes the set to ``release``, which removes the metrics in
-            the set that no other caller uses.
-        Raises InvalidArgument if labels or buckets are malformed, or if the metric has other buckets.
+          held: the labels of the metrics that the caller uses in this family. ``labels`` are added to the set. The caller
+            later passes the set to ``release``.
+        Raises InvalidArgument if labels or buckets are malformed, or if the metric exists with other buckets.
         Raises Unavailable if there are too many metrics.
         """
         key = _checked_labels(name, labels)

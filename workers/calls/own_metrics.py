@@ -1,7 +1,4 @@
-"""Metrics that a model's code makes. They exist as long as the code holds the metric objects and the model version is served.
-
-counter, gauge, histogram ─▶ HeldFamily ─▶ MetricRegistry ─▶ figures ─▶ /metrics
-"""
+"""Counters, gauges and histograms that a model's code makes, and that the daemon shows at /metrics."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ class HeldFamily:
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         """Creates the metric family ``name``, or uses the existing one. The family exists at least until ``close`` is called.
 
-        Raises InvalidArgument if an argument is malformed, the existing family is of another kind, or no model's code is running.
-        Raises Unavailable if there are too many families.
+        Raises InvalidArgument if an argument is malformed, if the existing family is of another kind, or if the caller is not
+        the code of a model. Raises Unavailable if there are too many families.
         """
         found = caller()
         if found is None:
@@ -69,11 +66,11 @@ class OwnMetric:
     def __init__(
         self, name: str, description: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None = None
     ) -> None:
-        """Makes a metric. Objects with the same name and labels stand for the same metric.
+        """Stands for the worker's metric that has this name and these labels. Makes the metric if there is none.
 
-        If ``labels`` is None, the metric has no labels. ``buckets``: upper bounds, for a histogram only.
-        Raises InvalidArgument: an argument is malformed, or differs from the existing metric. Raises Unavailable: there are too
-        many metrics.
+        ``labels``: None for no labels. ``buckets``: upper bounds of a histogram's buckets, or None for a counter or gauge.
+        Raises InvalidArgument if an argument is malformed, if the name is in use for another kind of metric, if the metric has
+        other buckets, or if the caller is not the code of a model. Raises Unavailable if the worker has too many metrics.
         """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)

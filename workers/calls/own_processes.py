@@ -1,14 +1,13 @@
-"""Finds the processes that a model's code has started, and ends them when the model ends.
+"""Finds the processes that a model's code has started, and ends these processes when the model is unloaded.
 
-Python's functions that start processes are patched to find out which model's code calls them, even through a library or in a
-thread that this code has started. A started program gets an environment variable that identifies the model. Its children
-inherit the variable. A forked process is recorded, and the programs that it executes get the variable. When the model has
-ended:
+Python's functions that start processes are patched. A program that a model's code starts gets an environment variable that
+identifies the model, and processes that the program starts inherit the variable. A process that a model's code forks is
+recorded by its process id.
 
-    wait for processes to end by themselves ─▶ SIGTERM ─▶ wait ─▶ SIGKILL, until no process is left
+After the unload, the processes have 0.5 s to end by themselves. Then the processes that still run get SIGTERM. Processes that
+still run 3 s later get SIGKILL.
 
-The resource tracker and the fork server of multiprocessing belong to no model, because models share them. They end with the
-worker.
+The resource tracker and the fork server of multiprocessing end only with the worker, because all models share them.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ class OwnProcesses:
         return self._ending is not None and not self._ending.is_alive()
 
     def mark(self) -> str:
-        """Returns the value of the variable ``MARK`` in the environment of each program that the model's code starts.
+        """Returns the value that the environment variable _TENSORD_MARK has in each program that the model's code starts.
 
-        Raises OSError if the model is unloaded, because its code must start no more programs then.
+        No other model has the same value. Raises OSError if ``close`` was called.
         """
         if self._closed:
             raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")
@@ -86,7 +85,7 @@ class OwnProcesses:
                 self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
-        """Starts a thread that ends the model's processes, by SIGKILL if nothing else helps. Idempotent."""
+        """Starts a thread that ends all processes that the model's code has started, by SIGKILL if they ignore SIGTERM."""
         with self._lock:
             self._closed = True
             if self._ending is None:

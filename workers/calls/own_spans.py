@@ -1,8 +1,8 @@
-"""Records spans that a model's code names within a traced request: implements ``tensord.models.span``.
+"""Implements ``tensord.models.span``, with which a model's code adds a span to the traces of the requests it works on.
 
-    with span("tokenize"):  ─▶ the timeline of each traced request that the code works on ─▶ Timeline.spans ─▶ OTLP, trace file
+    with span("tokenize"): ...
 
-If no request that the code works on is traced, ``span`` records nothing.
+If none of these requests is traced, ``span`` records nothing.
 """
 
 from __future__ import annotations

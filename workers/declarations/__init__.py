@@ -1,1 +1,1 @@
-"""Reads and checks what models declare in their folders and configurations, and adds it to the configurations."""
+"""Reads and checks what a model declares about itself in its configuration and in its files, such as model.py."""

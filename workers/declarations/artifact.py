@@ -1,9 +1,9 @@
-"""Builds the Python module of a version folder without a model.py, from programs and parameters that other tools wrote.
+"""Builds a Python module for a model that has no model.py, from files with programs and parameters that other tools wrote.
 
-    *.jaxexport, *.stablehlo, *.mlir    one program, or one for each shape or platform
-    params.*                            arrays for the first argument of a jax.export program, put on the device once
+    *.jaxexport, *.stablehlo, *.mlir    a program: one file, or one file for each shape or platform
+    params.*                            the parameters, which are the first argument of each jax.export program
 
-Tensors have the datatypes and shapes of the program. A size that varies is an axis; config.pbtxt may give its buckets.
+Tensors have the datatypes and shapes of the program. config.pbtxt may give buckets for sizes that vary in the program.
 Tensors are named as in ``tensord.workers.tensors.tensor_trees``. If a program has a single positional argument, the argument's
 number is not part of the names.
 """
@@ -79,7 +79,7 @@ class ProgramFile:
     """A program from a jax.export or StableHLO file, which JAX can trace as a function of named arrays."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
-        """Reads and checks a program. ``has_parameters``: whether a jax.export program takes parameters first.
+        """Reads and checks a program. ``has_parameters``: True if the first argument of a jax.export program is parameters.
 
         Raises InvalidArgument: the file cannot be read, or the program cannot be served.
         """
@@ -263,7 +263,7 @@ def is_artifact(folder: Path, file: str) -> bool:
 
 
 def digest(folder: Path) -> bytes:
-    """Returns a digest of the contents of all program files in a version folder."""
+    """Returns a digest of the contents of all jax.export and StableHLO files in ``folder``, the folder of a model version."""
     found = hashlib.sha256()
     for path in model_folder.programs(folder):
         with open(path, "rb", opener=regular) as file:
@@ -350,7 +350,7 @@ class _Artifact:
         return found
 
     def _agree(self, first: ProgramFile, other: ProgramFile) -> None:
-        """Raises InvalidArgument if two programs differ in names, datatypes or ranks."""
+        """Raises InvalidArgument if an input, output or parameter of the two programs differs in name, datatype or rank."""
         for kind in ("inputs", "outputs", "parameters"):
             a, b = (
                 {leaf.name: (leaf.dtype, len(leaf.dims)) for leaf in getattr(each, kind)} for each in (first, other)
@@ -373,9 +373,9 @@ class _Artifact:
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Returns the batch sizes of the programs, ascending, or () if they take any size.
+        """Returns the batch sizes of this model's programs, ascending, or () if the first program takes any batch size.
 
-        Raises InvalidArgument: a tensor has no batch dimension.
+        Raises InvalidArgument: a tensor has no batch dimension, or the tensors of one program have different batch sizes.
         """
         sizes: set[int] = set()
         for program in self._programs:

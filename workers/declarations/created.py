@@ -83,7 +83,7 @@ def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], d
 
 
 def is_generator(returned: object) -> bool:
-    """Returns whether the model's function is a generator function. ``returned``: the result of ``create``."""
+    """Returns whether ``returned``, the result of model.py's ``create``, is a tuple that begins with a generator function."""
     apply = returned[0] if isinstance(returned, tuple) and returned else None
     return inspect.isgeneratorfunction(apply) or inspect.isgeneratorfunction(getattr(apply, "__call__", None))  # noqa: B004
 

@@ -55,9 +55,9 @@ def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[
 
 
 def declare_streams(config: ModelConfig) -> None:
-    """Marks a model as decoupled in ``config``, because the model's ``create`` returned a generator function.
+    """Changes ``config`` to say that its model answers each request with any number of responses.
 
-    Raises InvalidArgument if ``config`` has sequences or ragged inputs.
+    Raises InvalidArgument if ``config`` has ``sequence_batching`` or an input with ``allow_ragged_batch``.
     """
     config.model_transaction_policy.decoupled = True
     if config.HasField("sequence_batching"):
@@ -158,9 +158,9 @@ def read_labels(config: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]
 
 
 def queue_rules(config: ModelConfig, max_size: int, workers: int) -> QueueRules:
-    """Returns the rules of a model's queue.
+    """Returns the rules of a model's queue in one worker.
 
-    ``max_size``: the most requests that may wait. ``workers``: how many workers share the configured limits.
+    ``max_size``: the most requests that may wait in the queue. The sizes in ``config`` are divided by the number ``workers``.
     """
     replaces = wants(config, REPLACE_WAITING)
     if not config.HasField("dynamic_batching"):

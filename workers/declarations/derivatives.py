@@ -1,10 +1,11 @@
-"""Makes models that compute derivatives of a model's function: for each a configuration, a module like model.py, a function.
+"""Makes models that compute derivatives of another model's function, such as the model ``M.pull_back`` for the model ``M``.
 
-derivatives = True                    in model.py, or parameters { key: "derivatives" value { string_value: "true" } }
-derivatives = 2                       derivatives of derivatives, too: ``M.pull_back.push_forward`` is of second order
+The model.py of ``M``, or the parameter "derivatives" in its config.pbtxt, says which ones are made:
+    derivatives = True                    derivatives of the function
+    derivatives = 2                       also derivatives of these derivatives, such as ``M.pull_back.push_forward``
 
-The program of a derivative is compiled when it is first needed, or at load if a sample of ``model_warmup`` has the derivative's
-name, such as "pull_back". Inputs and outputs are described in ``tensord.shm.common.derivatives``.
+A derivative's program is compiled at load if ``model_warmup`` has a request for the derivative, otherwise at the first request.
+``tensord.shm.common.derivatives`` describes the inputs and outputs.
 """
 
 from __future__ import annotations
@@ -131,15 +132,15 @@ def derivatives(
     max_byte_size: int,
     whole: bool,
 ) -> tuple[list[DeclaredDerivative], dict[str, str]]:
-    """Returns a model's derivatives, and a reason for each kind of derivative that the model lacks.
+    """Returns a model's derivatives, and a dict: each missing kind of derivative, such as "push_forward" -> why it is missing.
 
     Args:
       config: the model's complete configuration.
       module: the model's model.py.
       described: the tensors that clients send and get.
-      apply: the model's function, from parameters and named arrays to named arrays.
+      apply: the model's function: takes the parameters and a dict of input arrays, and returns a dict of output arrays.
       parameters: the model's parameters.
-      max_byte_size: how many bytes the inputs and outputs of a batch may have.
+      max_byte_size: how many bytes the inputs and outputs of a derivative's batch may have in sum.
       whole: whether to include the gradient with respect to the parameters.
     """
     own, names, exported = _Declarations(config, module, described), Names(config.name), hasattr(module, "vjp_order")
@@ -177,10 +178,11 @@ def derivatives(
 
 
 def named_lacking(config: ModelConfig, lacking: Mapping[str, str], failed: Mapping[str, str]) -> dict[str, str]:
-    """Returns the full name of each missing derivative ("M.pull_back") -> why it is missing. Logs the reasons in ``failed``.
+    """Returns the full name ("M.pull_back") of each derivative in ``lacking`` and ``failed`` -> the reason. Logs ``failed``.
 
     ``lacking``: kind of a derivative ("pull_back") -> why the model cannot have it. ``failed``: kind -> why creating it failed.
-    Raises InvalidArgument if a model that declares derivatives got none, or if a ``model_warmup`` sample calls a missing one.
+    Raises InvalidArgument if a request in ``model_warmup`` calls one of these derivatives, or if ``failed`` has "pull_back" and
+    "push_forward" and the model is not itself a derivative.
     """
     said = "; ".join(f"it has no {kind}: {why}" for kind, why in failed.items())
     if not of_model(config.name)[0] and {PULL_BACK, PUSH_FORWARD} <= failed.keys():

@@ -1,14 +1,14 @@
 """Reads on which devices a model runs, whether its parameters may leave them, and whether a batch mixes parameter sets.
 
 devices = 4                          how many devices the model runs on
-instance_group { gpus: [ 2, 3 ] }    on which GPUs; without this list the worker's first ones
+instance_group { gpus: [ 2, 3 ] }    the GPUs that the model runs on; by default the first GPUs of its worker
 memory_policy = "on_demand"          the parameters may leave the device while there are no requests for the model
-batch_sets = True                    a batch mixes parameter sets; the function is apply(stacked, inputs, index)
-batch_sets = ("adapter",)            only parameters below these names differ between sets; all others are those of ``main``
-resident_sets = 64                   how many sets the device holds at a time; by default max_batch_size
+batch_sets = True                    requests with different parameter sets can run in one batch
+batch_sets = ("adapter",)            the same, but only the parameters below "adapter" differ between parameter sets
+resident_sets = 64                   how many parameter sets the device holds at a time; by default max_batch_size
 
-``instance_group`` is a field of config.pbtxt. All others are variables of model.py, or texts in ``parameters`` of config.pbtxt,
-such as "4", "true" or "adapter,head". If both are given, the text counts.
+``instance_group`` is a field of config.pbtxt. Each of the four other settings is a variable of model.py, or a text in
+``parameters`` of config.pbtxt, such as "4", "true" or "adapter,head". If a setting is in both files, config.pbtxt is used.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def device_count(config: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """Returns the numbers of the GPUs for a model whose configuration names none: the worker's first ones.
+    """Returns the numbers of the GPUs that a model runs on if the model's configuration names no GPUs.
 
-    Returns an empty sequence if ``gpu`` is None.
-    ``module``: model.py, which may declare how many devices the model needs. ``count``: how many devices the worker has.
+    The result is the first GPUs of the worker: as many as the devices that a JAX model declares, else 1; at most ``count``.
+    The result is empty if ``gpu`` is None. ``module``: the model's model.py. ``count``: how many devices the worker has.
     ``gpu``: the number of the worker's first GPU, or None if the worker runs on the CPU.
     """
     said = device_count(config, module) if config.backend == "jax" else 0
@@ -60,10 +60,10 @@ def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -
 def chosen_devices(
     config: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
 ) -> tuple[jax.Device, ...]:
-    """Returns the devices of the worker that a model runs on. Raises InvalidArgument: there are too few.
+    """Returns the devices on which a model runs: some or all of ``devices``, the devices of the model's worker.
 
-    ``count``: how many devices the model asks for; 0: it does not say, and gets one. ``gpu``: the number of the worker's first
-    GPU; None: the worker runs on the processor.
+    ``count``: how many devices the model needs; 0 means 1. ``gpu``: the number of the worker's first GPU, or None for a CPU.
+    Raises InvalidArgument if the worker, or the model's ``instance_group``, has fewer devices than the model needs.
     """
     named = sorted({each - gpu for group in config.instance_group for each in group.gpus} if gpu is not None else ())
     own = [devices[index] for index in named if 0 <= index < len(devices)]
@@ -80,11 +80,11 @@ def given_devices(
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
     """Chooses the devices that a model's ``create`` gets as its argument, and the devices on which the model's programs run.
 
-    ``create`` gets a tuple if the model declares how many devices it needs, else a single device. The second result is None if
-    the programs run only on the worker's first device. They must if the model has state (``keeps_state``).
+    The first result is a tuple if the model declares how many devices it needs, else a single device. The second result is None
+    if the programs run only on the worker's first device. ``keeps_state``: whether the model has state.
     ``devices``: all devices of the worker. ``gpu``: the number of the worker's first GPU, or None if the worker has no GPU.
     Raises InvalidArgument if the declared number of devices is malformed or too large. Raises Unsupported if a model with state
-    asks for other devices.
+    would run on any device except the worker's first device.
     """
     count = device_count(config, module)
     chosen = chosen_devices(config, count, devices, gpu)

@@ -64,8 +64,9 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, record: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns the properties of a request that the model asks for, as input arrays by name.
+        """Returns input arrays by name: one array for each property of a request that model.py asks for.
 
+        ``prepared`` and ``record`` together are the request. ``rows``: how many rows the request has.
         Raises InvalidArgument: a property is missing, or has a wrong type or value.
         """
         return {each.spec.name: self._array(each, self._given(each, prepared, record), rows) for each in self._asked}
@@ -83,9 +84,9 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a model's ``apply``, so that its last argument is a dict of the request's properties, such as ``priority``.
+        """Returns a function that calls a model's ``apply`` with a dict of the request's properties as the last argument.
 
-        The wrapper takes one dict of inputs: the client's inputs, and the inputs that the worker has made of the properties.
+        The function takes the properties, such as ``priority``, out of the dict of inputs with which it is called.
         """
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
@@ -108,14 +109,15 @@ class RequestInputs:
 
 
 class KnownParameters:
-    """Checks whether a model version knows the parameters of a request.
+    """Checks whether a model knows the parameters, such as ``temperature``, that a client sends with a request.
 
     If model.py sets ``strict_parameters``, a request with an unknown parameter is refused. Otherwise the parameter is logged.
     """
 
     def __init__(self, config: ModelConfig, module: ModuleType, options: Options) -> None:
-        """Collects the request parameters that a model knows, from its model.py and from the patterns of forwarded headers.
+        """Collects the request parameters that a model knows: those in ``request`` of model.py, and forwarded headers.
 
+        Fronts forward the headers whose names match ``header_forward_pattern`` in ``options``.
         Raises InvalidArgument if ``strict_parameters`` in model.py is no bool.
         """
         self._model, self._names = config.name, [*map(str, getattr(module, "request", {}))]

@@ -3,8 +3,7 @@
     START, END, READY    one of two values that the configuration gives, as INT32, FP32 or BOOL
     CORRID               the correlation id
 
-No client sends control inputs. Each has one element for a request: shape [1], or [1, 1] with a batch dimension. ``MadeInputs``
-makes them together with the inputs from properties of requests that model.py asks for.
+Clients do not send control inputs. A control input of a request has one element, in shape [1], or [1, 1] if the model batches.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ASKS: dict[str, Callable[[Controls], bool]] = {
 
 
 class _Flag(NamedTuple):
-    """A control input of kind START, END or READY: the function that reads the flag, and the arrays for false and for true."""
+    """A control input of kind START, END or READY. A request gets one of two arrays: one stands for false, one for true."""
 
     spec: TensorSpec
     asks: Callable[[Controls], bool]
@@ -109,9 +108,9 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns each request's START, END and id as inputs for the model.
+        """Returns the control inputs of each request, by name. ``asked``: each request's correlation id, START and END.
 
-        The list ends before the first request whose id does not fit the datatype of the model's input.
+        The list ends before the first request whose correlation id does not fit the datatype of a control input.
         """
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
@@ -168,7 +167,7 @@ class SequencePlan:
 def sequence_plan(config: ModelConfig, max_waiting: int) -> SequencePlan | None:
     """Returns the plan for a model's sequences, or None if the model's configuration has no ``sequence_batching``.
 
-    ``config``: the model's configuration with the defaults filled in. ``max_waiting``: how many requests may wait.
+    ``config``: the model's configuration with defaults filled in. ``max_waiting``: how many of the model's requests may wait.
     """
     if not config.HasField("sequence_batching"):
         return None
@@ -208,7 +207,8 @@ class MadeInputs:
     def arrays(self, request: RequestTensors, record: RequestRecord) -> dict[str, Array]:
         """Returns the inputs that the worker adds to a request, by name: control inputs, and properties of the request.
 
-        Raises InvalidArgument if a property is missing or has a wrong type or value, or if the sequence's id does not fit.
+        Raises InvalidArgument if a property is missing or has a wrong type or value. Raises InvalidArgument if the datatype of
+        a control input cannot hold the id of the request's sequence.
         """
         made: dict[str, Array] = {}
         if self.controls is not None:

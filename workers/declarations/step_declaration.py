@@ -1,10 +1,10 @@
-"""Reads declarations and functions of a stepped model, which computes many requests together, step by step.
+"""Reads the settings and the functions of a stepped model, which computes many requests together, step by step.
 
-slots = 64              how many requests are computed at a time; this makes the model a stepped model
+slots = 64              how many slots there are: each holds one request; a model with this setting is a stepped model
 max_steps = 1024        a request ends after this many steps
 inserts_per_step = 4    requests that may begin between two steps
-step_slots = (4, 64)    a step is compiled for the first 4 slots and for 64; the small one runs while no other slot is taken
-insert_rows = 8         ``insert`` takes 8 requests in one call; by default it takes one, without an axis for requests
+step_slots = (4, 64)    a program is compiled for slots 0 to 3, and one for all; while slots 4 to 63 are free, the first runs
+insert_rows = 8         one call of the model's function ``insert`` begins up to 8 requests; by default it begins one
 gather = "concat"       a client that wants no stream gets all responses in one, joined along the first axis
 """
 
@@ -86,7 +86,12 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(config: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument or Unsupported if a model with ``slots`` in model.py cannot have this configuration or signature."""
+    """Checks the configuration and the signature of a model that runs step by step: its model.py has ``slots``.
+
+    Raises Unsupported if the model has several instances, needs resources, or has a tensor whose datatype JAX cannot compile.
+    Raises InvalidArgument if the model has a batch dimension, sequences, an optional tensor, no output, or an output whose
+    shape varies or is reshaped.
+    """
     what = f"model '{config.name}'"
     if config.max_batch_size:
         raise InvalidArgument(

@@ -1,7 +1,7 @@
 """Parses the name of a worker's device, and opens the device with JAX.
 
-Call ``prepare_environment`` before you import jax, so that a CPU worker does not look for GPUs. A GPU worker sees only the GPU
-that the supervisor has named in ``CUDA_VISIBLE_DEVICES``, and for CUDA and JAX this GPU is device 0.
+Call ``DeviceName.prepare_environment`` before you import jax, so that a CPU worker does not look for GPUs. A GPU worker sees
+only the GPUs that ``CUDA_VISIBLE_DEVICES`` names. CUDA and JAX number these GPUs from 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Parses a device's name, such as ``cuda:1/2#model``. Raises ValueError if the name is malformed."""
+        """Parses the name of a worker's device, such as ``cuda:1`` for GPU 1. Raises ValueError if the name is malformed."""
         device, model = device_names.shared(text), device_names.model_of(text)
         match = re.fullmatch(r"(cpu|cuda):(\d{1,4})(?:/(\d{1,4}))?", device, re.ASCII)
         if match is None or (match[1] == "cpu" and match[3]):

@@ -1,9 +1,8 @@
-"""An output of a model in GPU memory. It stays there until it is known where it must be copied: to a region or to host memory.
+"""Arrays in GPU memory, such as a model's outputs, and functions that say whether the GPU's driver may access host memory.
 
-A client may truncate its shared memory at any time. If the processor then accesses a missing page, the fault guard
-(``shm/guard.py``) makes the request fail. If the GPU's driver accesses one, the GPU may become unusable for all requests. So
-the driver gets a client's memory only if the pages are locked, and the host copies other memory. The GPU still sees locked
-pages after a client has truncated the object, so the host reads the last byte first, to notice it.
+A client can truncate the file of its shared memory at any time. If the GPU's driver then accesses a page that is gone, the GPU
+may become unusable for all requests. So the driver may access a client's memory only while the memory is page-locked. The host
+copies tensors to and from a client's memory that is not page-locked.
 """
 
 from __future__ import annotations

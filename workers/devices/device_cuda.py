@@ -1,15 +1,10 @@
 """A worker's GPU: copies the inputs of a batch to it, copies outputs from it, and limits the GPU memory that XLA may use.
 
-    in a CUDA region, aligned to 256 bytes, alone in its batch   the input is used where it is
-    otherwise in a CUDA region, or in one of another GPU         copied from GPU memory to the staging buffer
-    small inputs in host memory                                  gathered on the host (``host_staging.py``), then one transfer
-    a large input in host memory                                 a transfer of its own to the staging buffer
-    a large one in a client's memory that is not page-locked     copied on the host before the transfer (``device_array.py``)
-
-The staging buffer is GPU memory that all models share. It belongs to the thread that runs them, and a batch is computed before
-the next one is gathered. Another thread that runs programs has a ``CudaDevice`` of its own. The thread waits until all inputs
-are copied before it calls XLA. Copies of outputs to the host wait for XLA on the GPU (``_follow``), and the thread waits for
-these copies. Outputs that stay on the GPU are computed before anything reads them.
+Most inputs are copied to a staging buffer, which is GPU memory. If all inputs to copy are small, the inputs in host memory are
+copied in one transfer (``host_staging.py``). An input in a CUDA region of the same GPU is used without a copy if no other
+request is in the batch and the input is aligned to 256 bytes.
+Each thread that runs programs has a ``CudaDevice`` with a staging buffer of its own. The thread waits until all inputs of a
+batch are copied before it calls XLA. A batch is computed before the inputs of the next batch are copied.
 """
 
 from __future__ import annotations
@@ -256,11 +251,11 @@ class CudaDevice:
         return GpuArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, outputs: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Waits for ``outputs``, copies them to host memory, and returns the bytes of each.
+        """Waits until ``outputs`` are computed, and returns the bytes of each output.
 
-        Returns None if the outputs have more than ``TOGETHER`` bytes. If there is one output, ``cuts`` may name ranges of its
-        bytes (begin, end), and the bytes of each range are returned. Raises DeviceLost if the GPU has failed. An error of the
-        program's run is raised unchanged.
+        Returns None if the outputs together, each rounded up to a multiple of 64 bytes, have more than ``TOGETHER`` bytes.
+        ``cuts``: ranges of bytes (begin, end) of the only output. If given, returns the bytes of each range instead.
+        Raises DeviceLost if the GPU has failed. An error of the program's run is raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in outputs]))
         if ends and ends[-1] > TOGETHER:
@@ -283,8 +278,9 @@ class CudaDevice:
     ) -> dict[str, GpuArray | Array]:
         """Waits until a program has computed ``outputs``, and copies each output that has an item in ``places`` to this place.
 
-        A place is host memory, or a region on the GPU with an offset in bytes. Returns all outputs by name. Outputs without a
-        place are host arrays if they have together at most ``TOGETHER`` bytes. All other outputs are arrays on the device.
+        A place is host memory, or a region on the GPU with an offset in bytes. Returns all outputs by name. An output with a
+        place is returned as an array on the device. The outputs without a place are returned as host arrays if they have
+        together at most ``TOGETHER`` bytes, otherwise as arrays on the device.
         Raises InvalidArgument if a region cannot be written any more. Raises DeviceLost if the GPU has failed. An error of the
         program's run is raised unchanged.
         """
@@ -354,7 +350,7 @@ class CudaDevice:
 
 
 def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Returns how many bytes of the staging buffer an input needs: its size, rounded up to a multiple of ``ALIGNMENT``."""
+    """Returns the size in bytes of an array of this dtype and shape, rounded up to a multiple of ``ALIGNMENT``."""
     return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
 
 

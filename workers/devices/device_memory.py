@@ -1,7 +1,7 @@
-"""Checks that a device has enough memory left for a model, because XLA or the kernel may end the process if it has not.
+"""Checks that a device has enough memory left for a model. If memory runs out later, XLA or the kernel may end the process.
 
-GPU    the memory that XLA's allocator may still allocate
-CPU    the memory that the kernel has without swapping, within the limits of the process's control groups, for all CPU devices
+A GPU has as much memory left as XLA's allocator may still allocate. The CPU devices of a process share the
+memory that the kernel can give without swapping, within the limits of the process's control groups.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Page-locked host memory, in which a thread gathers small tensors to copy them to or from a GPU in one transfer.
+"""Page-locked buffers in host memory. One transfer copies all small tensors in a buffer to a GPU, or from a GPU to the buffer.
 
-inputs     gathered here ─▶ one transfer to the GPU's staging buffer
-outputs    one transfer to here ─▶ the thread waits ─▶ copied to their places, before the next batch is gathered
-
-Each thread has a buffer of its own. A buffer is locked when it is made, which takes a moment, and stays locked. When a thread
-ends, another thread gets its buffer. If a buffer cannot be locked, or ``PinnedBudget`` does not allow it, transfers still work,
-but the driver makes another copy.
+Each thread that runs programs on the GPU has a buffer of its own. When the thread ends, another thread may get this buffer.
+A buffer is page-locked when it is created, unless the driver refuses this or ``PinnedBudget`` allows no more locked bytes.
+Transfers also work with a buffer that is not page-locked, but they are slower.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class StagingPool:
         self._free.append(self._made())
 
     def take(self) -> HostStaging:
-        """Returns a buffer in host memory that only the calling thread may use. Raises DeviceLost if the GPU has failed."""
+        """Returns a buffer that no other thread gets until the caller gives it back. Raises DeviceLost if the GPU failed."""
         with contextlib.suppress(IndexError):
             return self._free.pop()
         return self._made()

@@ -1,10 +1,7 @@
 """Checks regularly whether an idle worker's GPU still works, so that a failure is found before a request needs the GPU.
 
-    A thread makes the worker's loop do a check at intervals. If the loop is idle, it looks at a CUDA event in the GPU's stream:
-      reached                            the event is recorded again, for the next check
-      an error, or not reached too long  DeviceLost: the worker ends and is replaced
-
-If a call of the driver does not return, the loop stops, and the supervisor notices that. A busy GPU needs no checks.
+A thread makes the worker's event loop call ``IdleLook.look`` at intervals. While the worker is busy, this call does nothing.
+If the GPU has failed, or does not answer in time, the call raises DeviceLost, and the worker ends and is replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ INTERVAL = 1.0
 
 
 class Marker:
-    """A CUDA event in the calling thread's stream."""
+    """A CUDA event, by which a thread finds out whether the GPU has done the work that the thread has queued."""
 
     def __init__(self, context: Context) -> None:
         """Creates a CUDA event in ``context``. Raises CudaError if the driver refuses, and DeviceLost if the GPU failed."""
@@ -69,12 +66,12 @@ class IdleLook:
         patience: float,
         interval: float = INTERVAL,
     ) -> None:
-        """Starts the checks of the GPU of ``context``.
+        """Starts to check the GPU of ``context`` at intervals. Raises DeviceLost if the GPU has failed already.
 
         Args:
-          idle: returns True if the loop has nothing else to do. The GPU is checked only then.
-          post: makes the loop call a function. Any thread may call it.
-          patience: how many seconds the GPU may take to reach an event before it counts as failed. 0 means no limit.
+          idle: returns True if the worker is idle. The GPU is checked only then.
+          post: makes the worker's event loop call a function. Any thread may call ``post``.
+          patience: seconds after which a GPU that has not answered a check counts as failed. 0: no limit.
           interval: seconds between two checks.
         """
         self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)
@@ -97,7 +94,7 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Checks the GPU if the worker is idle. Raises DeviceLost if the GPU failed, or takes too long for the last check."""
+        """Checks the GPU if the worker is idle. Raises DeviceLost if the GPU has failed or does not answer in time."""
         self._asked = False
         if self._ends.is_set() or not self._idle():
             self._since_ns = 0
@@ -115,7 +112,7 @@ class IdleLook:
             )
 
     def close(self) -> None:
-        """Stops the checks. Idempotent."""
+        """Stops checking the GPU. A second call does nothing."""
         if not self._ends.is_set():
             self._ends.set()
             self._marker.close()

@@ -1,7 +1,7 @@
-"""Input tensors in a client's GPU memory or in a snapshot region. They are read only when their batch is gathered.
+"""Input tensors in a client's GPU memory, or in a region that the worker reads by system calls.
 
-A request that waits therefore has no copy of them, and a tensor is copied once, directly to the program's input buffer.
-``numpy.asarray`` reads such a tensor. Code that can use a tensor on the GPU uses its ``pointer`` instead.
+While a request waits, the worker has no copy of such a tensor. ``numpy.asarray`` copies the tensor to host memory. Code that
+can use a tensor in GPU memory uses the ``pointer`` of the ``CudaTensor`` instead.
 """
 
 from __future__ import annotations

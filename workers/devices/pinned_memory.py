@@ -1,16 +1,10 @@
-"""Page-locks host memory, so that the GPU can access it directly and the host need not copy tensors for transfers.
+"""Page-locks host memory, so that the GPU can access tensors in this memory directly.
 
     segments of arenas   locked from when they are made or mapped until they are closed
-    system regions       locked when they are registered, if all their pages exist (locking would allocate missing pages)
+    POSIX regions        locked when a client registers them, if all their pages exist
 
-Locking gigabytes takes the driver seconds. A thread therefore locks and unlocks memory, one piece after the other, and the
-worker's loop does not wait for it. Memory that is not locked can be used as well: the driver copies tensors in arenas, and the
-host those in regions. This module keeps a mapping until the driver has unlocked it, even if its owner closes the mapping
-earlier.
-
-``PinnedBudget`` limits how many bytes are locked, because RLIMIT_MEMLOCK does not count what the driver locks. If a client
-truncates an object whose pages are locked, the GPU still sees the old pages, and the fault guard handles accesses by the host.
-The driver may access a client's memory only while it is locked, so a region stores whether it is (``hold``).
+A separate thread locks and unlocks memory, because locking gigabytes takes seconds. If memory is not locked, transfers are
+slower. The GPU's driver may access a POSIX region only while the region is locked. ``PinnedBudget`` limits the locked bytes.
 """
 
 from __future__ import annotations
@@ -86,7 +80,7 @@ class PinnedMemory:
         self._logged: set[str] = set()
 
     def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
-        """Makes another thread page-lock ``view``, until ``unpin``. Does not wait for that. A failure is only logged.
+        """Makes another thread page-lock ``view``, and returns at once. ``unpin`` unlocks it. A failure is only logged.
 
         Args:
           what: names the memory in the log.
@@ -116,7 +110,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
-        """Makes another thread page-lock an arena's segment, until the segment is closed. Does not wait for that."""
+        """Makes another thread page-lock an arena's segment, and returns at once. The segment is unlocked when it is closed."""
         self.pin(segment.view, "an arena's segment")
         segment.before_close = lambda: self.unpin(segment.view)
 

@@ -1,7 +1,6 @@
-"""The devices of a model that runs on several of them. A worker runs only one program on several devices at a time.
+"""The devices of a model that runs on several devices. A worker never runs two programs of such models at the same time.
 
-Such a program's parts on the devices wait for each other. If two devices began two programs in different orders, both would
-wait for ever.
+If two devices began two programs in different orders, each program would wait for the other one for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class SeveralDevices:
         self._everywhere = NamedSharding(Mesh(self.devices, ("devices",)), PartitionSpec())
 
     def sharding(self, leaf: Any) -> Any:
-        """Returns the sharding that the model's author has set for a parameter, or None if there is none."""
+        """Returns the sharding that the model's author has set for the model's parameter ``leaf``, or None if none is set."""
         laid = isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.committed)
         return leaf.sharding if laid else None
 
@@ -66,7 +65,10 @@ class SeveralDevices:
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``call`` so that only one wrapped function runs in this process at a time, until its outputs are computed."""
+        """Returns a function that calls ``call``, waits until the outputs are computed, and returns the outputs.
+
+        Of all functions that ``alone`` has returned in this process, only one runs at a time.
+        """
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

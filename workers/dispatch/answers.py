@@ -1,11 +1,10 @@
 """Writes a model's outputs to where the client wants them, and makes the record of the answer.
 
-    place of each output chosen ─▶ output copied there, unless the program or the GPU has written it ─▶ record
-    small outputs of a prepared request ─▶ cut out of the batch's outputs, by a plan kept for such requests ─▶ record
-
-This is the only copy of outputs (docs/data-plane.md). Afterwards the answer no longer uses the memory that the model returned.
-Copies into a GPU's memory are finished when the record is returned. Class labels are as in Triton's
-docs/protocol/extension_classification.md; ties and number formats are as observed in Triton.
+An output goes to a region, into the response arena, or into the record. An output that the program or the GPU has written to
+its place already is not copied. When the record is returned, all copies are finished, also copies to a GPU's memory, and the
+answer does not use the memory that the model returned.
+Class labels have the form that Triton's docs/protocol/extension_classification.md describes. The order of equal elements and
+the format of numbers are as observed in Triton.
 """
 
 from __future__ import annotations
@@ -105,11 +104,12 @@ def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, 
 
 
 def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-    """Chooses a place for each output: the answer's record, its region, or memory that it reserves in the response arena.
+    """Chooses where each output goes: to the region that the client named, into the answer's record, or to the response arena.
 
-    Returns None if the arena has no room now. ``sizes``: output name -> bytes. ``inline_byte_size``: the most bytes of all
-    outputs together that go into the answer's record.
-    Raises Internal: an output does not fit into its region. Raises InvalidArgument: the outputs are larger than the arena.
+    Reserves memory in the response arena. Returns None if the response arena has no room now. ``sizes``: output name -> bytes.
+    ``inline_byte_size``: the most bytes of all outputs together that go into the answer's record.
+    Raises Internal if the client named too small a part of a region for an output. Raises InvalidArgument if this part is not
+    inside the region, or if the outputs are larger than the response arena. Raises Unavailable if the host has no memory left.
     """
     in_regions = _fit(request, sizes)
     left = inline_byte_size
@@ -162,17 +162,14 @@ def complete(
 ) -> AnswerRecord | None:
     """Writes a request's outputs to where the client wants them, and returns the record of the answer.
 
-    Returns None, and writes nothing, if the response arena is full.
-    Args:
-      result: the outputs by name.
-      version: the model's version, for the answer.
-      inline_byte_size: the most bytes of all outputs together that go in the answer's record itself.
-      places: the places reserved for the outputs, or None if this function shall reserve them. An error releases them.
-      final: whether this is the last answer.
-    Raises Internal if an output does not fit into its region, or if its dtype has no datatype.
-    Raises InvalidArgument if the outputs are larger than the whole arena, if the client wants class labels of an output that
-    cannot have them, or if the memory of a region does not exist any more.
-    Raises Unavailable if this process may open no more files, and the submitter does not know the segment of the outputs.
+    Returns None, and writes nothing, if the response arena is full. ``result``: the outputs by name.
+    ``version``: the model's version. ``final``: whether this is the request's last answer.
+    ``inline_byte_size``: the most bytes of all outputs together that go into the record itself.
+    ``places``: where each output is written; if None, this function chooses that, and reserves memory in the response arena.
+    If this function raises an error, the memory that is reserved for the outputs is released.
+    Raises Internal if an output does not fit into its region, or has a dtype for which there is no datatype.
+    Raises InvalidArgument if the outputs are larger than the arena, if an output for which the client wants class labels cannot
+    have any, or if the memory of a region is gone. Raises Unavailable if too many files are open to send an arena segment.
     """
     try:
         chosen = _choose(request, result, signature)
@@ -308,11 +305,11 @@ _MOST = 1 << 15
 
 
 def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:
-    """Returns each row's ``count`` largest elements as strings "value:index", or "value:index:label" if the output has labels.
+    """Returns each row's ``count`` largest elements as strings "value:index", or "value:index:label" if the index has a label.
 
-    The strings are BYTES[batch, k] if the model batches, else BYTES[k], ordered from the largest element. Among equal elements
-    the lower index comes first.
-    Raises InvalidArgument: the datatype cannot be classified, or the client asks for too many elements.
+    If ``batches`` is True, the result is BYTES[rows, count]. Otherwise ``values`` is one row, and the result is BYTES[count].
+    If a row has fewer elements, all are returned. The largest element comes first, and among equal elements the lowest index.
+    Raises InvalidArgument if the result would have more than 32768 strings, or if ``values`` are not integers, FP32 or FP64.
     """
     datatype = datatype_of(values.dtype)
     if datatype is None or DATATYPES[datatype].json in ("", "string", "boolean"):

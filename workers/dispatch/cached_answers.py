@@ -1,13 +1,11 @@
 """Answers requests from the response cache, if their model has one and an equal request was answered before.
 
-Only the thread of the worker's loop calls these functions.
+Only the thread of the worker's event loop calls these functions.
 
-    request ─▶ copies of inputs that a client could still change ─▶ found in the cache: answered at once
-                                                                └▶ not found: queued, run, stored, answered
-
-An answer is stored before it is sent, so a client that repeats an answered request gets the stored answer. Errors are not
-stored, nor are answers for which a model has called others. An ensemble's stored answer serves only while no model was loaded
-or unloaded since, and only requests that choose the same parameter sets in the models of its steps.
+If the cache has no answer to a request, the request is run, and its answer is stored before it is sent. Errors are not stored.
+An answer is not stored if the model called another model to compute it.
+A stored answer of an ensemble is no longer used once any model has been loaded or unloaded. Until then, it is used for
+requests that choose the same parameter sets for the ensemble's models as the request that was run.
 """
 
 from __future__ import annotations
@@ -79,7 +77,11 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores the answers of a run, except errors, unless parameters or models have changed since the requests came."""
+        """Stores the answers of a run in ``cache``, except errors and answers for which a model called another model.
+
+        An answer is not stored if its parameter set got new values after the cache was searched for the request. An ensemble's
+        answer is not stored if any model was loaded or unloaded after the cache was searched.
+        """
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue

@@ -1,17 +1,10 @@
-"""Serves calls from one model to another: each becomes a request in the queue of the called model, among clients' requests.
-
-    thread of the calling model ── ModelCall ──▶ request ─▶ queue, batch, answer ─▶ its responses ──▶ that thread
+"""Serves calls from one model to another. Each call becomes a request in the queue of the called model.
 
 A call is cancelled when all requests for which it was made are cancelled. A call to a model that this worker is still loading
-waits for the load. A model that calls may occupy an instance while it waits, so calls can deadlock: each waits for another one,
-as the following arrows show. Then one of the calls fails.
+waits for the load. Calls can deadlock: each waits until another one has ended. Then the newest of these calls fails.
 
-    a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls for which these wait ─▶ ...
-                                                                    └▶ the model that does not take their responses
-
-An instance with an ordinary ``execute`` waits for the one call that blocks its thread. An instance that executes a coroutine
-waits for every call that the coroutine has begun. If a model has started a thread itself, nobody knows whether it waits for the
-thread's call. So a deadlock that needs such a call counts only when it has lasted for 5 s.
+A model may have started a thread that calls other models. The worker does not know whether the model waits for this thread. If
+a deadlock depends on such a call, the newest call fails only when it is at least 5 s old.
 """
 
 from __future__ import annotations
@@ -109,7 +102,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether ``origin`` is a request to ``version``, or was made on behalf of one. Returns False if it is None."""
+        """Returns True if ``origin``, or a request that led to ``origin``, is a request to ``version``, otherwise False."""
         while origin is not None:
             if origin.version is version:
                 return True

@@ -1,15 +1,14 @@
-"""Takes a request through the worker: validates, queues, runs and answers it. Runs in the thread of the worker's loop.
+"""Takes a request through the worker: validates, queues, runs and answers it. Runs in the worker's event loop.
 
-    submit ─▶ queue of the model version ─▶ batch ─▶ run in the loop (one instance)    ─▶ outputs written ─▶ record on the lane
-                                                  └▶ run in an instance's thread       ─▶
-                                                  └▶ parked while a program for its shape is compiled, then queued again
+Each model version has a planner (``tensord.workers.scheduling.planner``), which decides when queued requests run as a batch.
+If a model version has instances with threads of their own, its batches run in these threads. All other batches run in the event
+loop. If no program is compiled for a batch's shape, the batch waits until one is compiled, and its requests are queued again.
 
-Planners decide what to run (``tensord.workers.scheduling.planner``), and the dispatcher runs it. In each iteration the loop
-asks only what its agenda names: functions whose time has come, planners whose next batch is due, and planners after a change,
-when a request came or left, a run ended, a program was compiled, or a resource or slot became free.
+An iteration of the event loop asks a planner only if the planner's next batch is due, or if something has changed for the
+planner's model, such as an arrived request or a finished run. If several models have due batches for the event loop, the models
+take turns.
 
-Batches of jitted models with one instance run in the loop itself. An iteration runs such batches of one model only; models with
-due batches take turns. Every request in ``SubmitterLink.in_flight`` gets exactly one final answer.
+A request in ``SubmitterLink.in_flight`` gets exactly one final answer, unless the submitter's lane ends before.
 """
 
 from __future__ import annotations
@@ -179,8 +178,8 @@ class Dispatcher:
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Submits a request that came on a client's lane. Clears the fields that only a front may set.
 
-        Answers the request with Unavailable if too many requests are in flight on the lane, or if the answers to the client's
-        user take too much memory.
+        Answers the request with Unavailable if too many requests are in flight on the lane. Also answers with Unavailable if
+        the answers to all clients of the same Unix user take too much memory.
         """
         assert submitter.segments is not None
         self.lane_requests += 1
@@ -202,7 +201,7 @@ class Dispatcher:
         self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Queues a request that was made inside the worker. Raises ServingError: the model cannot take these inputs."""
+        """Queues a request made by this worker. Raises InvalidArgument: a property of the request is missing or invalid."""
         version.loaded.join(request)
         self._queue(version, request, now_ns)
 
@@ -244,7 +243,10 @@ class Dispatcher:
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
-        """Cancels a request. A running request is answered when its run ends. An unknown id is ignored."""
+        """Cancels a request. Does nothing if the submitter has no request with this id in flight.
+
+        A queued request is answered with Cancelled at once. A running request is answered with an error when its run ends.
+        """
         request = submitter.in_flight.get(request_id)
         if request is not None:
             self.withdraw(request)
@@ -267,9 +269,9 @@ class Dispatcher:
         self.calls.cancelled(request)
 
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
-        """Counts bytes of a request's responses as taken by its client, so that the model may send more.
+        """Handles the report that a client has taken bytes of a request's responses, so that the model may send more.
 
-        Raises InvalidArgument: a client with a lane reports more bytes than were sent to it.
+        Raises InvalidArgument if the report came on a client's own lane and has more bytes than the worker sent.
         """
         request = submitter.in_flight.get(record.request_id)
         if request is not None:
@@ -294,7 +296,10 @@ class Dispatcher:
         self._outbox.drop(submitter)
 
     def end_sequence(self, submitter: SubmitterLink[Request], record: EndSequence) -> None:
-        """Ends a sequence if its latest request came from ``submitter``. Raises InvalidArgument if ``submitter`` is a front."""
+        """Ends the sequence that ``record`` names, once the waiting requests of the sequence have run.
+
+        Does nothing if another submitter sent the sequence's last request. Raises InvalidArgument if ``submitter`` is a front.
+        """
         if submitter.segments is None:
             raise InvalidArgument("only clients end sequences without a request")
         for version in self._models:

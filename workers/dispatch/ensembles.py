@@ -1,10 +1,9 @@
-"""Runs requests to ensembles (pipelines of models): each step becomes a request in the queue of another model of the worker.
+"""Runs requests to ensembles (pipelines of models).
 
-    begin ─▶ run: the first steps ─▶ a request for each ─▶ its responses ─▶ further steps ─▶ ... ─▶ answer
-
+Each step of an ensemble becomes a request in the queue of another model of the worker, once the step's inputs are computed.
+A compiled program may compute all steps for a batch of requests instead.
 No thread waits for a step, so an ensemble may be a step of another ensemble. A request uses the same model versions from its
-first step to its last. A request is answered, with outputs or an error, only when none of its steps runs any more, because the
-steps read the memory that the client sent.
+first step to its last. A request gets its last answer only when none of its steps runs any more.
 """
 
 from __future__ import annotations
@@ -106,9 +105,9 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs those requests of a batch that one program can compute together, and starts the first steps of all others.
+        """Runs requests to an ensemble. If one program can compute all steps of some of these requests, runs the program.
 
-        Returns whether such a program has run.
+        Starts the first steps of each request that was not computed by a program. Returns whether a program has run.
         """
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
@@ -130,7 +129,7 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs and answers a batch by ``program``, which computes all steps. If that fails, returns False without an answer."""
+        """Runs ``program`` for ``batch`` and answers the requests. Returns False, and answers none, if the program fails."""
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
@@ -322,7 +321,7 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Records the first error of a run, and cancels the run's steps."""
+        """Fails a run with ``error``, and cancels the run's steps. Ignores ``error`` if the run has failed already."""
         if run.error is None:
             self._set_error(run, from_code(error.code, f"in ensemble '{run.version.name}', {error.message}"))
         self._due.append((run, None))
@@ -334,7 +333,10 @@ class EnsembleRuns:
             self._withdraw(inner)
 
     def _end(self, run: _Run) -> None:
-        """Answers the request of a run if none of its steps runs any more."""
+        """Sends the final answer to ``run.request`` if no step of ``run`` is running.
+
+        If a step is running, sends the response ``run.unsent``, or sends nothing if ``run.unsent`` is None.
+        """
         request, version = run.request, run.version
         if run.run.running or run.untaken or self._runs.get(request) is not run:
             self._send_unsent(run)
@@ -389,10 +391,11 @@ class EnsembleRuns:
 
 
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
-    """Yields the model version that runs each step of ``graph`` now. If it is an ensemble, the versions of its steps come next.
+    """Yields one model version for each step of ``graph``: the version to which a request for the step would go now.
 
-    ``outputs``: names of the wanted outputs; empty: all.
-    Raises NotFound: a model does not exist. Raises InvalidArgument: a model takes no requests.
+    After a version that is an ensemble, yields the versions for all steps of this ensemble. ``outputs``: names of outputs of
+    ``graph``. Only the steps that are needed to compute these outputs count. If empty, all outputs are computed.
+    Raises NotFound if a step's model does not exist. Raises InvalidArgument if a step's model takes no requests.
     """
     for number in graph.needed(outputs).numbers:
         step = graph.steps[number]
@@ -405,11 +408,11 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Adds a step's response parameters (``added``) to the ensemble's response parameters (``before``). Returns the result.
+    """Returns the response parameters of an ensemble (``before``) together with the response parameters of a step (``added``).
 
-    These parameters tell the client the name and version number of each parameter set that computed the answer. ``name``: the
-    step's model. ``ensemble``: whether this model is an ensemble. If it is not, each key in ``added`` becomes "KEY.NAME". If
-    ``before`` and ``added`` have integers under one key, the result has the smaller one.
+    ``name``: the name of the step's model. ``ensemble``: whether the step's model is an ensemble. If False, "." and ``name``
+    are appended to each key of ``added`` first. If ``before`` has the resulting key already, the result has the smaller of two
+    integers. If the two values are not integers, the result has the value of ``added``.
     """
     said = dict(before)
     for key, value in added.items():

@@ -1,15 +1,12 @@
 """Lets C code (``workers/native/_fast_path.c``) answer requests that differ from earlier requests only in their tensor data.
 
-    answered in Python, twice ─▶ learn: C stores where the tensors go, which programs run, and how to make the answer;
-                                  │     for large tensors: the program that runs in them (``workers/processor/single_run.py``)
-                                  ╰─ from then on ``wait`` receives, runs and answers such requests, and returns all others
+After Python has answered a prepared request, ``FastPath.learn`` tells the C code where the request's tensors are, which program
+runs, and how the answer is made, if the C code can answer such requests. From then on, ``FastPath.wait`` receives, runs and
+answers requests that differ from that request only in their tensor data. ``FastPath.wait`` returns all other requests that it
+receives, and Python answers them. A request that waits for a fuller batch when ``wait`` returns is answered by Python, too.
 
-For a model with sequences, the planner chooses before each run which requests take part
-(``workers/dispatch/sequence_runs.py``). Requests that still wait for a fuller batch when ``wait`` returns are passed to Python.
-
-What C has stored is valid until models, regions, grouped programs or numbers of prepared answers change. They never change
-during a call of ``wait``, which returns with the event that brings a change. A request that differs in anything else is passed
-to Python.
+For a model with sequences, Python code chooses before each run which requests take part
+(``workers/dispatch/sequence_runs.py``). The C code forgets everything when a model or a region changes.
 """
 
 from __future__ import annotations
@@ -109,7 +106,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Adds runs that C code has made to the statistics of the model version."""
+        """Adds ``done`` to the model version's statistics. ``done`` counts requests that C code has answered."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)

@@ -1,11 +1,8 @@
-"""Gives due batches to free instances (the threads of a model), if the resources that these instances need are free.
+"""Gives batches to the instances of models. An instance is a thread that runs batches of one model.
 
-due batch, free instance, free resources ─▶ the instance's thread runs the batch ─▶ the loop answers it, in order if so
-configured
-
-A thread that gets one batch at a time waits for the loop after each batch, and the loop waits for Python's lock. So an instance
-gets batches ahead if this changes nothing else (``ModelVersion.runs_ahead``). A batch that the thread has not begun is taken
-back if its request is cancelled.
+An instance gets a batch when the batch is due, the instance is free, and the resources that the instance needs are free. After
+the run, the worker's event loop answers the requests of the batch. If ``ModelVersion.runs_ahead`` is True, an instance gets the
+next batches while it still runs a batch. A batch that the instance has not begun is taken back if its request is cancelled.
 """
 
 from __future__ import annotations
@@ -142,9 +139,9 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer`` at once or, if the version answers in the order of arrival, once all earlier requests are answered.
+    """Calls ``answer``, which answers ``taken``: a request, or all requests of an execution.
 
-    ``taken``: the request, or the execution with several requests, that ``answer`` answers.
+    If ``version.order`` is None, calls ``answer`` at once, else once all requests that left the queue earlier are answered.
     """
     if version.order is None:
         answer()

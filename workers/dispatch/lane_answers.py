@@ -1,7 +1,7 @@
-"""Counts the final answers on clients' lanes by code, logs and traces some of them, and keeps the last errors.
+"""Counts the final answers on clients' lanes by error code, logs and traces some of them, and keeps the last errors.
 
-Fronts do the same for HTTP and gRPC (``tensord.daemon.front.answered``, ``tensord.shm.tracer``). C code counts its own answers:
-Python tells it how many requests it may answer before the next one that Python has to log or trace.
+The worker's C extension answers some requests on lanes without Python, and counts these answers itself. ``LaneAnswers`` tells
+the extension how many requests it may answer before Python must log or trace a request.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class LaneAnswers:
         self.let_pass()
 
     def close(self) -> None:
-        """Writes the collected traces of lane requests, and sends the daemon all queued records. Call it at the process's end."""
+        """Ends tracing. Traces in memory are written to files or sent to the daemon. Call it when the worker process ends."""
         self.tracer.close()
         if self._channel is not None:
             with contextlib.suppress(ChannelClosed):
                 self._channel.flush()
 
     def let_pass(self) -> None:
-        """Computes how many requests precede the next one to log or trace, and lets the poller answer these requests in C."""
+        """Tells the C extension how many requests on clients' lanes it may answer before Python must log or trace a request."""
         self.watched = self.tracer.on or self._log.every > 0
         unlogged = self._log.next - self.counts["OK"] - self._passed - 1
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)
@@ -118,7 +118,10 @@ class LaneAnswers:
         self._passed = count
 
     def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
-        """Begins a trace if the request is sampled. Returns ``record`` or, if it is traced, a copy with the trace's level."""
+        """Begins a trace of the request in ``record`` if the trace settings select this request.
+
+        If a trace was begun, returns a copy of ``record`` whose ``trace`` says what to trace. Otherwise, returns ``record``.
+        """
         tracer, said = self.tracer, submitter.parent
         submitter.parent = None
         parent = ""

@@ -1,12 +1,8 @@
-"""Sends answers: at once if the response arena has room, otherwise as soon as it has, within a time limit.
+"""Sends answers. If the response arena has no room for an answer, the answer waits for room, up to a time limit.
 
-    answer ─▶ outputs written ─▶ record queued on the lane
-          └▶ waits, oldest first ── room ──▶ outputs written
-                                └── time ──▶ error 503, which says how many bytes are needed and in use
-
-A small answer never waits until there is room for a large one, unless the model's answers are ordered. While the waiting
-answers of a submitter hold more bytes than the first segment of an arena, its requests of the same model and shapes are not run
-until the client has taken some answers. Each request ends exactly once.
+At the end of the time limit, the request is answered with error 503, which says how many bytes are needed and in use. A small
+answer does not wait for a large one, unless the model's answers must be sent in the order of the requests.
+While many bytes of answers to a submitter wait, the submitter's requests whose answers are likely to be large are not run.
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether an answer, sent now, would overtake a waiting answer of the same model, whose answers are ordered."""
+        """Returns whether the answer to a request must wait for an earlier answer of the same model to the same submitter."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -84,9 +80,9 @@ class Outbox:
     def fail_all(
         self, answers: list[tuple[Request, ServingError]], now_ns: int, why: Failure = Failure.CANCELED
     ) -> None:
-        """Answers accepted requests that will not run, each with its error, and counts them as failed.
+        """Answers accepted requests that will not run, each with its error. Counts each as failed, with the reason ``why``.
 
-        ``why``: the reason of failure to count. If an error is ``Replaced``, its request is counted as replaced.
+        A request whose error is of type ``Replaced`` is counted with the reason ``Failure.REPLACED`` instead of ``why``.
         """
         for request, error in answers:
             if not request.is_open:
@@ -213,7 +209,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Makes and stores the plan for answers to requests that differ only in tensor data; None: no plan is possible."""
+        """Returns a plan for putting outputs of this layout into the answer to a request, or None if no plan is possible."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -221,10 +217,10 @@ class Outbox:
         return plan
 
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
-        """Answers a request with a result, or queues the answer until the response arena has room.
+        """Answers a request with ``result``. If the response arena has no room, the answer waits for room, up to a time limit.
 
-        Returns the result, or the error that the client gets instead. ``places``: the places that ``prepare`` has reserved;
-        None: none are reserved.
+        Returns ``result``, or the error that the client gets instead of ``result``. ``places``: the memory that was reserved
+        for the request's outputs before the run. None: no memory was reserved.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)
@@ -294,7 +290,7 @@ class Outbox:
         return True
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Returns how many bytes of answers to a submitter may wait. If more wait, ``hold`` lets its requests wait, too."""
+        """Returns how many bytes of answers to ``submitter`` may wait before some of its requests are not run."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
@@ -369,7 +365,7 @@ class Outbox:
 
     @property
     def next_give_up_ns(self) -> int:
-        """The time (CLOCK_MONOTONIC, ns) at which ``retry`` has to fail the first waiting answer; ``NEVER``: none waits."""
+        """The time (CLOCK_MONOTONIC, ns) at which the time limit of the oldest waiting answer ends. ``NEVER`` if none waits."""
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:

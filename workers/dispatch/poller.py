@@ -41,7 +41,7 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Registers a submitter, whose lane's socket is in the poller's epoll. Then ``wait`` can answer the lane's requests."""
+        """Lets ``wait`` answer requests from the submitter's lane. The lane's socket must be in the poller's epoll already."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Unregisters a submitter's lane that has ended."""
@@ -53,10 +53,10 @@ class Poller:
         """Forgets the prepared part that ``submitter`` sent with this number, because the submitter sends a new one."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Forgets all prepared parts of a submitter. ``wait`` leaves the submitter's next requests to the worker's loop."""
+        """Forgets all prepared requests of a submitter. ``wait`` does not answer them until ``learn`` is called for them."""
 
     def forget_gone(self) -> None:
-        """Forgets what ``learn`` has stored for unloaded models, so that ``wait`` answers no more requests to them."""
+        """Forgets everything that ``learn`` has stored. ``wait`` answers no requests until ``learn`` is called again."""
 
     @property
     def lane_requests(self) -> int:
@@ -70,7 +70,7 @@ class Poller:
         """
 
     def close(self) -> None:
-        """Frees all data with which ``wait`` answers requests. The worker calls this method before its loop ends."""
+        """Frees all data that ``wait`` needs to answer requests. ``wait`` answers no requests from then on."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         """Waits until there is an event or the time is up. Returns what arrived.
@@ -92,7 +92,7 @@ class Poller:
         return Woken(events, [], [])
 
     def _look(self, until_ns: int) -> list[tuple[int, int]]:
-        """Polls without sleeping until there are events, or until ``until_ns``. Returns the events."""
+        """Polls epoll until events come or CLOCK_MONOTONIC reaches ``until_ns``. Returns the events: (descriptor, mask)."""
         poll = self._epoll.poll
         now_ns = time.monotonic_ns()
         while now_ns < until_ns:

@@ -1,7 +1,7 @@
-"""Passes the responses of streaming models from the threads that make them to the loop, which sends them to the clients.
+"""Sends the responses of models that answer a request with several responses.
 
-    any thread: put ─▶ the loop takes all queued responses at once, in order ─▶ lane ─▶ client has taken them ─▶ sender.settle
-                                                                     ╰─ the response arena is full: kept, and tried again
+A model's thread queues each response by ``put``. The worker's event loop sends the queued responses in order, each over its
+request's lane. If the lane's arena has no room for a response, the event loop tries again later.
 
 Any thread may call ``put``, ``sender`` and ``alike``.
 """
@@ -45,7 +45,7 @@ _Sent = tuple[Sent, bool, int]
 
 
 class Responses(ResponseReceiver):
-    """Sends the responses of one worker's streaming models. Responses wait here for room in the response arena."""
+    """Sends the responses of a worker's streaming models. A response for which the lane's arena has no room is sent later."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Responses(ResponseReceiver):
 
         Args:
           options: sets the size up to which an output needs no arena, and how long a response waits for room in the arena.
-          post: schedules a function call in the worker's loop. Any thread may use it.
+          post: schedules a function call in the worker's event loop. Any thread may use it.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
           withdraw: cancels whatever works on a request that ended because a response to it could not be sent.
-          agenda: tells the worker's loop at which times to call this object. If it is None, the loop learns no times.
+          agenda: tells the worker's event loop when to call ``gather``. If None, the caller calls ``gather`` at ``look_ns``.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size
@@ -114,13 +114,13 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response, which the worker's loop sends after the earlier responses of ``sender``.
+        """Queues a response. The worker's event loop sends the response after the earlier responses of ``sender``.
 
         Args:
-          result: the response. None means that no response follows.
-          final: whether the response is the last response of ``sender``.
-          byte_size: the response's bytes, for the limit on the bytes of a request's responses that the client has not taken yet.
-          wake: whether to wake the loop. If False, the loop sends the response a little later, together with others.
+          result: the response or an error. None: the request ends without another response, and ``final`` must be True.
+          final: whether the request ends with this call.
+          byte_size: how many bytes ``sender`` has counted for this response as not yet taken by the client.
+          wake: whether this call wakes the event loop. If False, the caller must ensure that the event loop wakes soon.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
@@ -138,10 +138,10 @@ class Responses(ResponseReceiver):
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Sorts an execution's requests after a run in which the model may have answered some through response senders.
+        """Moves requests from ``execution.requests`` to ``execution.streamed`` after the model has run.
 
-        Requests that have a response sender, or are answered already, move from ``execution.requests`` to ``execution.streamed``.
-        A request with a response sender gets its last response now if it failed or was cancelled.
+        Moves each request that has a response sender, and each request that was answered already. If a request with a response
+        sender failed, sends the error as the last response. If the client cancelled such a request, sends Cancelled.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -163,7 +163,10 @@ class Responses(ResponseReceiver):
                 self._in_turn(sender, (error, True, 0))
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a request's next response. If ``result`` is None, only ends the request. ``final``: whether it is the last."""
+        """Sends the next response to the request of ``sender``. ``final``: whether the request ends with this call.
+
+        ``result``: the response, or an error; None: the request ends without a response, and ``final`` must be True.
+        """
         self._in_turn(sender, (result, final, sender.posted(result, final)))
 
     def takes_small(self, sender: ResponseSender) -> bool:
@@ -192,7 +195,7 @@ class Responses(ResponseReceiver):
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts the oldest outstanding response to another model's ``request`` as taken. The called model may send more."""
+        """Notes that the model or ensemble that made ``request`` has taken the next response to ``request``."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
@@ -207,7 +210,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def retry(self, now_ns: int) -> None:
-        """Sends responses for which the arena has room now. Requests whose responses waited too long end with an error."""
+        """Sends waiting responses whose lane's arena has room now. If a response waited too long, its request gets an error."""
         for sender, (waiting, give_up_ns) in list(self.kept.items()):
             del self.kept[sender]
             while waiting and not sender.ended:
@@ -223,11 +226,11 @@ class Responses(ResponseReceiver):
 
     @property
     def next_give_up_ns(self) -> int:
-        """The time (CLOCK_MONOTONIC, ns) by which ``retry`` must be called even if no arena memory was freed."""
+        """The latest time for the next call of ``retry`` (CLOCK_MONOTONIC, ns). It is NEVER if no response waits for memory."""
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends the responses that other threads have queued, if their sending is due at ``now_ns`` (CLOCK_MONOTONIC)."""
+        """Sends all responses that ``put`` has queued. Does nothing if ``look_ns`` is 0 or later than ``now_ns``."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()
@@ -292,13 +295,13 @@ class Responses(ResponseReceiver):
             self._withdraw(request)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Records in the timeline of the sender's request that the run ends now. ``result``: the last outputs, or None."""
+        """Adds a run that ends now to the timeline of ``sender.request``. ``result``: the last outputs; None: no outputs."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Sends a response on its lane. Returns its size in bytes, None if the response arena is full, or why it failed."""
+        """Sends ``result``. Returns how many bytes the client must take, None if the response arena is full, or an error."""
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:

@@ -1,11 +1,8 @@
-"""Chooses which requests of sequences C code may run (``workers/dispatch/fast_path.py``), and runs the program for them.
+"""Runs requests of sequences for the C code that receives and answers requests (``workers/dispatch/fast_path.py``).
 
-    requests that came together ─▶ choose: the planner says which run now ─▶ run: a program, with their sequences' state
-                                                                             │   ─▶ answered in C
-                                                                             ╰─ it failed ─▶ fail: answered here
-
-A request that cannot run at once takes the ordinary way through Python: it waits for a slot, is the second one of its sequence,
-or is refused. ``choose`` changes nothing for such a request.
+Before each run, the C code calls ``SequenceRuns.choose``, which chooses the requests that may run now. The C code runs the
+chosen requests with a function that ``SequenceRuns.program`` returned, and sends the answers. If the run fails,
+``SequenceRuns.fail`` answers the chosen requests with errors. Python code handles the requests that were not chosen.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests to one model version that belong to sequences, in batches whose inputs C code has gathered."""
+    """Chooses which requests of one model version's sequences may run now, and runs these requests together."""
 
     def __init__(
         self,
@@ -60,10 +57,10 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Finds how many requests at the beginning of ``asked`` may run now. Returns that number, and stores their sequences.
+        """Chooses all requests in ``asked`` before the first one that cannot run now. Returns how many requests it has chosen.
 
-        ``asked``: correlation id, START and END of each request. ``clients``: for each request the file descriptor of its
-        client's lane, or -1 for a front; None: fronts sent all of them.
+        ``asked``: the correlation id and the flags START and END of each request. ``clients``: for each request, the file
+        descriptor of the client's lane, or -1 if a front sent the request. If ``clients`` is None, fronts sent all requests.
         """
         if self._sequences.table.holding:
             return 0  # not all of them are computed with the same parameters
@@ -85,9 +82,9 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the model on the requests that ``self.choose`` accepted last before the function's call.
+        """Returns a function that runs the requests that ``choose`` has chosen last, and returns the model's outputs.
 
-        Before the function is called, the inputs of these requests must lie in the arrays of ``executable.gathered``.
+        Before each call of the function, these requests' inputs must be written into the arrays of ``executable.gathered``.
         """
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}

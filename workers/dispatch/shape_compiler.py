@@ -1,10 +1,8 @@
-"""Compiles programs for input shapes that no bucket covers, in a thread. Requests of these shapes are parked until then.
+"""Compiles programs for input shapes that no bucket covers, in a thread. Requests of such a shape wait for the shape's program.
 
-batch without an executable ─▶ parked ─▶ compiled in the thread ─▶ its requests are queued again, ahead of later ones
-                                                                └─ when nothing is parked any more: a program that runs several
-                                                                   requests in one call, if the compiled program is small
-
-Except for the compilation itself all of this runs in the worker's loop.
+The requests wait outside the queue. Once their program is compiled, they go back into the queue, ahead of later requests. If
+the program is small, the thread also compiles programs that run several of these requests in one call. It does so only when no
+request waits for a program. Everything except the compilation runs in the worker's event loop.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """Compiles programs for shapes without a bucket, in a thread. Requests for such a program wait here, outside the queue."""
+    """Compiles programs for input shapes that no bucket covers, in a thread. Requests of such a shape wait for the program."""
 
     def __init__(
         self,
@@ -56,11 +54,12 @@ class ShapeCompiler:
         Args:
           thread: the thread that compiles programs.
           page: the worker's status page, on which running compilations are written.
-          outbox: sends errors to requests whose program cannot be compiled.
+          outbox: sends an error to each request for which no program can be compiled.
           max_shapes: how many programs for new shapes of one model version may be unfinished at a time.
           clock: returns the time of CLOCK_MONOTONIC in ns.
           check: raises an error if the worker's device has failed.
-          restore: puts requests back into the queue of their version.
+          restore: puts requests of a model version back into the version's queue.
+          models: the worker's models. ``models.changes`` is increased when a program was compiled.
         """
         self._models = models
         self._thread = thread
@@ -76,10 +75,10 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has a thread compile the program ``wanted``. The requests of ``batch`` leave the queue and wait until it is compiled.
+        """Makes the requests in ``batch`` wait for a program. If it is not being compiled yet, has a thread compile it.
 
-        Requests in the queue with the same batching key wait, too. If too many shapes are being compiled already, the requests
-        of the batch are answered with Unavailable.
+        ``wanted``: the batch size and the input shapes of the program. If too many other programs of ``version`` are still to
+        be compiled, this method compiles nothing, and answers the requests with Unavailable.
         """
         model = version.jitted
         if model is None:
@@ -162,7 +161,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """If nothing is being compiled, compiles the next program that runs several requests in one call."""
+        """If nothing is being compiled, starts to compile programs that run several requests of one shape in one call."""
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

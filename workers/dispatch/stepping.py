@@ -1,22 +1,14 @@
-"""Runs stepped models, which compute requests in steps: starts insertions and steps on the device, and answers the requests.
+"""Runs stepped models, which compute their requests in steps. A step computes a part of each request that has a slot.
 
-    requests ─▶ insert ─┐                        ┌─▶ outputs of each request ─▶ responses
-                        ├▶ device, in order ─▶ read: the oldest
-               step ────┘                        └─▶ slots that are free ─▶ the next requests
+A slot is a request's place in the state that a stepped model keeps on the device. Two kinds of programs run on the device:
+insertions, which put new requests into free slots, and steps. ``Stepping.dispatch`` starts programs, and does not wait for
+their results. ``Stepping.read`` reads the results of finished programs in the order in which the programs were started, and
+sends the responses. Meanwhile, the device can already run the next program.
 
-``dispatch`` starts as many insertions and steps as the planner allows and returns at once. ``read`` waits for the oldest of
-them, while the device works on the next and other models run. Requests that come between the two calls are inserted right after
-the running step, before a further one. Only the thread of the worker's loop calls this module.
+If a step has small responses to many requests, ``StepRows`` sends these responses together. This takes less time than to send
+each response alone.
 
-On a CPU, XLA runs a small program before the call returns: its results are answered before anything else is run.
-
-If each response has only a few small outputs, a step's responses to many requests are sent together (``StepRows``):
-
-    first response ─▶ join ─▶ send, send, ... ─▶ leave: the request's sender and the statistics count all these responses
-                                                 (it ends, is cancelled, misses a step, or its client may be behind)
-
-All joined requests get a response from every step. So ``send`` only notes when a step's responses left, and ``leave`` computes
-a request's statistics from these times. For fewer than ``MANY`` requests this takes longer than sending each response alone.
+Only the thread of the worker's event loop may use this module.
 """
 
 from __future__ import annotations
@@ -73,7 +65,7 @@ class _JoinedAnswers(NamedTuple):
 
 
 class StepRows:
-    """Sends the responses that a step gives to all joined requests (``join``) together, instead of one by one."""
+    """Sends one step's responses to a group of requests together. ``join`` adds a request, and ``leave`` removes one."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -93,9 +85,9 @@ class StepRows:
         self._joined: list[_JoinedAnswers] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Sends the responses to the request in ``slot`` together with other requests' responses, from the next step on.
+        """Sends the responses to the request in ``slot`` together with those to all joined requests, from the next step on.
 
-        Does nothing if the client must first take earlier responses to the request. ``sender``: the request's own sender.
+        Does nothing if ``sender.room`` is 0 or less, or if ``Responses.takes_small`` returns False for ``sender``.
         """
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
@@ -124,15 +116,15 @@ class StepRows:
             self._joined.clear()
 
     def leave_all(self) -> None:
-        """Ends the joint sending of responses. Each request's responses are sent separately until the request joins again."""
+        """Takes all requests out of the group whose responses are sent together. Their later responses go alone."""
         for slot in list(self.members):
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends one step's responses to the requests in ``slots``. Each of these slots must have been passed to ``join`` before.
+        """Sends one step's responses to the requests in ``slots``. Each of these requests must have been added by ``join``.
 
-        ``rows``: the outputs of the step for all slots, UINT8[slots, bytes]. Returns the response senders of requests whose
-        clients may read too slowly. Later responses to these requests are sent one by one.
+        ``rows``: the outputs of the step for all slots, UINT8[slots, bytes]. ``now_ns``: the present time (CLOCK_MONOTONIC).
+        Returns the response senders that may be full now (``ResponseSender.is_full``). ``leave`` was called for their requests.
         """
         if slots != self._ready:
             self._prepare(slots)
@@ -185,7 +177,7 @@ class _Given(NamedTuple):
 
 
 class SteppingRuns:
-    """Runs the stepped models of a worker, which compute their requests step by step."""
+    """Runs a worker's stepped models. One step of such a model computes a part of several requests at once."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
         """Begins without any model version.
@@ -212,14 +204,14 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """True while a request waits for a slot."""
+        """True while a request waits in the queue of a stepped model."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Starts the next programs of each stepped model, and sends the answers of programs that have finished.
+        """Starts new requests and further steps of the versions that ``join`` added, and answers requests that have a result.
 
-        ``wait``: whether to wait until the oldest running program of each model has finished.
-        Returns whether the caller must soon call this method again, because there is more to run or to send.
+        ``wait``: whether to wait until the device has finished the oldest running program of each version.
+        Returns whether the caller must soon call this method again.
         """
         pending = False
         for version, stepping in list(self.living.items()):
@@ -234,7 +226,7 @@ class SteppingRuns:
 
 
 class Stepping:
-    """Runs a model version step by step: gives requests slots in the device's state, launches steps and reads their results."""
+    """Runs one model version that computes requests in steps. Starts the steps on the device, and answers the requests."""
 
     def __init__(
         self,
@@ -264,7 +256,7 @@ class Stepping:
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> bool:
-        """Starts new requests and steps on the device, as the planner allows. Returns whether to call this method again soon."""
+        """Starts new requests and further steps on the device. Returns whether there is more to start, or a result to read."""
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
             return True
@@ -296,7 +288,7 @@ class Stepping:
         return [(step, chosen)]
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
-        """Begins requests that got a slot: makes their response senders, and puts the requests into the device's state."""
+        """Makes response senders for new requests, and puts the requests into the state that the model has on the device."""
         self._responses.open(requests, now_ns)
         for request in requests:
             # No function of the model has to notice a cancellation, so the request may be ended at once.
@@ -306,7 +298,7 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Inserts requests into the model's state on the device, all by one call of ``insert``."""
+        """Inserts requests into the model's state on the device. A request that cannot be inserted gets an error."""
         try:
             sets = self._model.executables.sets
             chosen = chosen_by(sets, requests)
@@ -400,7 +392,7 @@ class Stepping:
                 self._pause(sender)
 
     def _pause(self, sender: ResponseSender) -> None:
-        """Leaves a request out of steps until its slow client has taken some responses."""
+        """Leaves the request of ``sender`` out of the model's steps until the client has taken enough responses."""
         request = sender.request
         if sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)

@@ -1,1 +1,1 @@
-"""Runs programs on a GPU. Copies their inputs to the GPU, and their outputs to the places where they are needed."""
+"""Runs compiled programs on a GPU, and copies inputs to the GPU and outputs from the GPU."""

@@ -1,8 +1,8 @@
-"""The executables of a GPU: compiled programs of one thread, with the copies of inputs to the GPU and of outputs from it.
+"""Runs compiled programs on a GPU, with the copies of inputs to the GPU and of outputs from the GPU.
 
 large inputs    copied to the GPU one by one
 small inputs    gathered in page-locked host memory, then copied in one transfer (``DeviceInputs``)
-outputs         copied to the host, copied to their places, or left on the GPU
+outputs         copied to the host, copied directly into an arena or a region, or left on the GPU
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DeviceInputs:
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Chooses an offset in the memory for each input. ``inputs`` has the name, dtype and shape of each of them."""
+        """Assigns each input an offset in the host memory of ``device``. ``inputs``: name, dtype and shape of each input."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0
@@ -90,7 +90,7 @@ class DeviceInputs:
 
     @property
     def fit(self) -> bool:
-        """True if all inputs together fit into the memory."""
+        """True if all inputs together occupy at least one byte, and at most 256 KiB."""
         return 0 < self._byte_size <= TOGETHER
 
     @property
@@ -104,7 +104,7 @@ class DeviceInputs:
         return found
 
     def send(self) -> dict[str, jax.Array]:
-        """Copies the gathered inputs to the GPU. Returns the program's arguments by name.
+        """Copies the inputs that were written into ``self.arrays`` to the GPU. Returns the copies by name.
 
         Raises Unavailable if the GPU has no memory left, or DeviceLost if the GPU has failed.
         """
@@ -134,7 +134,7 @@ class GpuExecutable(Executable):
         return [np.asarray(arrays[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, arrays: Mapping[str, Any]) -> list[bytes] | None:
-        """Copies all outputs to the host and returns their bytes. Returns None if they are too large for the staging memory."""
+        """Copies outputs to the host, and returns the bytes of each. Returns None if all have together more than 256 KiB."""
         packed = arrays.get(PACKED)
         if packed is None:
             return self._cuda.take([arrays[name] for name in self._signature.outputs])
@@ -144,7 +144,11 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], arrays: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns ``contents``, the bytes of each output, as arrays by name. ``arrays`` has their dtypes and shapes."""
+        """Makes an array of the bytes of each output. Returns the arrays by output name.
+
+        ``contents``: the bytes of each output, in the order of the signature's outputs.
+        ``arrays``: for each output name, an array that has the output's dtype and shape.
+        """
         if self._fetched is None:
             outputs = {name: arrays[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in outputs.items()]

@@ -1,1 +1,1 @@
-"""Keeps the code of models in one process apart: each imports its own modules first, and changes settings only for itself."""
+"""Keeps the Python modules of the models in one process apart, and also the JAX settings that each model's code makes."""

@@ -1,8 +1,8 @@
-"""Changes Python's import system, once in a process, so that each model's code imports its own modules (``model_imports``).
+"""Changes Python's import system, once in a process, so that the code of each model imports the model's own modules.
 
-sys.meta_path              gets a first finder, for modules in models' packages, and a last one, for their short names
-importlib.import_module    when a model's code calls it, imports the same module as an import statement there
-multiprocessing            a process that a model's code starts can import the model's modules by their names in the worker
+sys.meta_path              gets the import hook ``OwnModules`` as its first item, and ``PlainNames`` as its last item
+importlib.import_module    finds the own modules of a model when code of this model calls it
+multiprocessing            a child process of the worker can import the modules of all loaded models
 """
 
 from __future__ import annotations

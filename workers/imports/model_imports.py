@@ -1,14 +1,14 @@
-"""Implements the imports of a loaded model version's code: its own modules first, then the environment's.
+"""Imports modules for a loaded model version's code. The model's own modules come before installed modules of the same name.
 
-    tensord_model_7_digits            a package for each loaded version: the modules in the version's and the model's folder
+A model's modules are in ``sys.modules`` by these names, here for the seventh package in the process and a model ``digits``:
+
+    tensord_model_7_digits            a package for the version's and the model's folder
     tensord_model_7_digits.model      model.py
     tensord_model_7_digits.labels     labels.py beside it; "import labels" and "from . import labels" both find it
     labels                            a placeholder for libraries that import by name, as an unpickler of "labels.Net" does
 
-Python takes ``__import__`` from the builtins of the module that has the import statement. All modules of a model's package have
-builtins of their own. So an import statement finds the same module at load, while a function is traced, in any thread and at
-any later time, and ``sys.path`` is not changed. The names in ``sys.modules`` are unique: two models, or an old and a new
-version, share no code, and code that looks a module up by name (pickle, dataclasses, inspect) finds the right one.
+Import statements in a model's modules call the ``__import__`` in these modules' own builtins. ``sys.path`` is not changed.
+Two models share no code, nor do two versions of a model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SourceLoader(SourceFileLoader):
 
 
 class BytecodeLoader(SourcelessFileLoader):
-    """Loads a .pyc file of a model that has no source file. The module gets the model's own builtins."""
+    """Loads a model's module from a .pyc file without a .py file. Imports in the module find the model's own modules."""
 
     def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
         super().__init__(name, path)
@@ -88,7 +88,7 @@ class ModelImports:
     _serials = itertools.count(1)
 
     def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
-        """Makes a package. ``folders``: where its modules lie. They are searched in this order."""
+        """Adds an empty package named ``package`` to ``sys.modules``. Its modules are searched in ``folders``, in this order."""
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
@@ -133,7 +133,7 @@ class ModelImports:
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:
-        """Stores ``port`` in the builtins of the model's code. By this port the worker knows which model's code calls it."""
+        """Sets the connection of the model's code to the worker. The code's builtins get it as ``__tensord_port__``."""
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:
@@ -155,12 +155,12 @@ class ModelImports:
         return module
 
     def hold(self) -> None:
-        """Keeps the model's modules until ``release``, for code of the model that is running and cannot be stopped."""
+        """Keeps the model's modules in ``sys.modules`` until ``release`` is called, even if ``forget`` is called before."""
         with self._lock:
             self._holders += 1
 
     def release(self) -> None:
-        """Undoes one ``hold``. If ``forget`` was called and this was the last ``hold``, removes the modules."""
+        """Undoes one call of ``hold``. Calls ``forget`` again if ``forget`` was called before and no ``hold`` is left."""
         with self._lock:
             self._holders -= 1
             forgotten = self._forgotten and not self._holders
@@ -193,7 +193,7 @@ class ModelImports:
         """Imports a module for an import statement of the model's code.
 
         The arguments are those of ``builtins.__import__``. The model's own modules come before the modules of the environment.
-        Raises ModuleNotFoundError: there is no such module. The message has the module's short name.
+        Raises ModuleNotFoundError: there is no such module. The error names the module as the model's code does.
         """
         # An empty list is how C code asks (PyImport_Import): a library's code that runs on behalf of the model, say an
         # unpickler. It means the environment's modules, and what is not there is found by the model's plain names.
@@ -216,7 +216,7 @@ class ModelImports:
         return self.import_(name, fromlist=("__name__",))
 
     def own_module(self, name: str) -> ModuleType | None:
-        """Imports the model's own module with this short name; None: the model has no such module."""
+        """Imports the module ``name``, such as "labels", of the model. Returns None if the model has no such module."""
         try:
             return builtins.__import__(self._prefix + name, fromlist=("__name__",))
         except ModuleNotFoundError as error:
@@ -299,7 +299,7 @@ class OwnModules:
 
 
 class PlainName(ModuleType):
-    """A placeholder in ``sys.modules`` for a short module name that several models use.
+    """A placeholder in ``sys.modules`` for a module name, such as ``labels``, that several models may use.
 
     Code that reads an attribute gets the attribute of its own model's module.
     """
@@ -315,9 +315,10 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """An import hook by which ``import name`` gives each model's code the model's own module of this name.
+    """An import hook by which a library can import a module of the model whose code called the library.
 
-    The hook must be last on ``sys.meta_path``. It imports a ``PlainName``, whose attributes are those of the model's module.
+    The library gives the name without the model's package, such as ``labels``, and gets a ``PlainName``: a placeholder with the
+    attributes of the model's module. The hook must be last on ``sys.meta_path``.
     """
 
     @staticmethod
@@ -336,7 +337,7 @@ class PlainNames:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Does nothing, because a ``PlainName`` has no code. Its attributes come from the calling model's own module."""
+        """Does nothing: the import system calls this method to run the code of a new module, and ``module`` has no code."""
 
 
 def asking_model() -> ModelImports | None:

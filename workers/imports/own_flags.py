@@ -1,11 +1,10 @@
 """Makes changes of JAX's configuration by a model's code apply to that model only.
 
-    jax.config.update(name, value)     in a thread that runs a model's code: applies there, and wherever this model is traced or
-                                       run; in any other thread: applies to the whole process, as in JAX itself
+A model's code may call ``jax.config.update(name, value)``. If JAX has a context manager for the setting ``name``, ``value``
+applies only to code of this model, each time the worker runs or traces this code. If JAX has none, ``value`` applies to the
+whole process, and ``process_state`` may undo the change later.
 
-This works for settings that have a context manager in JAX: all settings that decide what is traced and how. The thread enters
-this context manager, so no other thread ever sees the value. A change of any other setting applies to the process,
-and ``process_state`` undoes it.
+A thread in which the worker runs no model's code changes the setting for the whole process, as in JAX itself.
 """
 
 from __future__ import annotations
@@ -99,10 +98,10 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Sets the JAX setting ``name`` to ``value`` in this thread, for the code of this model only.
+        """Sets the JAX setting ``name`` to ``value`` in the calling thread, for the code of this model only.
 
-        The value is in effect until ``stack`` is closed, and again in each later ``with`` block of ``code``. Does nothing if
-        JAX has the value already.
+        The value is in effect until ``stack`` is closed. Each later block ``with self.code()`` sets it again. Does nothing if
+        the setting has this value already.
         """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))

@@ -1,10 +1,10 @@
-"""Restores process-wide state that a model's code has changed for all models, and logs the change.
+"""Restores process-wide state that a model's code has changed, and logs changes.
 
-    after a load                    all of the state is restored
-    after a model's code has run    JAX's configuration, sys.path, and filters that make warnings errors are restored; all else
-                                    follows at the next load, because libraries change it briefly in other threads
+When the load of a model begins or ends, puts back JAX's configuration, lost entries of ``sys.path``, and settings of Python
+such as the recursion limit. Also removes new filters that turn warnings into errors. After each run of a model's code, does the
+same except for the settings of Python, unless a model is being loaded.
 
-Settings of JAX that ``own_flags`` changes for one model only need not be restored.
+A change of JAX's configuration that applies to a single model (``own_flags``) stays.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class ProcessState:
                 self._loading.remove(who)
 
     def watch(self, who: str) -> Callable[[], None]:
-        """Returns a function that must be called after each run of code of the model named ``who``.
+        """Returns a function that must be called after each run of a model's code. ``who`` names this model in the log.
 
-        The function restores JAX's configuration, ``sys.path``, and filters that make warnings errors, unless a model is being
-        loaded. It logs only the first change.
+        The function gives JAX's configuration the values of the first call of ``kept``, puts back lost entries of ``sys.path``,
+        and removes new filters that turn warnings into errors. While a model is being loaded, the function does nothing.
         """
         logged = False
 

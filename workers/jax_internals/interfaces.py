@@ -1,12 +1,11 @@
-"""Lists the private interfaces of JAX that a worker uses. Every version of JAX may lack some of them.
+"""Lists the private interfaces of JAX that a worker uses. A version of JAX may lack some of these interfaces.
 
-    COMPILER.find()   returns the interface, or raises Missing: the caller then works without it, and gives the same answers
-    missing()         is called when a worker starts, for the supervisor's log and ``tensorctl status``
+A worker gives the same answers without these interfaces. ``missing()`` returns a sentence for each interface that JAX lacks.
 
 No other code may import ``jax._src``, ``jaxlib`` or names of JAX that begin with an underscore (``tests/test_imports.py``).
-Documented interfaces, also in ``jax.extend`` and ``jax.experimental``, are not listed. Whether some interfaces exist is only
-known when a program is compiled or run, and ``look`` is None for these. Code that uses one tries it, and treats any failure as
-if it were missing.
+
+``Interface.look`` is None if only compiling or running a program shows whether JAX has the interface. Code that uses such an
+interface must treat every failure of the interface as if JAX lacked the interface.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ INTERFACES = (PERSISTENT_CACHE, CPU_CLIENT, OUTPUT_MEMORY, BUFFER_ASSIGNMENT, GP
 
 
 def missing() -> tuple[str, ...]:
-    """Returns a sentence for each interface that this version of JAX lacks. The sentence says what happens without it."""
+    """Returns a sentence for each of the ``INTERFACES`` that ``find`` does not find: what happens without this interface."""
     found = []
     for interface in INTERFACES:
         try:

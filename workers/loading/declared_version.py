@@ -1,7 +1,4 @@
-"""Reads and checks what a model version's model.py and configuration declare, before the model is created.
-
-configuration as given ─▶ tensors that model.py declares ─▶ completed, checked ─▶ DeclaredVersion
-"""
+"""Reads and checks what a model version's model.py and configuration declare, before the model is created."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class OfModel:
 
 @dataclass(slots=True)
 class VersionLoad:
-    """One load of a model version: its record, configuration, module, progress and started instances."""
+    """One load of a model version: which version it is, its configuration, Python module, progress and started instances."""
 
     record: Load
     #: The configuration, to which ``declared_version`` adds what model.py declares.
@@ -85,7 +82,7 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredVersion:
-    """What a version's model.py and configuration declare: its tensors, whether it has sequences or steps, its GPUs."""
+    """What a version's model.py and configuration declare, completed and checked, such as the tensors and the GPUs."""
 
     #: The tensors that clients send and get.
     signature: Signature

@@ -21,7 +21,7 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, config: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """Makes an ensemble from its configuration. Pass the result to ``joined`` once the models of the ensemble's steps serve."""
+    """Makes an ensemble from its configuration. ``joined`` later sets the properties that depend on the steps' models."""
     model_config.complete(config)
     model_checks.check(config, whole=True)
     return LoadedModel(
@@ -58,7 +58,7 @@ def _graph(config: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Returns the ensemble with properties that it takes over from the models of its steps, such as whether it streams.
+    """Returns a copy of the ensemble ``loaded`` with the properties that depend on its steps' models, such as ``streams``.
 
     Raises NotFound: a model of a step is not served.
     """

@@ -1,11 +1,11 @@
-"""Exports a function, or a version with a model.py, as a model without Python: jax.export, safetensors and config.pbtxt.
+"""Exports a JAX function, or a model that has a model.py, as a model that is served without Python code.
 
     <folder>/config.pbtxt                  tensors, max_batch_size, buckets
     <folder>/1/model.jaxexport             (parameters by name, inputs by name) -> outputs by name
     <folder>/1/params.safetensors          the parameters, if there are any
 
-One program serves all sizes: the batch and named axes are symbols in the program. If the function needs the batch size as a
-number (``len(x)``), one program is exported for each batch size. ``tensord.workers.declarations.artifact`` reads the folder.
+The program takes batches of any size: its batch size is a symbol of jax.export. If the function cannot be exported with such a
+symbol, several programs with fixed batch sizes are exported instead of model.jaxexport: rows1.jaxexport, rows2.jaxexport, ...
 """
 
 from __future__ import annotations
@@ -95,12 +95,13 @@ def write(
     derivatives: int,
     wide: bool,
 ) -> Path:
-    """Adds tensors to a configuration, and writes it to a model folder with exported programs. Returns the folder.
+    """Writes ``folder`` as a model: config.pbtxt, exported programs, and parameters. Returns ``folder``.
 
+    ``config``: the content of config.pbtxt. Inputs and outputs are added to ``config`` if ``config`` lists none.
     ``function``: takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: names from jax.export,
     or None for the default back end's platform. ``derivatives``: how many orders of derivatives the exported programs have.
     ``wide``: True exports the programs with 64-bit types. False does so only if jax_enable_x64 is set.
-    Raises InvalidArgument if the folder's version 1 is not empty, or if the function cannot be exported.
+    Raises InvalidArgument if the folder "1" in ``folder`` is not empty, or if ``function`` cannot be exported.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
@@ -182,7 +183,7 @@ def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]
 
 
 def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of inputs in a batch of ``rows``. A size that varies is a symbol."""
+    """Returns each input's shape and dtype. ``rows``: the batch size, or the name of a symbol for any batch size."""
     limits = [f"{_BATCH} <= {config.max_batch_size}"] if config.max_batch_size else []
     named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
     limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(config).items() if axis in named]

@@ -1,4 +1,4 @@
-"""Applies ``instance_group`` to a worker: how many instances there are, which take requests, and what each needs to run."""
+"""Plans and starts the instances of a model in a worker, according to ``instance_group`` in the model's configuration."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits until the calling thread may compile a model. Other threads may not compile until the ``with`` block ends.
+    """Waits until the calling thread may compile a model, then runs the ``with`` block, which compiles it.
 
-    ``aside``: returns a context manager. It is entered before the wait and left after the block, and lets another thread load
-    models meanwhile. ``progress``: this function sets ``progress.renew``. The block must call that at the beginning of each
-    step of its work. If a step takes too long, another thread may compile at the same time. Raises Cancelled if the load is
-    cancelled during the wait.
+    ``aside``: returns a context manager. During the wait and the block, it lets another thread load models.
+    ``turns``: lets one thread compile at a time. If a step of a thread's work takes too long, the next thread may begin.
+    ``progress``: gets the function ``progress.renew``. The block must call this function when each step of its work begins.
+    Raises Cancelled if the load is cancelled during the wait.
     """
     # Compilation takes much memory, also on a GPU.
     with aside(), turns.turn(progress.cancellation) as progress.renew:
@@ -62,7 +62,7 @@ class Planned:
 
 
 class InstanceGroups:
-    """The instances that a model's completed configuration asks for on this worker."""
+    """The instances of one model that this worker runs, according to ``instance_group`` in the model's configuration."""
 
     def __init__(
         self, config: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
@@ -124,7 +124,7 @@ class InstanceGroups:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Starts the instances of models on a worker, each with a thread of its own."""
+    """The settings with which a worker starts instances of its models. Each instance runs requests in a thread of its own."""
 
     #: The number of the worker's first GPU; None: the worker runs on the processor.
     gpu: int | None
@@ -151,15 +151,15 @@ class Starting:
         started: list[Instance],
         former: Sequence[Instance] = (),
     ) -> tuple[Instance, ...]:
-        """Starts a thread for each configured instance of a model, and waits until the instances are initialised and warmed up.
+        """Starts a model's configured instances, each in a thread, and waits until they are initialised and warmed up.
 
         Returns all instances of the model. If an instance fails, its error is raised unchanged.
         Args:
           maker: makes the instances.
           jitted: the compiled model that the instances run. It is None if the model is not compiled.
-          started: gets each started instance. If the load fails, the caller ends these instances.
-          former: instances of the version that this version replaces. Instances with the same settings are kept.
-        Raises Cancelled if the load was cancelled by ``cancellation``.
+          started: gets each instance that was started. If this method raises an error, the caller must end these instances.
+          former: instances of the replaced version. An instance with unchanged settings is returned, and not started again.
+        Raises Cancelled if ``cancellation`` is cancelled.
         """
         cancellation.check()
         create = maker.create(config, jitted)

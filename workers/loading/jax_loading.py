@@ -1,4 +1,4 @@
-"""Builds a jitted or stepped model from what ``create`` of model.py returned; decides on which devices and threads it runs."""
+"""Makes JAX models from what ``create`` of model.py returned, and decides on which devices and threads the models run."""
 
 from __future__ import annotations
 
@@ -43,27 +43,28 @@ from tensord.workers.tensors.state import initial_state
 
 
 def run_samples(
-    jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
+    jitted: JaxModel, samples: Sequence[Sample], device: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs the warmup samples ``prepared`` of a model on the device ``own``, and closes ``own`` afterwards.
+    """Runs the warmup samples of a model on ``device``, and then closes ``device``.
 
-    ``check`` is called to raise an error if the device has failed.
+    ``model``: the model's name, for error messages. ``check``: a function that raises an error if the device has failed.
     """
     if jitted.free_state is not None:
-        for sample in prepared:
+        for sample in samples:
             sample.begin(jitted.free_state.begun)
     try:
-        here = jitted if own is jitted.executables.device else JittedInstance(jitted, own)
-        for sample in prepared:
+        here = jitted if device is jitted.executables.device else JittedInstance(jitted, device)
+        for sample in samples:
             sample.run_jitted(jitted, here, model, check)
     finally:
-        own.close()
+        device.close()
 
 
 def indexed(apply: Callable[..., Any]) -> Apply:
-    """Returns a function of the pair ``(stacked, index)`` and of ``inputs``, which calls ``apply(stacked, inputs, index)``.
+    """Returns a function ``f``: ``f((stacked, index), inputs)`` returns ``apply(stacked, inputs, index)``.
 
-    ``stacked``: a tree whose leaves have the values of all parameter sets. ``index``: for each row, the index of its set.
+    ``stacked``: the model's parameters. A parameter that differs between parameter sets has an additional first dimension, with
+    a value for each set. ``index``: for each row of ``inputs``, the index of the row's parameter set in that dimension.
     """
 
     @functools.wraps(apply)

@@ -1,9 +1,7 @@
-"""Loads one model version: its code, its completed configuration, its executables or instances.
+"""Loads one model version: runs its code, completes its configuration, and makes what runs its requests.
 
-    Load record ─▶ model.py in a module of its own ─▶ configuration: given, declared, completed, checked
-                ─▶ jitted function with executables  |  host-side function  |  TritonPythonModel objects
-
-Runs in threads of the worker's loader: one model is compiled at a time, while others are created and initialised.
+Requests are run by a compiled function, by a function on the host, or by objects of the class TritonPythonModel. A worker may
+load several versions at a time, each in a thread. As a rule only one of these threads compiles.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Runnable:
-    """Holds what runs the requests of a loaded version: a model in the worker's loop, or instances with threads."""
+    """Holds what a load has made to run a version's requests: a compiled model, instances that run in threads, or both."""
 
     jitted: JaxModel | None = None
     stepped: SteppedModel | None = None
@@ -112,7 +110,7 @@ class Loader:
           inbox: passes functions from the instances' threads to the worker's loop.
           page: the worker's status page.
           server: carries out calls that models make to other models. If it is None, models may not call others.
-          aside: returns a context manager. While a load waits in its block, another thread goes on with other loads.
+          aside: returns a context manager. While a thread is in its ``with`` block, another thread may load other models.
         """
         own_flags.prepare()
         self._target = target
@@ -131,10 +129,10 @@ class Loader:
         self._starting = Starting(target.gpu, limits, len(target.devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = lambda *_: None, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Loads a model version. Raises ServingError, with one sentence, if that fails. Details are in the log.
+        """Loads a model version. Raises ServingError, with one sentence, if the load fails. Details are in the log.
 
-        ``tell``: called before each program is made, with its number, how many there are, and how many were compiled so far.
-        ``cancellation``: by which others cancel the load; None: nobody does.
+        ``tell``: called before each program is compiled or taken from the cache. Its arguments: the program's number, from 1;
+        the number of programs; how many were compiled so far. ``cancellation``: lets other threads cancel the load.
         """
         progress = LoadProgress(record.name, record.version, tell, cancellation)
         try:

@@ -43,14 +43,14 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Returns the device, cache and limits with which a worker loads models. Turns on JAX's cache of compiled programs.
+        """Makes the settings with which a worker loads models. Turns on JAX's cache of compiled programs.
 
         Args:
           options: the daemon's configuration.
           gpu: the number of the worker's GPU. It is None if the device is a CPU.
           cuda: copies to and from the worker's GPU by CUDA. It is None if the device is a CPU, or if CUDA cannot be used.
           alone: whether the worker process runs only one model. This model may then change settings of the whole process.
-          pinned: limits the page-locked host memory for parameters that are moved there from a GPU. If None, none is page-locked.
+          pinned: limits the page-locked host memory for parameters that have left the GPU. If it is None, none is page-locked.
         """
         directory = cache_directory(options.executables.cache_directory)
         cache = ExecutableCache(directory, use_persistent_cache(directory))
@@ -60,7 +60,7 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Returns the device, cache and limits for loading models in a process that is no worker. ``gpu``: None on a CPU."""
+        """Makes settings for loading models in a process that is no worker. ``gpu``: the GPU's number; None on a CPU."""
         execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 

@@ -51,7 +51,10 @@ def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _line(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns the file, line and function of the model in which the error arose, as " (FILE, line N, in NAME)", or ""."""
+    """Returns the line in the files of ``folders`` from which ``error`` comes, as " (FILE, line N, in NAME)".
+
+    Returns "" if the traceback of ``error`` has no line in these files.
+    """
     if isinstance(error, SyntaxError):
         frames = [(error.filename or "", error.lineno, "")]
     else:

@@ -1,7 +1,7 @@
-"""Runs the steps of an ensemble as one pipeline of programs, if no other requests wait for any of its models.
+"""Answers requests to an ensemble by running the compiled programs of its steps one after the other, as a pipeline.
 
-The results are as if each step ran as a request to its model. Each step needs a compiled program of fixed shapes on the
-worker's device, and a model that does not delay requests to fill a batch.
+The results are as if each step ran as a request to its model. A pipeline is used only while no request waits in the queue of
+any of these models. Each of these models must be compiled for fixed shapes, and must not delay requests to fill a batch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """Returns whether the pipeline may run now, because no request is queued at any model of the ensemble."""
+        """True if no request waits in the queue of any model that the pipeline runs."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:
@@ -72,7 +72,7 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Lists the programs for batches of 1 to ``most`` rows, with None for a size without a program. Ignores ``key``."""
+        """Lists the programs for 1, 2, ... ``most`` rows. An item is None if there is no program. ``key`` is not used."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
@@ -112,7 +112,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Adds requests that the pipeline answered to the statistics of each step's model, with that model's time in it."""
+        """Adds ``done``, counts of answered requests, to the statistics of each step's model, with only that model's time."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):
@@ -171,7 +171,7 @@ class EnsemblePipelines:
     def find(
         self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
     ) -> tuple[EnsemblePipeline, PipelineProgram] | None:
-        """Returns the pipeline and its program for a batch; None: the steps run as requests to their models."""
+        """Returns a pipeline and its program that can run ``requests`` now as one batch. Returns None if no pipeline can."""
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
@@ -192,7 +192,7 @@ class EnsemblePipelines:
         return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
 
     def forget_gone(self) -> None:
-        """Drops all pipelines, so that unloaded models are freed. Pipelines that are still needed are made anew."""
+        """Empties the cache of pipelines, so that unloaded models can be freed. ``find`` makes new pipelines."""
         # Pipelines would keep unloaded models alive.
         self._known.clear()
         self._changes = self._models.changes
@@ -202,9 +202,9 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether each step of an ensemble must be a request of its own, when the ensemble answers ``request``.
+    """Returns whether ``request`` names a parameter set, or asks for the name of the parameter set that was used.
 
-    It must if ``request`` names a parameter set, or asks for the name of the set that was used.
+    If so, an ensemble answers ``request`` only by sending separate requests to the ensemble's models.
     """
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 

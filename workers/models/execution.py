@@ -96,14 +96,17 @@ class Execution:
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
-        """Chooses the batch's parameter set or, if batches may have several, each request's. Raises NotFound: a set is gone."""
+        """Returns the parameter set with which the whole batch runs. Raises NotFound: a request names a set that is not there.
+
+        If one batch may use several parameter sets, returns a ``BatchSets``, which has a set for each request.
+        """
         if self.parameters is None:
             mixes = sets.stack is not None
             self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Stores in ``request`` when the batch ran, and the request's part, by its rows, of the bytes that were copied."""
+        """Stores in ``request`` when this run began and ended, and about how many input bytes were copied for the request."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -111,7 +114,7 @@ class Execution:
 
     @property
     def results(self) -> list[Result]:
-        """The result of each request, in the order of ``requests``."""
+        """One result for each request, in the order of ``self.requests``: the request's outputs, or an error if it failed."""
         if self.cut is not None:
             self.results = self.cut()
         return self._results
@@ -148,7 +151,7 @@ class Execution:
 
 
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
-    """Returns the parameter set that all ``requests`` name, or ``main`` if they name none. Raises NotFound: the set is gone."""
+    """Returns the parameter set that all ``requests`` name, or ``main`` if they name none. Raises NotFound: no such set."""
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
     if sets.told:
@@ -159,7 +162,7 @@ def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
 
 
 def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
-    """Returns each request's parameter set, for a model whose batches may have several. Raises NotFound: a set is gone."""
+    """Returns the parameter set of each request. Raises NotFound: a request names a parameter set that does not exist."""
     return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 
@@ -174,9 +177,9 @@ class RunnableModel(Describing, Protocol):
     """A model that runs batches."""
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch and stores its results and times.
+        """Runs a batch. Stores the results of its requests and the times of the run in ``execution``.
 
-        Errors of the model are raised unchanged, and then no result is stored.
+        If the run fails, raises the model's error and stores no result. Raises StateLost if all sequences lost their state.
         """
 
 
@@ -223,9 +226,9 @@ def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: C
 def own_failure(
     model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
 ) -> ServingError:
-    """Returns the error for clients after a model failed on a batch. Logs the failure, unless it is a ServingError.
+    """Returns the error for clients after a model failed on a batch. Logs the failure, unless ``error`` is a ServingError.
 
-    ``check``: raises an error if the device has failed.
+    ``check``: raises a ServingError if the device has failed. ``own_failure`` catches that error and returns it.
     """
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.

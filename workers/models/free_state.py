@@ -1,10 +1,9 @@
-"""Keeps the state of sequences if its size varies: each sequence has arrays of its own, as its last request returned them.
+"""Keeps the state of sequences for models whose state may vary in size. Each sequence has its own arrays, in host memory.
 
-    a request may run ─▶ attach: adds the sequence's state to its inputs ─▶ batched with requests of equal shapes
-                                              run: the state goes in as further inputs, and comes out as further outputs
-                      keep ◀─ the new state ──╯
+``FreeState.attach`` adds a sequence's state to the inputs of the sequence's next request. The model's program returns the new
+state as further outputs. ``FreeState.keep`` stores the new state until the sequence's next request.
 
-The arrays are in host memory, and a run that fails does not change them. Used by the worker's loop only.
+A failed run does not change the stored state. Only the worker's loop may call ``attach`` and ``keep``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """A batching key that equals no other, for a request with inputs that do not fit the state of the request's sequence."""
+    """The batching key of a request whose inputs do not fit its sequence's state. Has the error that the client gets."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: The error for which the request cannot run.
@@ -143,10 +142,10 @@ class FreeState:
         results: Sequence[Result],
         live: Callable[[], Iterable[LiveSequence[Any]]],
     ) -> list[Result]:
-        """Stores the new state of each request's sequence after a run. Returns the run's results without the states.
+        """Stores the new state of each request's sequence after a run. Returns the results of the run without the states.
 
-        ``live``: returns all sequences of the model, whose states have a common size limit. If a new state would exceed the
-        limit, it is not stored, and its request's result becomes the error Unavailable.
+        ``live``: returns all sequences of the model. All their states together have a size limit. If a new state would exceed
+        the limit, the state is not stored, and the result of its request is the error Unavailable.
         """
         return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

@@ -3,12 +3,11 @@
 Each instance has a thread of its own, so a function that sleeps or parses delays no other model. BYTES tensors are object
 arrays of ``bytes``.
 
-The function of a host-side or JAX model may also be a generator. Each value that it yields is sent as a response:
+The function of a host-side or JAX model may also be a generator, which runs in the instance's thread. Each value that the
+generator yields is sent as a response: a dict of outputs, or a tuple of a dict of outputs and a dict of response parameters.
 
-    apply(params, inputs) ─▶ {"token": ...} ─▶ {"token": ...}, {"parameter": ...} ─▶ the function ends: no response follows
-
-Generators run in their instance's thread, one request at a time. While a client has not acknowledged earlier responses, its
-generator is paused and the thread runs others. If the client is gone, its generator is closed (``close()``).
+While too many responses of a request are not acknowledged by the client, the request's generator is paused, and the thread runs
+other requests. If the request is cancelled, the generator is closed (``close()``).
 """
 
 from __future__ import annotations
@@ -200,7 +199,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Lets the instance's thread continue the generator. The loop calls this once the client has room for responses."""
+        """Makes the instance's thread continue the paused generator, or close the generator if the request is cancelled."""
         assert self._resume is not None
         self._resume(self._rested)
 

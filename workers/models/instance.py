@@ -1,7 +1,4 @@
-"""Runs one instance of a model in a thread of its own: if the model is not jitted (it may sleep), or has several instances.
-
-loop ── Execution ──▶ thread: says on the status page that it runs the batch, runs it ──▶ loop: ``done(execution)``
-"""
+"""Runs one instance of a model in a thread of its own, which gets batches from the worker's event loop."""
 
 from __future__ import annotations
 
@@ -45,8 +42,8 @@ _Job = tuple[Execution, Callable[[Execution], None]] | _Closing | Callable[[], N
 class Instance:
     """A thread that runs one instance of a model.
 
-    Only the worker's loop may use ``given`` (batches that wait or run), ``depth`` (the most batches in ``given``), and
-    ``status_slot`` (the instance's entry on the status page).
+    Outside this class, only the thread of the worker's event loop may use ``given``, ``depth`` and ``status_slot``.
+    ``given``: the batches that wait or run, at most ``depth``. ``status_slot``: the index of the thread's ``StatusPage`` entry.
     """
 
     def __init__(
@@ -62,8 +59,8 @@ class Instance:
         """Prepares an instance of a model. ``start`` starts the instance's thread.
 
         Args:
-          create: makes the model in the thread.
-          inbox: passes functions from the thread to the worker's loop.
+          create: makes the model object that the instance runs. The instance's thread calls ``create``.
+          inbox: a queue of functions that the instance's thread adds. The worker's event loop calls them.
           page: the status page in which the thread notes the batch that it runs.
           warm: warms the model up in the thread before the instance counts as started. If it is None, there is no warmup.
           check: raises an error if the model's device has failed.
@@ -133,7 +130,7 @@ class Instance:
 
     @property
     def thread(self) -> int:
-        """The identifier of the instance's thread; -1: it was not started."""
+        """What ``threading.get_ident`` returns in the instance's thread; -1 if the thread was not started."""
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:

@@ -1,10 +1,7 @@
-"""Asks Triton Python models that have ``TritonPythonModel.is_ready()`` whether they are ready.
+"""Calls ``TritonPythonModel.is_ready()`` of the instances of a Triton Python model, in a separate thread.
 
-    the supervisor asks ─▶ ask (loop) ─▶ a separate thread ─▶ each instance's is_ready ─▶ answered (loop)
-                                        ╰─ no answer within five seconds: the model is not ready
-
-``is_ready`` may run while ``execute`` runs, so a busy model is still ready. At most one thread asks at a time. Callers that ask
-meanwhile get the same answer, and each waits at most five seconds for it, as in Triton.
+If an instance does not return True within five seconds, the model counts as not ready, as in Triton. ``is_ready`` may run
+while ``execute`` runs, so a model can be ready while it runs a batch.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from tensord.workers.threads.cancellation import Cancellation
 
 
 class GatheredRun:
-    """Runs batches of a model with sequence state, whose inputs the C extension has already copied into the program's memory.
+    """Runs a compiled program for sequences with state. The caller copies a batch's inputs into the program's buffers first.
 
     Only one thread may use this object. The thread must read a batch's outputs before it runs the next batch.
     """
@@ -51,10 +51,10 @@ class GatheredRun:
         self._used = 0
 
     def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Content]:
-        """Runs the batch whose inputs lie in the executable's ``memory``. Returns the outputs in host memory.
+        """Runs the batch that the caller has copied into the program's buffers. Returns the outputs in host memory.
 
-        The requests are in the first rows of the batch. ``slots``: for each request, the slot of its sequence's state.
-        ``starts``: for each request, whether its sequence begins.
+        Request i of the batch has row i. ``slots``: for each request, the index of its sequence in the
+        model's arrays of states. ``starts``: for each request, whether its sequence begins.
         Raises StateLost: the run failed, and the state of all sequences is lost. After any other error all state is as before.
         """
         rows, used = self._rows, len(slots)
@@ -93,8 +93,8 @@ class JaxModel:
     ) -> None:
         """Makes a model of compiled programs. Raises Unsupported if a tensor has a datatype that JAX cannot compile.
 
-        ``instances``: how many threads run the model. ``alone``: whether each call of a program computes one request only, if
-        the model has no batch axis. ``free_state``: handles the state of sequences, if the size of this state varies.
+        ``instances``: how many threads run the model. ``alone``: if True, and the model has no batch dimension, each call
+        of a program computes only one request. ``free_state``: keeps the state of sequences, if the size of this state varies.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -142,7 +142,7 @@ class JaxModel:
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
-        """Returns the rows and shapes of the executable for a batch. All requests of the batch have one batching key."""
+        """Returns the rows and input shapes of the program for ``requests`` as one batch. All requests must share a ``key``."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
         shapes: Shapes = self.key(first.arrays) if first.own.strikes else shapes_of(first.key)  # type: ignore[assignment]
@@ -160,11 +160,11 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the programs that the C extension may run for batches of 1 to ``most`` rows with inputs of the shapes ``key``.
+        """Returns the compiled programs with which C code can run batches of 1, 2, ... ``most`` rows, in this order.
 
-        None stands for a number of rows without a program. The list is empty if the C extension may run no program.
-        If the model has no batch axis and can run several requests in one call, the list has the programs for 1 to
-        ``grouped_calls.MOST`` requests, and ``most`` is ignored.
+        ``key``: the shapes of the inputs. An item is None if only Python can run batches of that size. The list is empty if
+        only Python can run the model's batches. If one call of a model without batch axis can run several requests, the list
+        has the programs for 1, 2, ... ``grouped_calls.MOST`` requests, and ``most`` is ignored.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
@@ -176,19 +176,20 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
-        """Compiles programs that run several requests in one call, or loads them from the cache, if the model may have them.
+        """Makes programs that run several requests in one call. Takes compiled programs from a cache if the cache has them.
 
-        Raises Cancelled: the load was cancelled. Errors of tracing are raised unchanged.
+        Does nothing if the model has a batch dimension, or if two requests must not run in one call.
+        Raises Cancelled: the load was cancelled. Errors of the model's function while JAX traces it are raised unchanged.
         """
         if self.grouped is not None:
             singles = [*self.executables.made.values()]
             self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function that runs ``executable`` once and returns the outputs.
+        """Returns a function ``run(slots, starts)``, which runs one batch on ``executable`` and returns the batch's outputs.
 
-        The caller first copies the inputs into the executable's buffers. The function has two arguments, with a value for each
-        row: the slot of the row's sequence, and whether the sequence starts.
+        Before each call, the caller must write the batch's inputs to the arrays of ``executable.gathered``. For each request,
+        ``slots`` has the index of its sequence in the model's arrays of states, and ``starts`` has whether the sequence starts.
         """
         if self._carry is None:
             return lambda slots, starts: executable.run()
@@ -205,13 +206,13 @@ class JaxModel:
         return self.executables.made.get(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns how many bytes to reserve for each output before a run, by output name; None: nothing is to be reserved."""
+        """Returns output name -> bytes of memory that the caller reserves for the output before a run. None: no memory."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
 
     def is_whole(self, execution: Execution) -> bool:
-        """Returns whether the executed batch is one request whose inputs and outputs have exactly the program's shapes."""
+        """Returns whether ``execution`` ran a single request of a stateless model without padding or reshaping any tensor."""
         executable, requests = execution.executable, execution.requests
         if (
             not isinstance(executable, Executable)
@@ -229,10 +230,10 @@ class JaxModel:
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch and stores its outputs. ``carry``: the state of an instance's sequences; None: the state in this object.
+        """Runs a batch and stores its outputs in ``execution``. Raises LookupError: no program for the batch is compiled.
 
-        Raises LookupError: no executable for the batch is compiled. Raises StateLost: the run failed, and the state of all
-        sequences is lost.
+        ``carry``: the state of sequences that the batch reads and changes; None: the state that this ``JaxModel`` keeps.
+        Raises StateLost: the run failed, and all of this state is lost.
         """
         requests = execution.requests
         executable: Executable | GroupedProgram | None = execution.executable
@@ -279,9 +280,9 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows, and how many input elements, were only padding in runs that C code has made.
+        """Returns how many rows and how many input elements of the runs that ``done`` counts were padding.
 
-        ``key``: the input shapes of these runs. ``done``: the numbers that the C code has counted.
+        ``key``: the input shapes of these runs. ``done``: the counts of runs that C code has made.
         """
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
@@ -361,7 +362,7 @@ def _any_leaves(requests: Sequence[Request]) -> bool:
 
 
 class JittedInstance(Instantiated):
-    """Runs the batches of one instance of a jitted model, with memory of its own for inputs. Only its thread may use it.
+    """One instance of a jitted model, with its own memory for inputs. Only the thread that runs the instance may use it.
 
     The instances of a model run in parallel. They share code and parameters. Each sequence and its state belong to one instance.
     """
@@ -378,7 +379,10 @@ class JittedInstance(Instantiated):
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch with this thread's copy of the executable. Raises what ``JaxModel.execute`` raises."""
+        """Runs a batch and stores its outputs in ``execution``. Raises LookupError: no program for the batch is compiled.
+
+        Raises StateLost: the run failed, and the state of all sequences of this instance is lost.
+        """
         shared = execution.executable or self._model.find(execution.requests)
         if isinstance(shared, Executable):
             twin = self._twins.get(shared)

@@ -1,4 +1,4 @@
-"""A loaded model version, as the loader passes it to the worker's loop."""
+"""The result of loading a model version: its signature, its instances, and the rules of its request queue."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ class LoadedModel:
     lacking: dict[str, str] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
-        """Adds to a request the inputs that the worker makes itself, such as START or the request's priority.
+        """Adds to a request the input tensors that clients do not send, such as the request's priority or its sequence's id.
 
-        If the model has sequences, also sets ``request.controls``: the sequence's id, and whether the request starts or ends it.
-        Raises InvalidArgument, and releases the request's regions, if such an input's datatype cannot hold the value.
+        If the model has sequences, sets ``request.controls``: the sequence's id, and whether the request starts or ends it.
+        If a value is missing or does not fit the tensor's datatype, releases the request's regions and raises InvalidArgument.
         """
         if (plan := self.sequences) is not None:
             controls = controls_of(request.own)
@@ -128,7 +128,7 @@ class LoadedModel:
                 raise InvalidArgument(request.label + error.message) from None
 
     def join_again(self, request: Request) -> None:
-        """Prepares a request for one more run. The request gets new control inputs, in which START is cleared."""
+        """Gives a request new control inputs for one more run. In the new control inputs, START is cleared."""
         assert self.sequences is not None
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.sequences.controls.arrays(request.controls))

@@ -1,6 +1,6 @@
 """Finds the model versions of a worker by name and version number. Used by the worker's loop only.
 
-A version that is loaded again replaces its former load in one step: requests that came before finish on the former load.
+A version may be loaded again. Earlier requests, and sequences that are live then, finish on the previously loaded model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModelTable:
     def add(self, version: ModelVersion) -> None:
         """Makes a model version, and the models that compute its derivatives, available to requests.
 
-        An earlier load of the version is replaced, and is freed after its last answer.
+        If the version was added before, replaces the previously loaded model, which ends after its last answer.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)
@@ -64,9 +64,10 @@ class ModelTable:
             self._drain(old, lambda: None)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """Removes version ``number`` of the model ``name``, and the models of its derivatives. They get no new requests.
+        """Removes version ``number`` of the model ``name``. The version gets no new requests.
 
-        ``done``: called when all requests and instances of the version have ended.
+        Also removes the models that compute derivatives of this model's function, such as ``M.pull_back`` for a model ``M``.
+        ``done``: called when all requests and instances of the removed models have ended; at once if the version is not served.
         """
         self.discard_held(name, number)
         version = self._take(name, number)
@@ -87,7 +88,10 @@ class ModelTable:
         return version
 
     def hold(self, version: ModelVersion) -> None:
-        """Stores a loaded version, which gets no requests until ``serve_held``. Unloads a former load that is still stored."""
+        """Stores a loaded version, which gets no requests until ``serve_held`` is called.
+
+        If a version with the same name and number is already stored, unloads that one first.
+        """
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 
@@ -104,7 +108,7 @@ class ModelTable:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns a version that was added and not removed, even if its instances take no requests; None: there is none."""
+        """Returns version ``number`` of the model ``name``, or None if this version was never added or was removed."""
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -130,7 +134,7 @@ class ModelTable:
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
-        """Records that a load of version ``number`` of a model has ended, with success or not. Other loads of it may go on."""
+        """Records that one load of version ``number`` of the model ``name`` has ended, whether it succeeded or failed."""
         self.coming[name, number] -= 1
         self.coming = +self.coming
         self.on_change()
@@ -141,7 +145,7 @@ class ModelTable:
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> bool:
-        """Closes draining versions that have no requests any more. Returns whether any version has closed completely."""
+        """Closes removed and replaced versions that have no requests left. Returns whether this call closed any completely."""
         drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
         return len(self.draining) < drained
@@ -159,10 +163,10 @@ class ModelTable:
         self.draining += [each for each in version.family if each not in self.draining]
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
-        """Returns the version for a sequence's request: a draining version if the sequence began there, else ``version``.
+        """Returns the object that runs a request of a sequence: ``version``, or one that ``version`` has replaced.
 
-        ``start``: whether the request starts its sequence. If so, it goes to ``version``, and a sequence with the same
-        correlation id on the draining version ends.
+        If ``start`` is False, returns the replaced object on which the sequence is live, or ``version`` if there is none.
+        If ``start`` is True, returns ``version``, and ends a live sequence with this correlation id on a replaced object.
         """
         for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):

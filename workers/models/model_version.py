@@ -164,7 +164,7 @@ class ModelVersion:
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes an instance's next batch, with as many requests as fit the largest program."""
+        """Removes and returns an instance's next batch, which fits the largest bucket. The list is empty if no batch is due."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -231,7 +231,7 @@ class ModelVersion:
         return held
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
-        """Ends an instance's sequences, whose state is lost. Returns their waiting requests, each with its error."""
+        """Ends all sequences of instance number ``instance``. Returns the sequences' waiting requests, each with its error."""
         if self.sequences is None:
             return []
         self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
@@ -288,9 +288,9 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """For input shapes without a bucket, limits batches to the rows of the largest program that is compiled for them.
+        """Limits batches whose input shapes have no bucket to the rows of the largest compiled program for these shapes.
 
-        Call this for a version that uses the programs of an earlier load.
+        Call this for a version that was loaded again and keeps the compiled programs of its earlier load.
         """
         if self.jitted is not None:
             executables = self.jitted.executables
@@ -298,7 +298,7 @@ class ModelVersion:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Publishes this object's free slots, so that new sequences begin here and not in an earlier load of the version."""
+        """Begins to tell fronts how many more sequences this version can run. Does nothing if the model has no sequences."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
@@ -317,7 +317,7 @@ class ModelVersion:
             self.sequences.close_all()
 
     def when_closed(self, call: Callable[[], object]) -> None:
-        """Registers a function that is called once this version has closed."""
+        """Registers a function that is called when this version has closed. Call this method before the version closes."""
         self._on_closed.append(call)
 
     def settle(self) -> bool:
@@ -376,7 +376,7 @@ def _why_slow(loaded: LoadedModel) -> SlowReason | None:
 
 
 def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
-    """Groups requests by the model version that they go to. Each group is in the order of the version's queue."""
+    """Groups requests by their model version. Sorts each group by the requests' places in the version's queue."""
     found: dict[ModelVersion, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.sequence):
         version = request.version

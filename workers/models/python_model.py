@@ -328,10 +328,10 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output of a model in the shape and datatype in which clients get it. ``rows``: how many rows it must have.
+        """Returns an output of a model as clients get it. ``rows``: how many rows the output must have.
 
-        If the output's shape contradicts the declaration, returns it as it is and logs this once. With ``strict_outputs``, raises
-        Internal instead.
+        If the output does not fit the declaration in the model's configuration, returns it and logs a warning the first time.
+        If the configuration sets ``strict_outputs``, raises Internal for such an output.
         """
         spec = self._signature.outputs[name]
         array = spec.as_objects(array)

@@ -1,9 +1,9 @@
 """Implements Triton's rate limiter on a worker: an instance runs only while the resources that it needs are free.
 
-The operator's configuration sets how many units of a resource there are. Of a resource that it does not name there are as many
-as the most demanding instance needs. Of the waiting instances, the one with the fewest runs goes first; each run counts
-``priority`` times. An instance whose resources are not free lets others go first. After ``MAX_PASSED`` of them, the instances
-behind it get none of the resources that it needs. Used by the worker's loop only.
+The operator configures how many units of a resource there are. A resource that the operator does not configure has as many
+units as the most demanding instance needs. Free resources are offered first to the waiting instance with the fewest runs. A run
+counts as many times as the instance's ``priority`` says. While an instance waits, others may run. After ``MAX_PASSED`` such
+runs, no instance with more runs gets a resource that the waiting instance needs. Used by the worker's loop only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RateLimiter:
         self.moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:
-        """Adds model instances that may wait for resources. No instance may need more of a resource than the worker has."""
+        """Adds model instances. The caller must have checked that no instance needs more of a resource than the worker has."""
         for instance in instances:
             if instance.needs and instance not in self._turns:
                 # One that comes later has not missed the turns of the others.
@@ -49,7 +49,7 @@ class RateLimiter:
         self._set_limits()
 
     def remove(self, instances: Iterable[Instance]) -> None:
-        """Removes instances and frees their resources."""
+        """Removes instances. Gives the resources that were reserved for them to instances that wait for resources."""
         for instance in instances:
             if instance in self._turns:
                 self.done(instance)
@@ -64,9 +64,9 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done`` is called. Returns False if the instance must wait for the resources.
+        """Reserves the resources of ``instance`` until ``done`` is called. Returns False if ``instance`` must wait for them.
 
-        When a waiting instance gets its resources, ``moved`` becomes True. Then call this method again for the waiting instances.
+        When ``done`` has reserved resources for waiting instances, ``moved`` is True. Then call ``may_run`` again for each one.
         """
         if instance not in self._running:
             self._waiting[instance] = None

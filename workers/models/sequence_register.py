@@ -1,6 +1,6 @@
-"""Registers a worker's live sequences: limits how many there are, and publishes them to the fronts. For the worker's loop only.
+"""Limits how many live sequences a worker has, and lists the live sequences in shared memory that fronts read.
 
-A sequence is added to the shared sequence page before any request of it runs, and removed after all its answers were sent.
+A sequence is listed before its first request runs, and removed after its last answer was sent. Used by the worker's loop only.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes changed numbers of free slots to the sequence page, which submitters read.
+        """Tells fronts how many sequence slots of each model version are free, and how many sequences wait for a slot.
 
-        Call it before answers are sent, because clients may start new sequences after an answer.
+        Call it before the worker sends answers, because clients may start new sequences after an answer.
         """
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()
 
     def left(self) -> None:
-        """If sequences have ended, removes them from the sequence page. Call this only once their last answers were sent."""
+        """If a sequence has ended, calls ``settle``. Call ``left`` only after the answers of all ended sequences were sent."""
         if self.ended:
             self.settle()
 
     def settle(self) -> None:
-        """Removes all ended sequences from the sequence page. Call it only once their answers were sent."""
+        """Removes all ended sequences from ``self.page``. Call it only after the answers of all ended sequences were sent."""
         self.ended = False
         self.page.settle()
 
@@ -91,12 +91,12 @@ class RegisteredSequences:
             self._register.page.withdraw_slots(self._keys.slots)
 
     def publish_slots(self) -> None:
-        """Writes to the sequence page how many slots are free and how many sequences wait. Does nothing after ``retire``."""
+        """Tells fronts how many slots for sequences are free, and how many sequences wait. Does nothing after ``retire``."""
         if self._table is not None:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a new sequence, which waits for a slot. ``generation`` tells sequences with this id apart.
+        """Registers a new sequence, which waits for a slot. ``generation``: a number unique in the model version.
 
         Raises Unavailable: too many sequences are live.
         """
@@ -106,11 +106,11 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that a sequence begins to run. ``generation`` tells sequences with this id apart."""
+        """Tells fronts that a sequence begins to run. The arguments are those of the sequence's ``waiting`` call."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Marks a sequence as ended on the worker's sequence page. The arguments are those of the sequence's ``waiting`` call."""
+        """Tells fronts that a sequence has ended. The arguments are those of the sequence's ``waiting`` call."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

@@ -1,4 +1,4 @@
-"""Counts a version's requests, runs and responses as Triton's extension_statistics.md does; refused ones for metrics only."""
+"""Counts the requests, runs and responses of a model version, for metrics and for Triton's statistics extension."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_RESPONSES = 1024
 
 @dataclass(slots=True)
 class Duration:
-    """How often a kind of event happened, such as a cache hit, and the nanoseconds that all of them took."""
+    """The number of events of one kind, such as cache hits, and the nanoseconds that these events took together."""
 
     count: int = 0
     ns: int = 0
@@ -222,10 +222,7 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts an execution whose answers are written or wait for memory. ``failed``: the failed requests, with the reasons.
-
-        Requests that response senders answer are counted by ``streamed`` instead.
-        """
+        """Counts a run and its requests, but no request that a ``ResponseSender`` answers. ``failed``: why requests failed."""
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests
         if failed:
@@ -291,9 +288,9 @@ class VersionStatistics:
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response and its durations. ``now_ns``: when the model made it. ``placed_ns``: when the worker had sent it.
+        """Counts one response to a request, or the end of the request's responses if ``result`` is None.
 
-        ``result``: the response, or None if ``sender`` has ended the request's responses without sending another.
+        ``now_ns``: the time just before the worker sent this response or end. ``placed_ns``: the time just after the sending.
         """
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns
@@ -318,7 +315,7 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts ``count`` more successful responses of a request, all sent at ``now_ns``. The first was counted before."""
+        """Counts ``count`` successful responses that ``sender`` sent at ``now_ns``, all after the request's first response."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns
@@ -380,18 +377,18 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """Makes the counts of ``former``, the statistics of the version's earlier load, part of these statistics."""
+        """Makes ``counts`` and ``all_durations`` include ``former``, the statistics of an earlier load of this version."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Copies the counts of the statistics that were given to ``succeed``. Call it when these counts no longer change."""
+        """Copies the final counts of the version's earlier load into this object. Call it when the earlier load has closed."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None
 
     @property
     def histograms(self) -> tuple[array[int], array[int]]:
-        """Returns the counts and the upper bounds of all duration histograms. C code adds to the counts."""
+        """Returns the counts of all duration histograms, one after another, and the upper bounds in ns, the same for each."""
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:

@@ -1,9 +1,7 @@
-"""Runs one version of a stepped model on its device: inserts requests into slots, and computes a step for all slots at once.
+"""Runs a model version that computes requests step by step. Each step advances many requests at once on the device.
 
-    insert, step ─▶ given to the device, in order ─▶ DeviceRun ─▶ read: the rows of outputs, on the host
-
-The carry (the state of all slots) goes from one run to the next and is never read. The results of runs are read some time later,
-in the order in which the runs were given to the device. Used by the worker's loop only.
+``SteppedModel.insert`` and ``SteppedModel.step`` start a run on the device and return a ``DeviceRun``. ``DeviceRun.read`` waits
+until the run ends, and returns the outputs. The state of all requests stays on the device. Used by the worker's loop only.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class DeviceRun(NamedTuple):
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits for the program. Returns its results, UINT8[rows, Rows.byte_size]. Errors of the program are raised unchanged."""
+        """Waits until the run ends. Returns the results, UINT8[rows, bytes per row]. Errors of the run are raised unchanged."""
         return np.asarray(self.made)
 
 
@@ -116,10 +114,10 @@ class SteppedModel:
     def insert(
         self, requests: Sequence[RequestTensors], slots: Sequence[int], chosen: ParameterSet | None = None
     ) -> DeviceRun:
-        """Starts a call of ``insert`` for requests with equal batching keys. Its results have one row for each request.
+        """Starts a run of the model's ``insert`` function for new requests. Row i of the run's results is for request i.
 
-        ``slots``: the requests' slots. ``chosen``: the parameter set; None: ``main``.
-        Raises StateLost: the call failed and the state of all slots is lost. Any other error leaves all slots unchanged.
+        ``key`` must return the same value for all requests. ``slots``: each request's slot. ``chosen``: None means ``main``.
+        Raises StateLost if the run failed and all slots' state is lost. After any other error, all slots are unchanged.
         """
         key = self._shapes.key(requests[0].arrays)
         inputs, numbers = self.executables.zeros(key)
@@ -168,10 +166,10 @@ class SteppedModel:
         return DeviceRun(made, given)
 
     def find_fault(self) -> str | None:
-        """Tests whether a request's outputs depend on other requests or on its slot. Returns a sentence if they do, else None.
+        """Runs the model on generated requests, to find whether a request's outputs depend on other requests or on its slot.
 
-        The test runs the model's programs on generated requests. The result is None without a test if the programs are not
-        safe to try or would take long. Errors of the programs are raised unchanged.
+        Returns a sentence that names the fault, or None if the test finds no fault. Also returns None, without a test, if the
+        model has ``while`` loops, side effects or custom calls, or if the test would take long. Raises the model's errors.
         """
         used, count = self.executables, min(self._slots, _ASKED)
         shapes, insert = next(iter(used.inserts.items()))

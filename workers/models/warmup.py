@@ -1,7 +1,7 @@
-"""Makes and runs the samples of Triton's ``model_warmup`` before a version serves; statistics do not count them.
+"""Makes and runs the samples of Triton's ``model_warmup`` before a version serves. Statistics do not count these runs.
 
-inputs     zeros, random values, or a file of <model>/warmup/: the tensor's bytes as a client would send them
-batch_size for a model that batches: the sample's dims come without the batch dimension
+inputs     for each input: zeros, random values, or a file of <model>/warmup/ with the bytes that a client would send
+batch_size how many rows the sample has, if the model has a batch dimension; the ``dims`` of an input lack that dimension
 count      how often the sample is run; 0 means once
 """
 
@@ -78,10 +78,10 @@ class Sample:
     def run_jitted(
         self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works
     ) -> Mapping[str, Array]:
-        """Runs this sample request ``self.count`` times on a JAX model. Returns the outputs of the last run.
+        """Runs this sample request ``self.count`` times on ``runner`` and returns the outputs of the last run.
 
-        Compiles the request's program first if ``model`` lacks it. Errors of compiling are raised unchanged.
-        Raises InvalidArgument if a run fails. ``check``: raises an error if the device has failed. ``runner``: runs ``model``.
+        ``runner``: ``model`` or an instance of ``model``. ``check``: raises an error if the device has failed. Compiles the
+        request's program first if ``model`` lacks it. Raises errors of compiling unchanged, and InvalidArgument if a run fails.
         """
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
@@ -90,7 +90,7 @@ class Sample:
         return self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Runs one step for a new request made of the sample, ``self.count`` times. Raises InvalidArgument if a run fails."""
+        """Makes ``self.count`` requests of this sample and runs one step for each. Raises InvalidArgument if a step fails."""
         for _ in range(self.count):
             request = self.request(model_name)
             try:
@@ -124,7 +124,7 @@ def samples(
 ) -> list[Sample]:
     """Makes the warmup samples of a model.
 
-    ``folder``: the model's folder, which has files in ``warmup/``. ``more``: a row for each input that no client sends.
+    ``folder``: the model's folder, with files in ``warmup/``. ``more``: a row of values for each input that the worker adds.
     Raises InvalidArgument: a sample does not fit the model or cannot be read, or the samples are too large or too many.
     """
     made: list[Sample] = []

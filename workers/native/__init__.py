@@ -1,1 +1,1 @@
-"""The parts of the worker that are written in C, with their types for Python; a worker without them does all in Python."""
+"""The parts of the worker that are written in C. A worker without them does the same work in Python."""

@@ -1,4 +1,4 @@
-"""Imports the worker's C extension, if it was built, and describes what a worker does without the extensions that are missing."""
+"""Finds out which C extensions a worker cannot use, and describes what the worker does without each of these extensions."""
 
 from __future__ import annotations
 

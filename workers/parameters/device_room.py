@@ -37,10 +37,7 @@ class _Resident(NamedTuple):
 
 
 class DeviceRoom:
-    """Counts the device memory of parameter sets, and evicts sets when the limit is reached. Any thread may use it.
-
-    ``lock`` protects the counts.
-    """
+    """Limits the bytes that all parameter sets together take on a device, by evicting sets. Any thread may use it."""
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
         """Makes an object that limits a device's memory for parameter sets. No set is on the device yet.
@@ -67,9 +64,9 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Counts a use of a parameter set. Returns the number of this use, which is higher than all earlier numbers.
+        """Returns a number for one use of a parameter set. Each call returns a higher number than all earlier calls.
 
-        The parameter set whose last use has the lowest number is evicted first.
+        The caller stores the number in the set's ``used``. The set with the lowest number is evicted first, if it may leave.
         """
         return next(self._uses)
 
@@ -85,7 +82,7 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves device memory for the parameter sets of ``stack``. Raises InvalidArgument: the limit would be exceeded."""
+        """Reserves device memory for ``stack``. Raises InvalidArgument: all stacks together would exceed the device's limit."""
         with self.lock:
             taken = self._stacked
             if taken + stack.byte_size > self._limit:
@@ -126,7 +123,7 @@ class DeviceRoom:
             heapq.heapify(self._order)
 
     def _make_room(self, limit: int) -> None:
-        """Evicts sets, least recently used first, until they take at most ``limit`` bytes."""
+        """Evicts the least recently used sets until sets on the device take at most ``limit`` bytes, if this is possible."""
         stay: list[_Resident] = []
         while self._taken > limit and self._order:
             entry = heapq.heappop(self._order)
@@ -145,14 +142,14 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a replaced set in host memory. If all kept sets together exceed the limit, forgets the oldest ones."""
+        """Keeps a replaced set for the rollback of a push. Drops the oldest if kept sets exceed the device's byte limit."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Removes a set from the sets that ``keep`` keeps in host memory. Does nothing for another set."""
+        """Removes a set from the sets that ``keep`` has kept. Does nothing if ``keep`` has not kept this set."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:

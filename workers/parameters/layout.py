@@ -65,7 +65,7 @@ class LaidLeaf(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The name, dtype and shape of a leaf in safetensors' layout, and the offsets at which its bytes begin and end."""
+    """A tensor in a safetensors file. Its bytes lie from ``begin`` to ``end``, counted from the start of the file."""
 
     name: str
     dtype: np.dtype[Any]
@@ -77,13 +77,13 @@ class Place(NamedTuple):
 def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[str, Array]:
     """Reads parameters in safetensors' layout. Returns leaf name -> array. The arrays are views of ``content``.
 
-    It is not checked whether elements of boolean arrays are 0 or 1.
+    This function does not check that the elements of boolean arrays are 0 or 1.
     Args:
-      content: the memory, which must not change any more.
+      content: the parameters' memory, which must not change any more.
       what: names the parameters in errors.
-      leaves: the model's leaves, which bound the header's size; None: the header is trusted.
-    Raises InvalidArgument: the memory is not in safetensors' layout, a leaf has an unsupported type, or ``leaves`` has no leaf
-    of this name.
+      leaves: the leaves of the model's tree of parameters. If it is None, the parameters are not compared with a model.
+    Raises InvalidArgument if ``content`` is not in safetensors' layout, or a datatype or number of dimensions is unsupported.
+    Raises InvalidArgument if the model has no leaf with a parameter's name, or has it with another datatype or shape.
     """
     length = header_length(bytes(content[:LENGTH]), len(content), what, leaves)
     found = places(content[LENGTH : LENGTH + length], len(content), what, leaves)
@@ -121,11 +121,12 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
 
     Args:
       header: the header's bytes, without the length in front of them.
-      byte_size: the number of bytes of the parameters, which the tensors must fill to the end.
+      byte_size: the number of bytes of the length, the header and the tensors together.
       what: names the parameters in errors.
-      leaves: the model's leaves, with which the header must agree. If it is None, the header is not compared with a model.
-    Raises InvalidArgument if the header is not in safetensors' layout, if the tensors leave holes, or if a type is unsupported.
-    Raises InvalidArgument if the model has no such leaf, or has it with another datatype or shape.
+      leaves: the leaves of the model's tree of parameters. If it is None, the tensors are not compared with a model.
+    Raises InvalidArgument if the header is not in safetensors' layout, or if a datatype or number of dimensions is unsupported.
+    Raises InvalidArgument if the tensors overlap, leave a byte after the header unused, or end after ``byte_size``.
+    Raises InvalidArgument if the model has no leaf with a tensor's name, or has it with another datatype or shape.
     """
     first = at = LENGTH + len(header)
     found: dict[str, Place] = {}
@@ -181,7 +182,10 @@ def check_truth(arrays: Mapping[str, Array], what: str) -> None:
 
 
 def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
-    """Describes an array as the leaf ``name``. Returns the description, and a function that copies the array's content."""
+    """Returns a leaf with this name and the array's dtype and shape, and a function that copies the bytes of ``array``.
+
+    ``function(at, target)`` fills the UINT8 array ``target`` with the bytes from offset ``at`` on.
+    """
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.nbytes and array.dtype in _NAMES else b""
     return LaidLeaf(name, array.dtype, tuple(array.shape)), part_of(content).copy
 

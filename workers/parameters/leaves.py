@@ -88,7 +88,7 @@ class Leaves:
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
-        """Raises Unsupported if parameters cannot be pushed: two leaves have the same name, or no datatype is supported."""
+        """Raises Unsupported if two leaves have the same name, or if no leaf has a datatype that clients can push."""
         if self._twice is not None:
             raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
         if not any(leaf.plain for leaf in self._leaves):

@@ -1,15 +1,10 @@
-"""Manages the parameter sets of one loaded model version: which version of a set is in use, and where its arrays are.
+"""Manages the parameter sets of one loaded model version: which values each set has, and where these values are stored.
 
-    staged ──commit──▶ newest of its name ──next commit──▶ the version before ──another commit──▶ gone
-                          │  ▲
-                   evicted│  │a batch needs it
-                          ▼  │
-                     in host memory, page-locked if it comes from a GPU
-
-A batch looks its set up once, and its answers are of that version, even if another version is committed meanwhile. A version
-that is not used any more is freed when the last batch with it has ended. Only the worker's loop changes which versions are in
-use; any thread may look one up. An argument ``number`` is the version of a set. An argument ``placement`` says where arrays
-are: 0 on the worker's device, 1 on the device for small programs, which is a CPU device that computes with one thread.
+A ``ParameterSet`` has the values of one push, or the values that were loaded with the model. ``ParameterSets.commit`` makes
+requests use a pushed ``ParameterSet``. The ``ParameterSet`` that requests used before is kept, so that the push can be rolled
+back. A ``ParameterSet`` that is no longer kept is freed when the last batch that uses it has ended.
+If the device has no room for a ``ParameterSet``, the values stay in host memory until a batch needs them. Any thread may look
+up a ``ParameterSet``. Only the thread of the worker's event loop may call ``commit``.
 """
 
 from __future__ import annotations
@@ -56,7 +51,7 @@ class Placer:
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns how many bytes programs read directly from the arrays in ``host``. This base class returns 0."""
+        """Returns the total bytes of the arrays in ``host`` that programs read without a copy. This base class returns 0."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
@@ -190,7 +185,7 @@ class ParameterSet:
 
     @property
     def is_hosted(self) -> bool:
-        """True if the leaves are in host memory, whether or not they are also on the device."""
+        """True if the arrays of this parameter set are in host memory. The device may have copies of the arrays."""
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
@@ -307,7 +302,7 @@ class ParameterSets:
           room: limits how much device memory pushed parameters take. If it is None, they may take none.
           host: a flat list of the model's parameters in host memory. If it is None, no parameters are in host memory.
           stack: device memory for several sets, so that rows of one batch can use different sets. None if a batch uses one set.
-          on_demand: whether ``main`` is on the device only while it is needed. If so, the caller copies it by ``main.prepare``.
+          on_demand: whether ``main`` may leave the device. If True, ``main`` begins in host memory, and ``host`` is required.
         """
         self.placer = placer
         self.leaves = placer.leaves
@@ -334,8 +329,8 @@ class ParameterSets:
     def share_by(self, share: Callable[[Any], Any]) -> None:
         """Lets programs on a CPU device with one thread use all parameter sets, without copying the sets' memory.
 
-        ``share`` gets a tree of arrays, and returns arrays of the CPU device in the same memory. It is called at once for
-        ``main``. If this call raises an error, ``share_by`` raises the error unchanged, and has no effect.
+        ``share`` gets a tree of arrays, and returns arrays of the CPU device in the same memory. This method calls ``share``
+        for ``main``. If this fails, the error is raised unchanged, and programs on the CPU device cannot use any set.
         """
         self.share = share
         try:
@@ -367,9 +362,10 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Replaces the parameter set of the same name by ``parameters``. Returns memory of older sets for the caller to free.
+        """Replaces the parameter set of the same name by ``parameters``. Returns objects whose memory the caller must free.
 
-        If ``stays`` is True, the replaced set's memory is not returned, because requests still run with the replaced set.
+        The replaced set is kept, so that the push can be rolled back. If ``stays`` is True, that set stays on the device, for
+        requests that still use it. If ``stays`` is False, the result includes the device memory of the replaced set.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()
@@ -395,7 +391,7 @@ class ParameterSets:
         return Unused(unused, None if stays or former.is_hosted else former)
 
     def drop(self, name: str) -> list[object]:
-        """Removes the parameter set ``name``. Returns objects that hold its memory, which the caller frees by dropping them.
+        """Removes the parameter set ``name``. The set's memory stays allocated until the caller drops the returned list.
 
         Raises NotFound if there is no such set. Raises InvalidArgument if the name is ``main``.
         """
@@ -411,7 +407,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Stops keeping the set ``before`` for the rollback of a push. Does nothing if it is None or is not kept for one."""
+        """Stops keeping ``before`` for the rollback of a push. Does nothing if ``before`` is None or is not kept."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
@@ -423,7 +419,7 @@ class ParameterSets:
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Frees page-locked memory, replaced sets and the stack. Call it when the model version was unloaded."""
+        """Frees page-locked copies, sets kept for a rollback, and ``self.stack``. Call it after the model was unloaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self.named.values()):
@@ -442,7 +438,10 @@ class ParameterSets:
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns metrics: each set's size and whether it is on the device, and the numbers of pushes, misses and evictions."""
+        """Returns metrics: each set's size and whether it is on the device, and the numbers of pushes, misses and evictions.
+
+        A miss means that a set had to be copied to the device for a batch.
+        """
         sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

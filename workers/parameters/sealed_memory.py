@@ -1,17 +1,17 @@
 """Copies parameters into memory that no other process can change, and fills the same memory again once nobody uses it any more.
 
-    MemoryPool.filled ─▶ NewMemory, checked by its owner ─▶ sealed ─▶ descriptor ─▶ supervisor, workers
-        ▲                                                                              │
-        └────── no process has the descriptor or a mapping of it any more ◀────────────┘
+    MemoryPool.filled ─▶ NewMemory.sealed ─▶ file descriptor ─▶ other processes
+        ▲                                                             │
+        └── no process has the descriptor or a mapping of it any more ┘
 
-A model in training is pushed again and again, and to allocate new pages takes twice as long as to copy into existing pages.
-Memory that is used again has F_SEAL_FUTURE_WRITE: only the mapping that its maker had before can write. Other processes get a
-descriptor that was opened anew for reading and has a shared lock (``flock``). The kernel keeps this lock until no process has a
-duplicate or a mapping of the descriptor. So the memory is free when the maker can get the exclusive lock. Nobody else may open
-the memory anew, or call flock on it.
+Memory of at least 1 MiB is used again, because to allocate new pages takes twice as long as to copy into existing pages. It has
+F_SEAL_FUTURE_WRITE: only this process can write to it, by a mapping that this process made before it set the seal. Other
+processes get a read-only descriptor with a shared lock (``flock``). The kernel keeps the shared lock until no process has a
+duplicate or a mapping of this descriptor. So this process may fill the memory again when it can get an exclusive lock. Other
+processes must not open the memory anew, and must not call flock on it.
 
-Memory that is not used again has F_SEAL_WRITE, after which nobody can write. Small memory is not used again. No memory is used
-again if the kernel does not keep such a lock, or if there is no /proc.
+Smaller memory is not used again. It has F_SEAL_WRITE: no process can write to it. If ``kernel_tells`` returns False, the same
+holds for memory of any size.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Copy = Callable[[int, Array], None]
 
 
 class Part(NamedTuple):
-    """A part of the content of new memory: its number of bytes, and a function that copies them."""
+    """A source of ``byte_size`` bytes. ``copy(at, target)`` fills the array ``target`` with the bytes from offset ``at`` on."""
 
     byte_size: int
     copy: Copy
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns a ``Part`` whose function copies ``content``, which must be contiguous."""
+    """Returns ``content`` as a source of bytes to copy into new memory. ``content`` must be contiguous."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
 
@@ -99,7 +99,7 @@ class SealedMemory:
         self.view = memoryview(mapping)
 
     def populate(self) -> None:
-        """Maps all pages now, so that the first batch meets no page faults."""
+        """Maps all pages of the memory into this process, so that later reads cause no page faults."""
         # By numpy, which leaves Python to others meanwhile.
         # Pages that were never written are zeros.
         np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE].max()
@@ -137,7 +137,7 @@ class _Memory:
             raise self._lacking() from error
 
     def _write(self, parts: Sequence[Part]) -> None:
-        """Fills the new memory with the contents of ``parts``, one after the other."""
+        """Writes the contents of ``parts``, in order, to the memfd ``self.fd``. Raises Unavailable: the host lacks memory."""
         # By system calls: these do not clear new pages first, and a lack of memory is an error, not a signal.
         piece, at = np.empty(min(PIECE, self.byte_size), np.uint8), 0
         for part in parts:
@@ -156,7 +156,7 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Copies ``parts`` one after the other into this memory, which nobody uses."""
+        """Copies the bytes of ``parts``, in order, into this memory. The caller ensures that no process reads this memory."""
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -192,9 +192,10 @@ class _Memory:
         return True
 
     def fix(self) -> int:
-        """Seals the memory: nobody can change it any more. Returns its file descriptor, which the caller closes.
+        """Seals the memory, so that nobody can change it any more. Returns its file descriptor, which the caller closes.
 
-        No array may refer to the memory any more. If another process can write to it, frees it and raises Unavailable.
+        The caller must have dropped all arrays that refer to the memory, except ``self.content``. Raises Unavailable if another
+        process can write to the memory. The file descriptor is closed then.
         """
         del self.content
         try:
@@ -245,7 +246,7 @@ class NewMemory:
 
 
 class MemoryPool:
-    """Makes memory for parameters, and fills its earlier memory again when no process uses it any more.
+    """Allocates memory for parameter values. Reuses memory from earlier calls if no process uses that memory any more.
 
     Only one thread may use the pool.
     """
@@ -336,10 +337,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns whether this kernel keeps a process's lock on a memfd until the process has closed and unmapped it.
-
-    If the kernel does, the maker of the memory can find out by its own lock that all other processes have unmapped it.
-    """
+    """Returns whether, on this kernel, a ``MemoryPool`` can use memory again after all other processes have dropped it."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

@@ -1,11 +1,11 @@
-"""Holds several parameter sets of a model side by side on the device, so that a batch can mix sets (``batch_sets``).
+"""Holds several parameter sets of a model side by side on the device, so that one batch can use several sets.
 
     leaf      | slot 0: main | slot 1: customer-7 | slot 2: customer-9 | ...    an array for each leaf that differs between sets
     index     | 1 | 1 | 2 | 0 |                                                  the slot of each row of a batch
 
-A set gets a slot when a batch first needs it. If no slot is free, it gets the slot of the least recently used set. So one
-program serves all combinations of sets, and nothing is copied for a batch whose sets have slots. The arrays of all sets also
-lie in host memory. Only the execution thread of the model uses the stack.
+A set gets a slot when a batch first needs the set. If no slot is free, the least recently used set loses its slot. One compiled
+program serves all combinations of sets. Nothing is copied for a batch whose sets all have slots. The values of all sets,
+including ``main``, are also in host memory.
 """
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ class SetStack:
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Returns descriptions of the arguments of ``set_stack.put``, which JAX needs to compile this function.
+        """Returns descriptions of the arguments of the function ``set_stack.put``, with which JAX compiles this function.
 
-        The arguments are the stack's arrays, the leaves of one set, and an index in the stack.
-        ``spec``: returns the description of an array with the given shape and dtype.
+        The arguments are a list of arrays that each hold one leaf of all sets in the stack, a list of the same leaves of one
+        set, and an index in the stack. ``spec``: returns the description of an array with the given shape and dtype.
         """
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
@@ -163,13 +163,13 @@ class SetStack:
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
         """Returns the two arguments by which a program applies a different parameter set to each row of a batch.
 
-        The first is the tree of the model's parameters. Its arrays have an additional axis 0 that counts the sets in the stack,
-        except arrays that all sets share. The second is INT32[rows], the index of each row's set. The next call may overwrite
-        the arrays of the first, so run the program before. If the device fails, empties the stack, and raises the device's
-        error unchanged.
+        The first argument is the tree of the model's parameters. An array that differs between sets has an additional axis 0,
+        with one index for each set in the stack. The second argument is INT32[rows], the index of each row's set.
+        The next call of this method may overwrite the arrays in the tree, so the caller must run the program before that call.
+        If a set cannot be copied to the device, removes all sets from the stack, and raises the error unchanged.
         Args:
           sets: all parameter sets of the model version.
-          chosen: one set for all rows, the sets of the batch's requests, or a tuple with a set for each row. None means ``main``.
+          chosen: one set for all rows, a ``BatchSets``, or a tuple with a set for each row. None stands for ``main``.
           rows: the number of rows of the program. Padding rows get the set of the first row.
         """
         wanted: Sequence[ParameterSet | None]
@@ -217,7 +217,7 @@ class SetStack:
         sets.misses += 1
 
     def _whole(self, sets: ParameterSets) -> Any:
-        """Returns the complete tree of parameters: stacked leaves, and leaves that all sets share."""
+        """Returns the tree of parameters for programs. An array that differs between sets has a first axis for the sets."""
         if self._tree is None or self._tree_of is not sets.main:
             assert self._arrays is not None
             stacked, shared = iter(self._arrays), iter(jax.tree.leaves(sets.main.on(self._at)))

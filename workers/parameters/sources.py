@@ -1,10 +1,10 @@
-"""Copies pushed parameters from any source (``tensord.shm.operations.ParameterSource``) into one sealed memory.
+"""Copies the parameters of a push from files, regions or a memfd into one sealed memory, in the layout of a safetensors file.
 
-    file, region, memory, leaves ─▶ copied, so that no client can change them ─▶ checked ─▶ sealed, in safetensors' layout
+A client may change or remove its region at any time. So parameters are first copied from the region, and then the copy is
+checked and sealed. A memfd that is already sealed is used without a copy, unless the push takes missing leaves from another
+parameter set.
 
-A client may change or remove its region at any time. So the copy is checked, and not the region. ``plan`` finds the source, in
-the worker's loop; ``Making.make`` copies, in another thread. ``copy(at, target)`` fills an array with a source's bytes from
-offset ``at`` on.
+The worker's event loop calls ``plan``, which finds the source of a push. Another thread calls ``Making.make``, which copies.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ _BYTES = np.dtype(np.uint8)
 class Making:
     """Copies the parameters of one push into sealed memory.
 
-    The method ``make`` copies the parameters. The owner must call ``close`` at the end, in the worker's loop.
+    The method ``make`` copies the parameters. At the end, the owner must call ``close`` on the worker's event loop.
     """
 
     def __init__(
         self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
     ) -> None:
-        """Stores the push, but reads nothing yet.
+        """Stores the arguments. The method ``make`` copies the parameters.
 
         Args:
           operation: the push.
-          pool: makes the memory.
-          limit: the most bytes that one push may have.
+          pool: makes the sealed memory to which the parameters are copied.
+          limit: the most bytes that the push may have.
           leaves: the leaves of the model's parameters.
-          base: the set whose leaves stand in for missing leaves of the push; None: the push must have all leaves.
+          base: a parameter set, from which ``make`` takes leaves that the push lacks; None: the push must have all leaves.
         """
         self._pool = pool
         self._leaves = leaves
@@ -119,11 +119,11 @@ class Making:
         }
 
     def copied(self, byte_size: int, copy: Copy) -> int:
-        """Copies a source in safetensors' layout. Returns the descriptor of the sealed copy, which the caller closes.
+        """Copies pushed safetensors content into sealed memory. Returns the memory's file descriptor, which the caller closes.
 
-        ``byte_size``: the size of the source. ``copy``: copies bytes of the source from an offset on into an array.
-        Raises InvalidArgument: the source or its header is not valid, the source is too large or has become too short, or its
-        checksum is wrong. Raises Unavailable: there is no memory.
+        ``byte_size``: the size of the content. ``copy(at, target)`` fills the array ``target`` with the content from byte
+        ``at`` on. Raises InvalidArgument: the content is not valid, too large, or shorter than ``byte_size``, or the pushed
+        checksum is wrong. Raises Unavailable: the host lacks memory.
         """
         layout.check_size(byte_size, self._limit, self.what)
         # The header first: where it is malformed, or its leaves are not the model's, nothing else is copied.
@@ -185,7 +185,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Closes the file descriptor that came with the push, if there is one, and ends the leases of the pushed regions."""
+        """Closes the file descriptor that came with the push, if any. Ends the leases of the regions with pushed values."""
         for region in self._regions:
             region.unlease()
         self._regions = []
@@ -208,19 +208,19 @@ def plan(
     leaves: Leaves,
     base: ParameterSet | None,
 ) -> Making:
-    """Finds the file, region or memory that a push names. Returns an object that copies the parameters.
+    """Returns an object whose method ``make`` copies the parameters of a push from a file, from regions or from a memfd.
 
     Args:
-      operation: the push.
-      folders: the folders of the model's version and of the model.
-      fd: the file descriptor that came with the push, which the returned object closes; None: none came.
+      operation: the push. It says where the parameters are.
+      folders: the folder of the model's version, and the folder of the model. A pushed file lies in one of them.
+      fd: the memfd that has the parameters, which the method ``close`` of the returned object closes; None: there is no memfd.
       regions: the worker's regions.
-      pool: makes the memory for the copy.
+      pool: allocates the memory to which ``make`` copies.
       limit: the most bytes that the push may have.
       leaves: describes the leaves of the model's parameters.
-      base: the set whose leaves stand in for missing leaves of the push; None: the push must have all leaves.
-    Raises NotFound: there is no such region or file.
-    Raises InvalidArgument: a range lies outside of its region, or a path leads out of the model's folder.
+      base: a parameter set, from which leaves are taken that the push lacks; None: the push must have all leaves.
+    Raises NotFound: a region or file that the push names does not exist.
+    Raises InvalidArgument: a range lies outside of its region, a path leads out of the model's folder, or a memfd is missing.
     """
     making, source = Making(operation, pool, limit, leaves, base), operation.source
     try:

@@ -1,1 +1,1 @@
-"""Runs programs on a processor (CPU): in host memory, small programs with one thread."""
+"""Runs compiled programs on a CPU. Small programs can run with a single thread."""

@@ -1,12 +1,10 @@
-"""Has XLA on a CPU write outputs directly to a client's memory, by answering XLA's memory allocations with that memory.
+"""Has XLA on a CPU write a program's outputs directly to the answer's memory, so that the worker need not copy the outputs.
 
-    first run     finds the allocation of each output: its byte size, and how many allocations of this size come before it
-    later runs    answer these allocations with an address in a region or an arena; the output's address shows whether it worked
+XLA allocates memory for each output during a run. In the first run of a program, this module finds the allocation of each
+output. In later runs, this module gives XLA an address in a region or an arena instead. XLA may still write an output
+elsewhere: the worker compares the addresses, and copies such an output. The C code is in ``_output_memory.c``.
 
-``_output_memory.c`` describes how it is done. All other allocations are served as usual, and the outputs in them are copied.
-
-XLA may allocate and free its outputs with other functions than those in its import table. So a test program runs first, and
-memory is offered to models' programs only if the test's output was placed in the offered memory and freed there.
+``attach`` first runs a test program. If XLA does not use the given memory as expected, the worker copies all outputs.
 """
 
 from __future__ import annotations
@@ -161,9 +159,9 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether XLA no longer uses the memory at ``address``. If XLA still uses it, the process never unmaps it.
+    """Returns True if XLA no longer uses the memory at ``address``. Otherwise keeps ``view`` forever, and returns False.
 
-    ``view``: the memory at ``address``.
+    ``view``: a view of this memory. The memory stays mapped as long as the view exists.
     """
     if not _native.holds(address):
         return True

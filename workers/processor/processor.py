@@ -128,10 +128,10 @@ class HostExecutable(Executable):
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, places: Places) -> None:
-        """Lets the program's next run write a request's large outputs directly to their final memory, without a copy.
+        """Chooses the large outputs of a request that the program's next run may write directly to the memory in ``places``.
 
-        ``places``: the memory of each output. The method adds an entry to ``places.offered`` for each output that it offers
-        memory.
+        ``places``: where each output of the request is written. For each chosen output, this method adds the memory to
+        ``places.offered`` and the memory's address to ``places.addresses``, under the output's name.
         """
         # Only aligned memory. A client can read and change its region while the program runs: so a region is chosen only if the
         # program writes nothing but outputs to their memory, and no input and no other output of the request overlaps.
@@ -165,13 +165,19 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Checks, after the answer, that XLA no longer uses the memory in ``places.offered``. Memory in use stays mapped."""
+        """Empties ``places.offered``, the memory that XLA was allowed to write a request's outputs to.
+
+        Call it after the answer was sent or dropped. Memory that XLA still uses is never unmapped.
+        """
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Ends the use of ``memory`` for outputs. If XLA still uses it, it is never unmapped, and later outputs are copied."""
+        """Checks that XLA no longer uses ``memory``, which begins at ``address`` and was lent to XLA for an output.
+
+        If XLA still uses this memory, the process never unmaps it, and the worker copies the outputs of later runs.
+        """
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 

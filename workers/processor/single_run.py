@@ -1,12 +1,8 @@
-"""Runs large requests with one prepared part, one at a time, for the C part of the loop (``workers/dispatch/fast_path.py``).
+"""Runs large prepared requests one at a time, for ``FastPath`` (``workers/dispatch/fast_path.py``).
 
-    places of the inputs ─▶ arrays of this memory ─▶ a lease for the large outputs ─▶ the program, which writes them there
-                                                                                    ╰─▶ the lease's key, and the small outputs
-
-An input in a region is at the same place for all such requests, so its array is made once. It needs no lease: the loop that
-runs the program also unregisters regions, and ``FastPath`` drops this object when a region changes.
-
-The result is the same as that of an ordinary run of such a request (``Places``, ``Executable``).
+The program reads inputs from regions and from the submitter's arena. The program writes large outputs to regions and to a block
+of the worker's arena. A ``SingleRun`` holds no lease of a region. ``FastPath`` drops each ``SingleRun`` when a region changes,
+and the thread that runs the programs is also the thread that unregisters regions.
 """
 
 from __future__ import annotations
@@ -37,9 +33,9 @@ _LEASED = -1
 
 
 class SingleRun:
-    """Runs a program for one submitter's requests that have the same prepared part, one request at a time.
+    """Runs a program for requests of one submitter, one request at a time. All the requests have the same prepared part.
 
-    Only the worker's loop uses it.
+    Only the thread of the worker's event loop may use a ``SingleRun``.
     """
 
     def __init__(
@@ -56,10 +52,10 @@ class SingleRun:
 
         Args:
           executable: the program.
-          lane: the submitter's lane, with the arenas of inputs and outputs.
+          lane: the submitter's lane.
           inputs: the inputs that the prepared request describes, each with its number of bytes.
-          plan: how an answer is built from a run's outputs. The plan calls each output by a number.
-          names: the name of each output by this number.
+          plan: says where each output goes in an answer. ``plan`` identifies an output by a number.
+          names: the number of an output in ``plan`` -> the name of the output.
           rows: the number of rows of each request.
           regions: the regions that the prepared request names, by name.
         """
@@ -100,7 +96,7 @@ class SingleRun:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The byte size of each input that is not in a region."""
+        """The size in bytes of each input of a request, in order. Inputs that lie in regions are left out."""
         return tuple([size for *_, size in self._inputs])
 
     @property
@@ -109,13 +105,13 @@ class SingleRun:
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
-        """Runs one request. Returns the lease of its large outputs, and its small outputs.
+        """Runs one request. Returns the lease of the block that has the request's large outputs, and the small outputs.
 
-        Outputs in regions are written there. If the request must be run as a batch instead, returns None.
         ``places``: for each input that is in no region, its bytes, or its segment and offset in the submitter's arena.
-        ``chosen``: the parameter set; None: ``main``.
-        Raises InvalidArgument: an input is outside of the arena. Raises LookupError: XLA can no longer write outputs directly to
-        the answer's memory. Errors of the program are raised unchanged.
+        ``chosen``: the parameter set; None: ``main``. Outputs that the request directs to regions are written to the regions.
+        Returns None if no result was made, such as when the worker's arena is full. The request must then run in a batch.
+        Raises InvalidArgument: an input is outside of the submitter's arena, or a region has lost its memory. Raises
+        LookupError: XLA cannot write a large output directly to the output's memory. Raises the program's errors unchanged.
         """
         arguments = dict(self._fixed)
         for (name, dtype, shape, byte_size), place in zip(self._inputs, places, strict=True):

@@ -1,9 +1,8 @@
-"""Runs small programs with one thread: on a second XLA:CPU client in this process, which has a single thread.
+"""Opens a second XLA:CPU client, with a single thread, in the worker's process, and runs small programs on this client.
 
-XLA divides a program among the threads of the client that compiles it, and these threads wait for each other by spinning: a small
-program costs up to twice the processor time and is hardly faster (docs/measurements.md). No option of a single program changes
-that: neither ``xla_cpu_multi_thread_eigen`` nor the others of jaxlib 0.10 that were tried. Both clients compute in the memory of
-this process, so parameters are shared and never copied.
+The worker's usual XLA client divides each program among several threads. These threads wait for each other by spinning, so a
+small program costs up to twice the processor time and is hardly faster (docs/measurements.md). The second client uses the
+model's parameters in the memory of this process, without a copy.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ class SingleThreadDevice:
     """An additional CPU device of the worker, with one thread, for small programs."""
 
     def __init__(self, max_flops: int) -> None:
-        """Opens the device. Call it before any model is loaded. Errors of JAX are raised unchanged.
+        """Opens a CPU device with one thread. Call it before any model is loaded. Errors of JAX are raised unchanged.
 
-        ``max_flops``: the most floating-point operations of a program that suits the device.
+        ``max_flops``: the method ``suits`` returns False for a program with more floating-point operations than this.
         """
         self.max_flops = max_flops
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a program's cost is known, and small enough for this device.
+        """Returns whether a program does little enough work for this device. Returns False if the work is unknown.
 
-        ``compiled``: the compiled program, needed if sizes in ``lowered`` are not known.
+        ``compiled``: the same program, compiled. It is required if an array in ``lowered`` has a dimension of unknown size.
         """
         return is_within(compiled or lowered, (self.max_flops, _MAX_BYTE_SIZE), lowered)
 
@@ -147,10 +146,10 @@ class SmallPrograms:
     def lowered(
         self, usual: jax.stages.Lowered, lower: Callable[[Placement], jax.stages.Lowered]
     ) -> tuple[jax.stages.Lowered, Placement] | None:
-        """Lowers a small program for the CPU device that uses one thread. Returns the lowered program and its placement.
+        """Lowers a small program for a CPU device with one thread. Returns the lowered program and the device's ``Placement``.
 
         Returns None if the program is not known to be small, or if it cannot be lowered for this device.
-        ``usual``: the program, lowered for the worker's device. ``lower``: lowers the program for a given placement.
+        ``usual``: the program, lowered for the worker's usual device. ``lower``: lowers it for the device of a ``Placement``.
         """
         if self._is_small(usual) is not True or (placement := self.open()) is None:
             return None
@@ -181,7 +180,7 @@ class SmallPrograms:
         Returns None if the program is too large for one thread, or if the compilation or the run fails.
         Args:
           lowered: the program, lowered for the worker's usual device.
-          lower: lowers the same program for a given placement.
+          lower: lowers the same program for the device that a ``Placement`` describes.
           zeros: returns the inputs of the run.
         """
         try:

@@ -1,14 +1,14 @@
 """Keeps files in a cache directory and makes sure that only this user has written them, because the files are code.
 
-    <name>         | magic 22 | HMAC-SHA256 of name and content 32 | content |
-    <name>.lock    | empty, and locked, while a process makes that file |
-    secret         | 32 random bytes, mode 0600, made with the first file |
+    <name>         | a constant of 22 bytes | HMAC-SHA256 of name and content, 32 bytes | content |
+    <name>.lock    | an empty file, locked while a process makes the file <name> |
+    secret         | the key of the HMAC: 32 random bytes, mode 0600 |
 
-Three conditions must hold before a byte of a file is used. First, the directory belongs to this user, nobody else may write to
-it, and no other user can replace one of the directories above it (a sticky /tmp is allowed). Second, the file is a regular file
-of this user that nobody else can write. Third, its HMAC is right: so the file is complete, was written under this name, and was
-written by a process that can read the secret. Links are never followed. A file that fails is removed and logged; the caller makes
-it anew. The directory is opened and checked again at every use, so no earlier check is relied upon.
+A file is used only if three conditions hold. Every use checks the three conditions again.
+1. The directory belongs to this user, nobody else may write to it, and no other user can replace a directory above it.
+2. The file is a regular file of this user that nobody else can write to. It is not a link.
+3. The HMAC is right: a process that can read the secret wrote the complete file, under this name.
+If condition 1 fails, no file is read or written. If condition 2 or 3 fails, the file is removed and a warning is logged.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens the directory ``name`` in ``above``, and makes it if it is missing. ``stack`` closes its descriptor."""
+    """Opens or makes a directory. Returns its descriptor, which ``stack`` closes. ``above``: the parent's descriptor."""
     try:
         directory_fd = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:
@@ -294,7 +294,7 @@ def _locks(fd: int) -> bool:
 
 
 def _tidy(directory_fd: int, *, empty: bool) -> None:
-    """Removes temporary files and locks that are old. With ``empty``, removes all files of the cache, however new."""
+    """Deletes a cache's temporary and lock files older than an hour. If ``empty`` is True, deletes all files of the cache."""
     for name in os.listdir(directory_fd):
         kept = empty and (name == _SECRET or name.endswith(SUFFIXES))
         with contextlib.suppress(OSError):

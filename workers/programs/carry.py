@@ -1,14 +1,10 @@
-"""Holds the carry: the state of all sequences of an instance, on the device, which each run reads and replaces.
+"""Keeps the state of sequences in device memory between the runs of a model's program.
 
-    carry    | slot 0 | slot 1 | ... | slot S-1 | initial state |      one array for each state, one row for each slot
-                 └──────────┬──────┘                │ where a sequence begins
-                     rows of the batch ◀────────────┘
-                            │ apply(parameters, inputs, rows)
-                 ┌──────────┴──────┐
-    carry    | slot 0 | slot 1 | ...     the same memory: the carry is donated
+A ``Carry`` has one array for each state that the model declares. Each sequence has one row in every array. The last row of an
+array is the state with which sequences begin. A run reads the rows of the sequences in its batch, and replaces these rows.
 
-A run may be launched before the run before it has ended. If a run fails before the device has taken the carry, every sequence is
-as it was. If it fails later the state of every sequence of the instance is lost: their clients get an error. No run is repeated.
+The program gets the arrays as donated arguments (JAX), and updates the arrays in place. So a run that fails may lose the states
+of all sequences. The clients of these sequences then get an error. A failed run is never repeated.
 """
 
 from __future__ import annotations
@@ -40,10 +36,10 @@ class Carry:
     """Keeps the arrays on the device that hold the state of an instance's sequences. Only the instance's thread may use it."""
 
     def __init__(self, signature: Signature, initial: Mapping[str, Array], device: jax.Device | None = None) -> None:
-        """Begins without arrays, which the first run makes.
+        """Stores the arguments. The first run makes the arrays.
 
-        ``initial``: state name -> the array with which a sequence begins; other states begin as zeros. ``device``: where the
-        arrays are; None: JAX's default device.
+        ``initial``: the name of a state -> its value at the beginning of each sequence. A state that is not in ``initial``
+        begins as zeros. ``device``: the device of the arrays; None: JAX's default device.
         """
         self._signature = signature
         self._initial = initial
@@ -54,9 +50,9 @@ class Carry:
     def run(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
         """Starts the model's program for one batch. Returns the program's outputs by name before they are computed.
 
-        ``step``: calls the program with the model's parameters. ``argument``: tells the program which sequence each row of the
-        batch belongs to. Raises StateLost if the states of all sequences are lost. After other errors the states are unchanged.
-        If the outputs cannot be computed after this method has returned, the caller must call ``failed``.
+        ``step``: calls the program with the model's parameters. ``argument``: the result of ``rows_argument`` for the batch.
+        If reading the outputs fails, the caller must call the method ``failed``. Raises StateLost if the program has failed and
+        the states of all sequences are lost. If this method raises a different error, no state has changed.
         """
         with precision(self._signature.wide):
             carry = self._open()
@@ -81,7 +77,7 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes the array of a state: a row for each slot, and a last row with the values with which sequences begin."""
+        """Returns a new device array for a state: a row for each concurrent sequence, then a row with the initial state."""
         # Other rows are written before they are read.
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.get(spec.name, 0)
@@ -108,10 +104,10 @@ def carry_byte_size(signature: Signature) -> int:
 
 
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
-    """Returns a program's argument INT32[2, rows], which tells the program about the sequence of each row.
+    """Returns an array INT32[2, rows], which tells a program where the state of each row of a batch is stored.
 
-    The first value for a row is the slot of its sequence, an index into the array of states. The second is 1 if the sequence
-    begins, else 0. ``used``: these two values for each row that has a request. All other rows are padding without a state.
+    [0, row] is the index of the state in the arrays of a ``Carry``. [1, row] is 1 if the program must start from the initial
+    state instead. ``used``: these two values for each of the first rows of the batch. The remaining rows are padding.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(
@@ -128,10 +124,10 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Returns a function that runs ``apply`` on one batch with the states of the batch's sequences, and stores the new states.
+    """Returns a function (parameters, inputs, rows, carry) -> (outputs, new carry) that runs ``apply`` on a batch.
 
-    JAX traces the function, which maps (parameters, inputs, rows, carry) to (outputs, carry). ``carry`` has the states of all
-    sequences, one slot for each sequence. ``rows`` has the slot of each row's sequence and whether the sequence begins.
+    ``carry``: the states of all sequences, one slot for each sequence. ``rows``: the slot of each row's sequence, and whether
+    the sequence begins. The new carry is ``carry`` with the states that ``apply`` computed for the sequences of the batch.
     """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -53,7 +53,11 @@ class RunOutputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The shapes of one executable: the batch size (1 without a batch dimension), and the inputs' shapes without the batch."""
+    """The batch size and the input shapes for which a program is compiled.
+
+    ``rows``: the batch size; 1 if the model has no batch dimension. ``shapes``: each input's shape without the batch dimension.
+    The shape of an input that is absent is None.
+    """
 
     rows: int
     shapes: Shapes
@@ -75,9 +79,9 @@ class Inputs(Protocol):
         """The arrays into which the program's arguments are copied before a run, by argument name."""
 
     def send(self) -> dict[str, Any]:
-        """Returns the arguments by name. For a GPU, sends them there first.
+        """Returns the program's arguments by name: the arrays in this memory, or new copies of these arrays on a GPU.
 
-        Raises Unavailable: there is no memory. Raises DeviceLost: the GPU failed.
+        Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
         """
 
 
@@ -89,20 +93,20 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
-        """Makes an executable of a compiled program for this object's thread. ``wanted``: the program's shapes."""
+        """Makes an executable of ``program`` for the thread that uses this object. ``wanted``: the shapes of the program."""
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Allocates host memory to gather ``arguments`` for a program. ``fit`` of the result is False if they are too large."""
+        """Returns host memory for a program's ``arguments``. ``fit`` of the result is False if the memory is too small."""
 
     @abstractmethod
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
         """Waits for outputs of a program, and returns their contents on the host. Errors of the run are raised unchanged."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns an object that compiles the small programs of a model, those with few operations, for a single CPU thread.
+        """Returns an object that compiles small programs for a CPU device with one thread, or None if no such device is open.
 
-        Returns None if this device runs such programs like all others. ``sets``: the parameter sets of the model.
+        ``signature``: the inputs and outputs of the model whose programs are compiled. ``sets``: the model's parameter sets.
         """
         return None
 
@@ -130,7 +134,7 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """Makes an executable of ``program``, which was compiled for ``wanted``. ``inputs``: the memory for gathering inputs."""
+        """Makes an executable of ``program``, compiled for ``wanted``. ``inputs``: memory to copy a batch's inputs to."""
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows
@@ -164,9 +168,9 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of one run, divided by the most work that the worker's loop may do in one iteration.
+        """The work of one run, as a fraction of the work that is allowed in one iteration of the worker's event loop.
 
-        It is infinite if this quotient is above 1 or if the work is unknown.
+        The work is floating-point operations plus bytes accessed. The value is inf if the work is unknown or above the limit.
         """
         return share_of(self.program)
 
@@ -193,7 +197,7 @@ class Executable(ABC):
         return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments of the program. On a GPU they are sent there first.
+        """Returns the program's inputs by name: the arrays in ``gathered``, or new copies of these arrays on a GPU.
 
         Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
         """
@@ -226,9 +230,9 @@ class Executable(ABC):
         return self.read(made)
 
     def read(self, arrays: Mapping[str, Any]) -> list[Content]:
-        """Waits for a run and returns its outputs in host memory. Errors of the run are raised unchanged.
+        """Waits for a run's outputs and returns them in host memory, in the order in which the model declares its outputs.
 
-        ``arrays``: the arrays that ``call`` has returned, by output name.
+        ``arrays``: the outputs that ``call`` returned, by output name. Errors of the run are raised unchanged.
         """
         return self.device.contents_of([arrays[name] for name in self._signature.outputs])
 
@@ -251,7 +255,7 @@ class Executable(ABC):
           parameters: the result of the method ``parameters``.
           arguments: the result of ``gather``.
           requests: the requests of the batch.
-          places: the memory that was reserved for the outputs of a single request, or None if none was reserved.
+          places: the memory reserved for the outputs, if the batch is a single request; None: no memory was reserved.
         """
         if self._signature.wide:
             with self._precision():
@@ -262,7 +266,7 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Does the work of ``compute`` with the same arguments. JAX's 64-bit mode is already set as the program needs it."""
+        """Runs the program and waits for the outputs. ``compute`` sets JAX's 64-bit mode if needed, and calls this method."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
@@ -308,9 +312,10 @@ class Executable(ABC):
     ) -> SingleRun | None:
         """Returns an object that runs requests with the same prepared part, one at a time.
 
-        Returns None if this class has no such object, or if an input in a region is not aligned. ``lane``: the lane of the
-        requests. ``inputs``: each input and its size in bytes. ``plan``: says how numbered outputs become an answer. ``names``:
-        an output's number -> its name. ``rows``: the rows of each request. ``regions``: by name, the regions that requests use.
+        Returns None if an input in a region is not aligned to 64 bytes. This base class always returns None.
+        ``lane``: the lane over which the requests come. ``inputs``: the inputs of a request, each with its size in bytes.
+        ``plan``: says where each output goes in an answer, and gives each output a number. ``names``: the number of an output
+        -> its name. ``rows``: the number of rows of each request. ``regions``: the regions that the requests use, by name.
         """
         return None
 
@@ -327,16 +332,16 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns (specification, shape) of each input of the program ``wanted``. Absent optional inputs are left out."""
+    """Returns (specification, shape) for each input of the model whose shape in ``wanted.shapes`` is not None."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]
 
 
 def arguments_of(signature: Signature, wanted: Wanted) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Returns the name, dtype and shape of each argument of a program, without the model's parameters.
+    """Returns the name, dtype and shape of each argument of a program that is compiled for ``wanted``.
 
-    ``wanted``: the number of rows and the input shapes for which the program is compiled. Shapes in the result include rows.
+    Parameters of the model are left out. A shape includes the batch dimension if the argument has a batch dimension.
     """
     lead = (wanted.rows,) if signature.batches else ()
     return [

@@ -1,14 +1,14 @@
-"""Caches compiled executables on disk, so that a further start compiles nothing and traces little.
+"""Caches compiled executables on disk, so that a worker that starts again need not compile them again.
 
-    <key>.executable    a complete executable as JAX serialises it: pickle of (where, payload, input tree, output tree)
-                        where: whether on the CPU device with one thread; or the ids of several devices, in the program's order
-    <digest>.program    an entry of JAX's own persistent cache, which saves XLA's work but not the tracing
+    <key>.executable    an executable as JAX serialises it: a pickle of (where, payload, input tree, output tree)
+                        where: True: the CPU device with one thread; False: another device; a tuple: the ids of several devices
+    <digest>.program    an entry of JAX's persistent compilation cache: JAX must trace the program again, but not compile it
 
-A pickle is code, and so is a compiled program: both are read only from files that no other user can have written.
+A pickle can run code when it is loaded, and so can an executable. So a file is read only if no other user can have written it.
 
-JAX's own cache has the other programs: those for shapes without a bucket, and those that a model runs while it is loaded. JAX
-does not check who wrote its files, so it gets a ``JaxCache``, which does. JAX has no public function to set a cache: in a
-version that has moved ``PERSISTENT_CACHE``, these programs are compiled at every start.
+JAX's persistent cache has the programs for shapes without a bucket, and the programs that a model runs while it is loaded.
+``JaxCache`` keeps the entries in the same directory. If this JAX version does not let ``JaxCache`` do so, JAX compiles these
+programs at every start.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class ExecutableCache:
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
         """Loads a compiled program from the cache on disk. Returns None if the cache has no usable program under ``key``.
 
-        ``usual``: where programs run on the worker's own device. ``small``: opens the CPU device with one thread, for programs
-        compiled for that device. If ``small`` is None, such programs are not loaded.
+        ``usual``: the placement of most programs. ``small``: has the placement of programs that were compiled for a CPU device
+        with one thread. If ``small`` is None, such programs are not loaded.
         """
         name = _name(key)
         if self._directory is None or (content := self._directory.read(name)) is None:

@@ -1,9 +1,7 @@
-"""Compiles and keeps the executables of a model version: at load for its buckets, on demand for a few other shapes.
+"""Compiles and keeps the executables of a model version, each for one batch size and one shape of each input.
 
-    executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile() on the worker's device. A
-                  program with few operations runs on a CPU device with one thread, which shares the parameters' memory
-
-Parameters are arguments, because a constant would be copied into every executable. Any thread may compile; only the worker's
+The executables for buckets are never evicted. A few executables for shapes without a bucket are kept as well. The arguments
+of an executable are the parameters and the inputs. Any thread may call ``compile``. Only the thread of the worker's event
 loop may call ``find``, ``add`` and ``limit``.
 """
 
@@ -65,11 +63,10 @@ class Executables:
     ) -> None:
         """Stores the arguments. No program is compiled yet.
 
-        ``buckets``: the sizes for which programs are compiled at load. ``apply``: the model's function. ``source``: the model's
-        source code, which is part of the cache's keys. ``max_unexpected``: how many executables for shapes without a bucket are
-        kept. ``initial``: the state with which sequences begin, or None if the model has no state. ``several``: the devices of
-        a model that runs on several, instead of ``device``. ``rows_apart``: whether ``warm`` raises an error if the rows of a
-        batch affect each other.
+        ``apply``: the model's function. ``max_unexpected``: how many executables for shapes without a bucket are kept.
+        ``source``: the model's source code. ``initial``: the first state of each sequence; None: the model has no state.
+        ``several``: the devices of a model that runs on several devices; None: the model runs on one device.
+        ``rows_apart``: True: ``warm`` and ``compile`` raise Internal if the rows of a batch affect each other.
         """
         self._initial = initial
         self.device = device
@@ -142,9 +139,9 @@ class Executables:
         self._lowering.traced.clear()
 
     def postpone(self, tried: Buckets) -> None:
-        """Leaves each of the model's programs uncompiled until a batch first needs it. Such programs are never evicted.
+        """Arranges that each bucket's program is compiled when a batch first needs the program. Evicts no such program.
 
-        Lowers only the first program of the buckets ``tried``, to find errors early. Errors of JAX are raised unchanged.
+        Lowers the program for the first bucket in ``tried`` now. Raises Internal or an error of JAX if that program is wrong.
         """
         self._postponed = {Wanted(rows, shapes) for rows, shapes in self._buckets.planned()}
         for first in itertools.islice(tried.planned(), 1):
@@ -308,7 +305,7 @@ class Executables:
             self._lowering.traced.clear()
 
     def leaks(self) -> bool:
-        """Traces the smallest program, and returns whether the model's code keeps JAX tracers after the trace has ended."""
+        """Traces one of the model's programs again. Returns whether the model's code keeps JAX tracers after that trace."""
         wanted = next(iter(self.made), None)
         return wanted is not None and leaks(functools.partial(self._lowering.lower, *wanted, self._usual))
 
@@ -336,7 +333,7 @@ class Executables:
         return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:
-        """Returns the most rows of an executable, compiled or yet to be compiled, for requests with these shapes; 0: none."""
+        """Returns the largest batch size of the executables for these shapes, compiled or not yet; 0: there are none."""
         known = self.made, self._unexpected, self._postponed
         return max((wanted.rows for made in known for wanted in made if wanted.shapes == shapes), default=0)
 

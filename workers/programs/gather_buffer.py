@@ -1,8 +1,4 @@
-"""Provides buffers in which the inputs of several requests are laid side by side for one run of a program.
-
-slots    | request 0: its rows | request 1: its rows | ... | zeros |     one aligned buffer for each input
-ragged   | request 0: its elements | request 1 | ... | zeros |
-"""
+"""Provides buffers in which the inputs of several requests are laid one after another for one run of a program."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ class HostInputs:
     fit = True
 
     def __init__(self, arguments: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Allocates nothing yet. ``arguments``: name, dtype and shape of each argument."""
+        """Stores ``arguments``: the name, dtype and shape of each argument of a program. Allocates no memory for them yet."""
         self._arguments = arguments
 
     @functools.cached_property
@@ -111,7 +107,7 @@ class RaggedBuffer:
 
 
 def copy_into(part: Array, array: Array) -> None:
-    """Copies an array to the start of ``part``, and zeros the rest. An array without a batch axis becomes one row."""
+    """Copies ``array`` to the start of each axis of ``part``, and zeros the rest. ``array`` may lack a first axis of size 1."""
     if len(array.shape) < part.ndim:
         part = part[0, ...]  # a view, also of a single number
     if array.shape != part.shape:

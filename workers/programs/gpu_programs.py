@@ -1,8 +1,8 @@
 """Finds out which software a program compiled for a GPU depends on, and whether the program copies memory.
 
-XLA runs the operations of a program as one CUDA graph. A graph that was made with inputs in XLA's own memory cannot copy from
-other memory, such as the staging buffers and clients' regions here, nor the other way round (CUDA_ERROR_INVALID_VALUE, seen with
-jaxlib 0.11.2 on an H100 and an H200). Programs get inputs from both, so those that copy are compiled without graphs.
+XLA runs a program's operations as CUDA graphs. A graph that copies an input fails with CUDA_ERROR_INVALID_VALUE if the input
+lies in XLA's own memory in one run, and in memory that XLA has not allocated in another run, such as a client's region (seen
+with jaxlib 0.11.2 on an H100 and an H200). Programs that copy are compiled without graphs.
 """
 
 from __future__ import annotations

@@ -1,23 +1,18 @@
 """Groups calls: several requests to a model without a batch dimension share one call of a program.
 
-    argument   | request 0: its inputs | request 1: its inputs | ... |      one array for each dtype of inputs (``Packing``)
-               | how many requests there are |
-    program    a loop over the requests: unpack ▸ apply ▸ pack
-    result     | request 0: its outputs | request 1: its outputs | ... |    one array for each dtype of outputs
+    argument   | inputs of request 0 | inputs of request 1 | ... |      one such array for each dtype of inputs
+    argument   | the number of requests |
+    result     | outputs of request 0 | outputs of request 1 | ... |    one such array for each dtype of outputs
 
-The model computes every request separately. Only the cost of calls is saved, so calls are grouped only for programs with little
-work (``weight.py``) and small inputs, and only for requests that wait anyway. These programs are compiled for each shape: at
-load if the shape is known then, otherwise while the model serves, after the program for one request.
+A program for several requests applies the model's function to each request separately, with the same results as single calls.
+Calls are grouped only for models with little work and small inputs. No request is delayed so that others can join its call.
 
-On a CPU, one program of a shape has room for ``MOST`` requests; each call says how many there are. On a GPU, there is a program
-without the loop for each number of requests: in a loop, XLA would ask the host after each round whether another one follows,
-which takes longer than a small model (``docs/measurements.md``).
+These programs are compiled for each combination of input shapes: at load if the shapes are known then, else while the model
+serves. On a CPU, one program runs any number of requests up to ``MOST``, in a loop. On a GPU, each number of requests has a
+program of its own, without a loop.
 
-``apply`` is compiled as a separate computation inside the loop. Otherwise XLA would fuse its operations with others and round
-differently than for a single request. With floats of 16 bits or fewer that happens even so, on processors that compute with
-them, so models with such floats have no grouped calls. From JAX 0.11 on, XLA compiles small loops on a CPU together with their
-content as one function, with the same effect: an option turns this off for the loop here. A model that contains loops itself
-then has no grouped calls, because its program for a single request is compiled without the option.
+A model that uses floats of 16 bits or fewer has no grouped calls, because XLA might round such floats differently in a grouped
+call. From JAX 0.11 on, a model that contains a loop has no grouped calls either, for the same reason.
 """
 
 from __future__ import annotations
@@ -90,7 +85,7 @@ class Packing:
     __slots__ = ("parts", "rows")
 
     def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
-        """Assigns each tensor a place in the rows. ``tensors``: the name, shape and dtype of each tensor, in order."""
+        """Plans where ``pack`` puts each tensor. ``tensors``: each tensor's name, shape and dtype, in the order of packing."""
         numbers: dict[np.dtype[Any], int] = {}
         sizes: list[int] = []
         #: Places of the tensors, in the order in which they were given.
@@ -166,9 +161,9 @@ class GroupedMemory:
 
 
 class GroupedProgram:
-    """A program that computes ``rows`` requests in one call. Programs of one shape share input memory.
+    """A program that computes up to ``rows`` requests in one call. Their inputs have the same shapes.
 
-    Only one thread may use them.
+    Programs for inputs of the same shapes share the memory for inputs, so one thread must run all these programs.
     """
 
     __slots__ = ("_at", "_layout", "_memory", "_outputs", "_program", "_read", "_room", "_sets", "_signature", "rows")
@@ -208,19 +203,19 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """Estimates the work of one call in the worker's event loop. 1.0 is the most work for one iteration of the loop."""
+        """The estimated work of one call, divided by the most work that the worker's event loop may do in one iteration."""
         return self.rows / 64
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """The name of each input, its address in the first request, and the distance in bytes to its address in the next."""
+        """Each input's name, the address of the first request's value, and the bytes from there to the next request's value."""
         stacks, pairs = self._memory.stacks, zip(self._memory.places[0], self._memory.packing.parts, strict=True)
         return [(place.name, address_of(place.array), stacks[part.row].strides[0]) for place, part in pairs]
 
     def gather(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies requests' inputs to the input memory of the program. Returns the number of bytes copied.
+        """Copies the inputs of ``requests`` to the input memory of the program. Returns the number of bytes copied.
 
-        Raises ValueError: there are more than ``rows`` requests.
+        Raises ValueError: there are more requests than the program runs in one call.
         """
         if len(requests) > self.rows:
             raise ValueError(f"{len(requests)} requests for a program of {self.rows}")
@@ -237,9 +232,9 @@ class GroupedProgram:
         return copied
 
     def run(self, chosen: ParameterSet | None = None) -> list[Content]:
-        """Runs the program on the gathered requests and waits for the results. Their first dimension counts the requests.
+        """Runs the program on the requests whose inputs ``self.gather`` copied. Returns the results in host memory.
 
-        ``chosen``: the parameter set; None: ``main``.
+        Each result holds all outputs of one dtype; row i is of request i. ``chosen``: the parameter set; None: ``main``.
         Raises Unavailable: the device has no room for the parameters. Errors of the program are raised unchanged.
         """
         parameters = (chosen or self._sets.main).on(self._at)
@@ -276,10 +271,9 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns a dict whose keys are ``lengths``, numbers of requests. The values are arguments for ``self.compile``.
+        """Returns, for each number of requests in ``lengths``, the argument with which ``self.compile`` makes the program.
 
-        On a GPU, [2, 4] gives {2: 2, 4: 4}. On a CPU it gives {2: None, 4: None}, because one program runs any number of
-        requests.
+        On a GPU, [2, 4] gives {2: 2, 4: 4}. On a CPU, it gives {2: None, 4: None}: one program runs any number of requests.
         """
         return {length: length if self._one_for_each else None for length in lengths}
 
@@ -378,9 +372,9 @@ def _packing(signature: Signature, outputs: Any) -> Packing:
 
 
 def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
-    """Returns where each output lies in the buffers of a program that packs its outputs by ``packing``.
+    """Returns where each output lies in the arrays that a program for several requests returns.
 
-    Each buffer has all outputs of one dtype, one row for each request.
+    There is one array for each dtype. Row i of the array holds all outputs of request i with this dtype, packed by ``packing``.
     """
     outputs: list[Output] = []
     for name, row, start, stop, shape in packing.parts:
@@ -433,9 +427,10 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs that run several requests like those of ``single`` in one call.
+        """Returns whether to compile programs that run several requests with the input shapes of ``single`` in one call.
 
-        The program ``single`` must be small. Returns False if this method was called before for the same input shapes.
+        Returns False if the work of ``single`` is large or unknown. Returns False if the inputs of ``single`` are large.
+        Returns False if this method was called before for the same input shapes.
         """
         shapes = single.wanted.shapes
         if shapes in self._shapes:
@@ -451,12 +446,12 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Compiles programs that compute several requests like the request of ``single`` in one call. Thread-safe.
+        """Compiles programs that run several requests with the input shapes of ``single`` in one call. Thread-safe.
 
-        Returns an empty list if memory is short, or if a request's result could depend on the other requests in the call.
-        ``make(shapes, number, compile_it)`` returns the program for ``number`` requests, from a cache or from
-        ``compile_it(number)``. If the number is None, the program accepts every number of requests up to ``MOST``.
-        ``lengths``: the numbers of requests that the programs are for. Raises the model's own errors, unchanged.
+        Returns one program for each number of requests in ``lengths``. Returns an empty list if the inputs are too large, or if
+        a request might get another result than in a call of its own. Errors of ``make`` are raised unchanged.
+        ``make(shapes, number, compile_it)`` returns a program for ``number`` requests with the input shapes ``shapes``, from a
+        cache or from ``compile_it(number)``. If ``number`` is None, the program runs any number of requests up to ``MOST``.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
         numbers, shapes = maker.numbers(lengths), single.wanted.shapes

@@ -22,17 +22,17 @@ Tell = Callable[[int, int, int], None]
 
 
 class LoadProgress:
-    """Makes the programs of one load, reports progress, and adds up the number, size and compile time of these programs.
+    """Makes the programs of a model version while it is loaded, reports the progress, and counts the programs and their bytes.
 
-    Only the loading thread may use it.
+    Only the thread that loads the model version may use it.
     """
 
     def __init__(
         self, name: str, version: int, tell: Tell = lambda *_: None, cancellation: Cancellation | None = None
     ) -> None:
-        """Prepares the load of a model version's programs, and loads none yet.
+        """Starts to measure the duration of a model version's load. ``cancellation``: lets other threads cancel the load.
 
-        ``tell``: called before each program is compiled or read. ``cancellation``: lets other threads cancel the load.
+        ``tell``: called before each program is made, with its number, the number of programs, and the number compiled so far.
         """
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.

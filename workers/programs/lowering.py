@@ -1,9 +1,9 @@
-"""Lowers a model version's function for given shapes, and checks that its outputs are as declared.
+"""Lowers a model version's function for given shapes, and checks that the function's outputs are as declared.
 
-program    (parameters, inputs)                  -> outputs
-           (parameters, inputs, rows, carry)     -> outputs, carry        with state: ``carry.py``
+program of a model without state    (parameters, inputs)                  -> outputs
+program of a model with state       (parameters, inputs, rows, carry)     -> outputs, carry
 
-On a GPU the program also returns small outputs packed: ``packed_outputs.py``.
+``rows``: the sequence to which each row of the batch belongs. ``carry``: the state of all sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Lowering:
     """Lowers the function of one model version to programs for given shapes. Any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
-        """Stores the model's function ``apply``. ``pack`` adds an output with the bytes of all outputs, if they are small."""
+        """Stores the model's function ``apply``. ``pack``: also return outputs of up to 256 KiB in total as one byte array."""
         self._signature = signature
         if signature.states:
             apply = stepping(apply, signature)
@@ -50,9 +50,10 @@ class Lowering:
         self.traced: dict[Wanted, list[jax.stages.Traced]] = {}
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """Traces and lowers the program for these shapes on the device of ``placement``.
+        """Traces and lowers the model's function for ``rows`` rows, on the device of ``placement``.
 
-        Errors of tracing are raised unchanged.
+        ``shapes`` have no axis for rows. If the function raises KeyError for a name, LookupError is raised.
+        Other errors are raised unchanged.
         """
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
@@ -86,7 +87,7 @@ class Lowering:
         return jax.jit(apply, donate_argnums=1 + CARRY if self._signature.states else ())
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
-        """Returns zeros of these shapes as the inputs of a test run, by input name."""
+        """Returns zeros as the inputs of a test run, by input name. ``shapes``: the inputs' shapes without an axis for rows."""
         wanted = arguments_of(self._signature, Wanted(rows, shapes))
         return {name: np.zeros(shape, dtype) for name, dtype, shape in wanted}
 
@@ -123,7 +124,7 @@ def _kind(value: Any) -> str:
 
 
 def warn_of_undeclared(signature: Signature, made: Any) -> None:
-    """Logs a warning if a function has made outputs that are not declared."""
+    """Logs a warning if ``made``, the outputs that a model's function returned, has a name that ``signature`` lacks."""
     unknown = [*made.keys() - signature.outputs.keys() - {PACKED}] if isinstance(made, dict) else []
     if unknown:
         said = "model '%s': its function computes %s, which no client gets: outputs of model.py do not declare it"

@@ -22,9 +22,9 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a model's function, so that its outputs also contain one byte array, ``PACKED``, with the bytes of all outputs.
+    """Returns a function that calls ``apply`` and adds one output: a byte array with the bytes of all declared outputs.
 
-    If the outputs are large, the wrapped function does not add the array.
+    The byte array is named ``PACKED``. It is added only if two or more outputs are declared, with at most 256 KiB in total.
     """
 
     @functools.wraps(apply, updated=())
@@ -70,6 +70,6 @@ def _room(array: Any) -> int:
 
 
 def as_bytes(array: Any) -> Any:
-    """Returns an array's bytes as UINT8[n], while JAX traces a function."""
+    """Returns the bytes of a JAX array, which may be a traced one, as a flat array of uint8. A bool is one byte."""
     plain = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
     return jnp.ravel(jax.lax.bitcast_convert_type(plain, jnp.uint8))

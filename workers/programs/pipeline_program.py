@@ -1,8 +1,8 @@
 """Runs the programs of several models one after the other on one batch: a pipeline.
 
-    inputs of the requests gathered ─▶ program ─▶ program ─▶ program ─▶ outputs divided  in between: XLA's arrays for the batch
+    inputs of the batch ─▶ program of model 1 ─▶ program of model 2 ─▶ program of model 3 ─▶ outputs of the batch
 
-In rows that no request fills, the first program gets zeros, and later programs get what earlier ones computed from them.
+The inputs are zeros in rows that no request fills. The programs compute these rows as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Link(NamedTuple):
 
 
 class PipelineProgram:
-    """Runs the programs of an ensemble's steps for one bucket. The worker's loop uses it like an ``Executable``."""
+    """Runs the programs of an ensemble's steps one after another. Each batch is padded to a fixed number of rows."""
 
     #: Rows that no request fills are zero.
     clears = True
@@ -49,10 +49,10 @@ class PipelineProgram:
     def __init__(
         self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, device: ExecutionDevice
     ) -> None:
-        """Makes one program of ``links``, the programs of the steps, in the order in which they run.
+        """Makes a pipeline, which runs the compiled programs in ``links`` one after another, in this order.
 
-        ``signature``: inputs and outputs of the pipeline, as if it were one model. ``outputs``: which tensors of the pipeline are
-        its outputs. ``rows``: the batch size of the bucket.
+        ``signature``: the inputs and outputs of the pipeline. ``outputs``: the names of the outputs that ``run`` returns.
+        ``rows``: the batch size of each program.
         """
         self.rows = rows
         self._outputs = tuple(outputs)
@@ -75,7 +75,7 @@ class PipelineProgram:
 
     @property
     def gathers(self) -> bool:
-        """True if a batch's inputs may be gathered in host memory. On a CPU they always may, on a GPU only if they are small."""
+        """True if ``gather`` may be called: on a CPU always, on a GPU if a batch's inputs have 1 byte to 256 KiB in total."""
         return self._inputs.fit
 
     @functools.cached_property
@@ -83,18 +83,18 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether this program can run ``requests``. On a GPU, inputs must be small and outputs must go to the host."""
+        """Returns True on a CPU. On a GPU, returns True if the requests' records hold all inputs and no output stays there."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """The name of each input, the address of its first row in the gathered inputs, and the bytes from row to row."""
+        """For each input: its name, the address in host memory of the first row that ``run`` reads, and the bytes of a row."""
         return [
             (name, address_of(buffer.array), buffer.array.nbytes // self.rows) for name, buffer in self._buffers.items()
         ]
 
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
-        """Gathers the inputs of a batch. Returns the arguments for ``compute``, and the number of bytes copied."""
+        """Makes the argument of ``compute`` from the requests' inputs. Returns this argument and the number of bytes copied."""
         lying: dict[str, Any] = {}
         copied = 0
         alone = len(requests) == 1 and requests[0].rows == self.rows and not requests[0].small
@@ -112,14 +112,14 @@ class PipelineProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Runs the ensemble's programs on the inputs that were written to this object's memory. Returns the outputs.
+        """Runs the programs on the inputs that the caller has written to the addresses in ``self.memory``.
 
-        The memory may be overwritten afterwards. Errors of programs are raised unchanged.
+        Returns the outputs in host memory. Errors of programs are raised unchanged.
         """
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
-        """Waits for the results of ``compute`` and returns them in host memory. Errors of the run are raised unchanged."""
+        """Waits for ``compute``'s result ``arrays`` and returns it in host memory. Errors of programs are raised unchanged."""
         return self._device.contents_of(arrays)
 
     def compute(self, arguments: Mapping[str, Any]) -> list[Any]:

@@ -39,18 +39,18 @@ def placed_sets(
     on_demand: bool = False,
     fixed: Collection[str] = (),
 ) -> ParameterSets:
-    """Places a model's parameters on the worker's device and returns its parameter sets.
+    """Returns a model's parameter sets. If ``several`` is None, places the model's parameters on the worker's device.
 
-    With several devices the parameters stay where they are until the first program is compiled.
+    If ``several`` is given, the parameters stay where they are until the model's first program is compiled.
     Args:
       names: names of the leaves; None: their paths in ``parameters``.
-      several: the devices of a model that runs on several; None: it runs on the worker's device.
-      room: the device memory that pushed parameters may use; None: there is none.
+      several: the devices of a model that runs on several devices; None: the model runs on the worker's device.
+      room: limits the device memory that pushed parameters use; None: they may use none.
       mixed: which leaves differ between sets, if one batch of the model may use several sets; None: it may use one only.
       remote: whether the device has memory of its own, as a GPU has.
       on_demand: whether ``main`` may leave the device for other sets while no request needs it.
-      fixed: names of the leaves that ``parameters`` lacks because they are no arrays.
-    Raises InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``.
+      fixed: names of constants: values in the model's tree of parameters that are no arrays. ``parameters`` has only arrays.
+    Raises InvalidArgument: ``mixed`` names a leaf that does not exist, or ``on_demand`` is True and ``main`` exceeds ``room``.
     Raises Internal: there is no memory for the parameters.
     """
     if several is None:
@@ -81,7 +81,7 @@ def placed_sets(
 
 
 class DevicePlacer(Placer):
-    """Places the leaves of a jitted model's parameter sets on the worker's device or the model's several devices."""
+    """Places the parameters of a jitted model's parameter sets on the device or devices on which the model runs."""
 
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
@@ -143,9 +143,9 @@ class DevicePlacer(Placer):
         return jax.tree.unflatten(self._structure, laid)
 
     def pin(self, tree: Any) -> list[jax.Array | None] | None:
-        """Copies the arrays of a tree of parameters to page-locked host memory, and waits for the copies.
+        """Copies the arrays of a tree of parameters to page-locked host memory. Returns None if no such memory is left.
 
-        Returns the copies, with None for each leaf that cannot be pushed. If no page-locked memory is left, returns None.
+        Otherwise waits for the copies, and returns one entry for each leaf: None for a leaf that a push cannot replace.
         """
         pairs = zip(jax.tree.leaves(tree), self.leaves, strict=True)
         arrays = [array if leaf.plain else None for array, leaf in pairs]
@@ -215,7 +215,7 @@ def _stacked(
 
 
 class StackPlacer(Placer):
-    """Copies to the device only the parameters whose values are the same in all parameter sets of a model."""
+    """Copies to the device the parameters that are the same in all parameter sets of a model. Copies no other parameters."""
 
     def __init__(
         self, signature: Signature, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef
@@ -229,10 +229,11 @@ class StackPlacer(Placer):
         return self.shared(host)
 
     def shared(self, host: Sequence[Any]) -> Any:
-        """Copies the parameters that have the same value in every parameter set to the device.
+        """Copies to the worker's device the parameters whose values are the same in all parameter sets of the model.
 
-        Returns the model's parameters as a tree. The tree has None in place of each parameter that differs between sets.
-        ``host``: the parameters in host memory, in the tree's order. Raises Internal if the device has no memory left.
+        Returns the model's parameters as a tree. The tree has None in place of each parameter that may differ between sets.
+        ``host``: all parameters in the tree's order, as arrays in host memory; None: a parameter that a push cannot replace.
+        Raises Internal if the device has no memory left.
         """
         whole = zip(self.leaves, _whole(host, self._fixed), strict=True)
         shared = [array if leaf.shared else None for leaf, array in whole]

@@ -1,4 +1,4 @@
-"""Describes on which device a model version's programs run: the worker's or, if small, on a CPU device with one thread."""
+"""Describes where a model version's programs run: on the worker's device, or on a CPU device that has only one thread."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """Returns 1 if the programs run on the CPU device with one thread, and 0 if they run on the worker's device."""
+        """Returns where this placement's programs run. 0: on the worker's device; 1: on the CPU device with one thread."""
         return int(self.is_single_thread)
 
     @property
     def parameters(self) -> Any:
-        """The arrays of the main parameter set on this device."""
+        """The arrays of the parameter set ``main``, as the programs of this placement use them."""
         return self.sets.main.on(self.at)
 
     @property
     def is_single_thread(self) -> bool:
-        """True if programs run on the CPU device with one thread, not on the worker's device."""
+        """True if the programs run on a CPU device that has only one thread."""
         return bool(self.options)
 
     def parameter_specs(self, rows: int) -> Any:
@@ -76,7 +76,7 @@ class Placement(NamedTuple):
 
 
 class CompiledProgram(NamedTuple):
-    """A program that was compiled or loaded from the cache, with the devices and parameter sets for which it was compiled."""
+    """A program that is ready to be called, with the devices that it runs on and the parameter sets that a call can use."""
 
     #: Takes parameters and inputs.
     call: jax.stages.Compiled

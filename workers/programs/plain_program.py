@@ -35,7 +35,7 @@ _ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
 
 
 def is_plain(compiled: Any) -> bool:
-    """Returns True if a program can write outputs directly to memory that a client shares, without harm to the worker."""
+    """Returns True if a client that can access a program's outputs during the run can do no more than spoil these outputs."""
     try:
         text = compiled.as_text()
         assignment = compiled.runtime_executable().get_compiled_memory_stats().serialized_buffer_assignment_proto

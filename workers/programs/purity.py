@@ -1,7 +1,7 @@
-"""Examines a model's traced program: whether each trace gives the same program, and whether it has likely mistakes.
+"""Examines a traced JAX function: whether each trace gives the same program, and whether the function has likely mistakes.
 
-What Python makes while JAX traces a function, such as numpy's random numbers, the time or a counter, becomes a constant of that
-one program: each bucket, worker and start gets other values. No program is run here.
+A value that Python computes during a trace, such as the time or a random number of numpy, becomes a constant of the traced
+program. A second trace then gives another program. The functions of this module run no program.
 """
 
 from __future__ import annotations
@@ -104,12 +104,13 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
-    """Yields a pair (chain, operands) for each operation of a JAX program, also for operations of the programs nested in it.
+    """Yields a pair (chain, operands) for each operation of a JAX program and of the programs nested in it.
 
     The caller labels the arguments of ``program`` with integers. Each value has the labels of the arguments that it depends on.
-    ``chain`` is a tuple of the operations that contain the operation, outermost first, and as its last element the operation.
+    ``chain`` is a tuple: the operations that contain the operation, outermost first, and then the operation itself.
     ``operands`` is a list with a pair (labels, value) for each operand. ``value`` is None unless the operand is a constant.
-    At the end of a program, the generator yields such a pair for the program's results: ``chain`` lacks its last element then.
+    After a program's last operation comes one more pair: a tuple of the operations that contain the program, outermost first,
+    and a list with a pair (labels, value) for each result of the program.
     Args:
       arguments: the set of labels of each argument of ``program``. By default, no argument has a label.
       outer: the operations that contain ``program``, outermost first. ``chain`` begins with these operations.

@@ -1,8 +1,8 @@
 """Runs compiled programs on generated inputs to find out whether they compute each row of a batch by itself.
 
-One row stays the same while all others are generated anew or are zeros, as in padding. Then all rows move to other positions,
-and to the programs for other numbers of rows. A program fails the test if an output changes, for each of several generated
-inputs, by far more than when the run is repeated or its inputs change by a rounding error. NaN and infinity are ignored.
+The programs get the same rows in several batches: beside other generated rows, beside rows of zeros, at another position, and
+in a batch of another size. The programs fail the test if an output for the same row changes by far more than rounding errors
+explain, and if this happens with each of several generated batches. Differences that are NaN or infinite are ignored.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ _log = logging.getLogger(__name__)
 def rows_apart(
     model: str, ask: Callable[[], str | None], check: Callable[[], None], traced: Traced, rows: int, axis: str, why: str
 ) -> bool:
-    """Checks that the rows of a batch do not affect each other. Returns False if there was too little memory for the check.
+    """Raises Internal if rows of a batch affect each other. Returns False if memory ran out during the check, else True.
 
     Args:
-      ask: compares results of the program. Returns a sentence about rows that affect each other, or None if there are none.
-      check: raises an error if the device has failed.
-      traced: the program, as JAX has traced it for ``rows`` rows.
-      axis: the error's word for axis 0 of the arrays, "batch" or "slots".
-      why: a known reason why a row may depend on its position in the batch, for the error. It is "" if no reason is known.
-    Raises Internal if ``ask`` returns a sentence.
+      ask: runs the model's program. Returns a sentence if rows affect each other, else None.
+      check: raises an error if the device has failed. This function calls it after an error of ``ask``.
+      traced: JAX's trace of the model's program for ``rows`` rows.
+      axis: what the message of the Internal error calls axis 0 of the arrays: "batch" or "slots".
+      why: a known reason why a row may depend on its position in the batch, for this message; "": no reason is known.
     """
     try:
         found = ask()
@@ -164,11 +163,11 @@ def probe(
 
 
 def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float) -> str | None:
-    """Runs programs on generated inputs. Returns a sentence if a row of an output depends on other rows, else None.
+    """Tests with random inputs whether programs compute each row of a batch by itself. Returns None if so, else a sentence.
 
-    ``runs``: the program for each number of rows. ``inputs``: the inputs of the program for ``rows`` rows, at least 2.
-    ``epsilon``: the relative rounding error of the least exact datatype in the programs. Errors of programs are raised
-    unchanged.
+    ``runs``: the programs, by the number of rows that each computes. ``rows``: one of these numbers, at least 2.
+    ``inputs``: name, dtype and shape of each input of the program ``runs[rows]``. ``epsilon``: the relative rounding error of
+    the least exact datatype in the programs. Errors of the programs are raised unchanged.
     """
     found: dict[tuple[str, str], str] = {}
     for draw in range(_DRAWS):
@@ -214,9 +213,9 @@ def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, d
 def beyond(one: Array, other: Array, reference: Array, nearby: Sequence[Array], epsilon: float) -> tuple[Array, float]:
     """Returns a mask of the elements in which ``one`` and ``other`` differ too much, and a scale.
 
-    The scale is the largest absolute value in ``reference``, another output of the same program, or 0.0 for integers.
-    ``nearby``: the program's outputs for nearly the same inputs. The noise is their elements' largest distance to ``reference``.
-    Elements differ too much if their distance exceeds both sqrt(``epsilon``) times the scale, and a multiple of the noise.
+    Elements differ too much if their difference exceeds sqrt(``epsilon``) times the scale and also 8 times the noise.
+    The scale is the largest finite absolute value in ``reference``, a program's output; for integers and booleans it is 0.0.
+    The noise is the largest finite difference of ``reference`` and ``nearby``, this output for nearly the same inputs.
     """
     noise = max(np.max(distances(reference, each), initial=0.0) for each in nearby)
     scale = 0.0 if reference.dtype.kind in "biu" else np.max(distances(reference, 0), initial=0.0)

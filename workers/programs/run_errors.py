@@ -24,7 +24,7 @@ _SHOWN = 300
 
 
 def works() -> None:
-    """Does nothing. It is the check for devices that cannot fail."""
+    """Does nothing. A worker that cannot check whether its device has failed calls this function instead of a check."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_needed(program: Any, held: int | None = None) -> int | None:
     """Returns how many bytes a run of a compiled program allocates for outputs and intermediate values, or None if unknown.
 
-    If ``held`` is given, adds the size of the arguments that are not on the device yet: all arguments less ``held`` bytes.
+    ``held``: the bytes of arguments that are on the device already. If given, the result includes all further argument bytes.
     """
     try:
         found: Any = program.memory_analysis()

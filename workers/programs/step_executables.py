@@ -1,8 +1,8 @@
-"""Compiles all programs of a stepped model while it is loaded, or loads them from the cache. None is compiled for a request.
+"""Compiles all programs of a stepped model while the model is loaded, or loads the programs from the cache.
 
-init      one program
-insert    one program for each combination of buckets
-step      one program for each number of slots that a step may have; all programs run on the device that suits the largest one
+init      one program: makes the model's state, which has a fixed number of slots, each with room for one request
+insert    one program for each combination of the inputs' buckets: puts requests into slots
+step      one program for each of several numbers n: computes the next step of the requests in slots 0 to n - 1
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """Compiles nothing yet. ``source``: the model's code, from which the keys of compiled programs in ``cache`` are made.
+        """Stores the arguments. The method ``warm`` compiles the programs later.
 
-        ``slots``: how many requests can run at the same time, each in a numbered slot of the model's state.
-        ``step_slots``: for how many slots ``step`` is compiled, ascending up to ``slots``. For 4, ``step`` runs the slots 0 to 3.
-        ``insert_rows``: how many new requests the model's function ``insert`` takes in one call. If it is 0, ``insert`` takes one
+        ``source``: the model's code, from which the keys of compiled programs in ``cache`` are made.
+        ``slots``: how many requests can run at the same time. The model's state has a numbered slot for each request.
+        ``step_slots``: numbers of slots, ascending up to ``slots``. For each number n, a ``step`` of slots 0 to n - 1 is made.
+        ``insert_rows``: how many requests the model's function ``insert`` takes in one call. If it is 0, ``insert`` takes one
         request, whose arrays have no axis for requests.
         """
         self._step_slots = step_slots
@@ -103,7 +104,7 @@ class StepExecutables:
         return self._place.device
 
     def check_size(self, limit: int) -> None:
-        """Raises InvalidArgument if the state exceeds ``limit`` bytes. Traces ``init``, whose errors are raised unchanged."""
+        """Raises InvalidArgument if the state from the model's ``init`` exceeds ``limit`` bytes. Raises errors of ``init``."""
         with precision(self._signature.wide):
             made = jax.eval_shape(self._programs.init, self._place.parameter_specs(1))
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
@@ -114,7 +115,10 @@ class StepExecutables:
             )
 
     def warm(self, progress: LoadProgress) -> None:
-        """Compiles all programs or takes them from the cache. Runs each once. Raises Internal: a result is not as declared."""
+        """Compiles each of the model's programs, or loads it from the cache on disk. Then runs each program once.
+
+        Raises Internal if the model's code returns other arrays than declared. Raises Cancelled if the load was cancelled.
+        """
         lower = functools.partial(self._lower, _Wanted("step", self._slots))
         step = lower(self._place)
         if self._small is not None and (found := self._small.lowered(step, lower)) is not None:
@@ -190,7 +194,7 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns arguments for an ``insert`` without effect: zeros of these shapes, and indices beyond the last slot."""
+        """Returns the inputs, zeros of these ``shapes``, and the slot numbers for an ``insert`` that adds no request."""
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}
         for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):

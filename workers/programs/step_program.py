@@ -1,13 +1,16 @@
 """Wraps the three functions that the author of a stepped model wrote, so that the worker can compile and run them.
 
-    init     (parameters)                         ->        carry     each array of the carry has one row for each slot
-    insert   (parameters, inputs, slots, carry)   -> rows,  carry     new requests begin, each in its slot
-    step     (parameters, unmasked, carry)        -> rows,  carry     the requests in the first n slots go on
-    carry    (the author's carry, live)           live: for each slot, whether it has a request that has not finished
-    rows     UINT8[n, size]                       the outputs of each row side by side, then a byte with ``EMITS``, ``FINISHED``
+A stepped model works on many requests at once. Each of these requests has a numbered slot.
 
-The carry is donated, so it stays in the same memory. The device itself notes that a request has finished, so a step that was
-launched before the worker knew of it does not touch the slot. A step costs one transfer to the host for all outputs.
+    init     (parameters)                         ->        carry     makes the first carry
+    insert   (parameters, inputs, slots, carry)   -> rows,  carry     begins new requests: ``slots`` has the slot of each
+    step     (parameters, unmasked, carry)        -> rows,  carry     computes one step of the requests in the first n slots
+
+    unmasked BOOL[n]: for each of the first n slots, whether its request takes part in the step
+    carry    the model's arrays, with one row for each slot, and a BOOL for each slot: whether it has an unfinished request
+    rows     UINT8[n, size]: for each new request or each of the first n slots, the bytes of the outputs, then a byte with flags
+
+``insert`` and ``step`` reuse the memory of the ``carry`` that they are given. A finished request takes no part in later steps.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ class Rows:
         return jnp.concatenate([*(as_bytes(each).reshape(len(each), -1) for each in arrays), says[:, None]], axis=1)
 
     def cut(self, row: Array) -> dict[str, Array]:
-        """Returns the outputs in a result row by name, in the shapes that clients get. They are views of the row."""
+        """Returns the outputs in ``row`` by name, in the shapes that clients get. The outputs are views of ``row``."""
         return {spec.name: row[start:stop].view(spec.dtype).reshape(spec.dims) for spec, start, stop in self._parts}
 
 
@@ -114,9 +117,10 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Calls the model's function ``insert`` for new requests. Returns their results, packed as rows, and the new ``carry``.
+        """Calls the model's function ``insert`` for new requests. Returns the packed outputs and the next ``carry``.
 
-        ``inputs``: the new requests' inputs. ``slots``: the new requests' slots. ``carry``: the state of all requests.
+        The packed outputs are UINT8[n, size], one row for each new request. ``inputs``: the inputs of the new requests.
+        ``slots``: each new request's row in the arrays of ``carry``. ``carry``: the state of all requests.
         """
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
@@ -136,9 +140,10 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the model's ``step`` once for the first n slots, one row each. Returns packed results and the next ``carry``.
+        """Computes one step of the requests in the first n rows of ``carry``. Returns the packed outputs and the next ``carry``.
 
-        ``unmasked``: n BOOLs, each of which says whether its slot takes part. ``carry``: the model's state.
+        The packed outputs are UINT8[n, size], one row for each of these requests. ``carry``: the state of all requests.
+        ``unmasked``: BOOL[n], whether each of these requests takes part in the step.
         """
         own, live = carry
         count = unmasked.shape[0]
@@ -168,7 +173,7 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {function} returned {what}, {expected} expected")
 
     def _check_carry(self, function: str, given: Any, made: Any) -> None:
-        """Raises Internal unless the state ``made`` by a function has the structure, shapes and dtypes of ``given``."""
+        """Raises Internal if ``function`` got state ``given`` and returned ``made`` of another structure, shape or dtype."""
         what = f"model '{self._signature.model}': {function} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
         structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]

@@ -22,11 +22,11 @@ from tensord.workers.programs.weight import work_of
 def trials(
     executables: Executables, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]
 ) -> Iterator[dict[str, str | float]]:
-    """Runs each compiled program of a model on generated inputs. Yields the measurements of each program in a dictionary.
+    """Runs each compiled program of a model on generated inputs. Yields one dictionary of measurements for each program.
 
-    The keys are bucket, device, program, memory_kib, mflop, ms and difference. difference says how the outputs differ from the
-    outputs of the model's own function. It is "" if rounding explains the difference.
-    ``ask(inputs, count)`` runs the model on inputs of ``count`` rows. If it raises a ServingError, the program is left out.
+    The keys are bucket, device, program, memory_kib, mflop, ms and difference. difference names an output that differs from the
+    output of the model's own function by more than rounding. difference is "" if no such output was found.
+    ``ask(inputs, rows)`` runs the model on ``rows`` rows of inputs. A program is skipped if ``ask`` raises ServingError.
     """
     several = executables.several
     for wanted, executable in executables.made.items():

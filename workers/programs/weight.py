@@ -1,7 +1,7 @@
-"""Estimates a compiled program's work before it runs, in relation to the cost of a call.
+"""Estimates how much work a program does in one call, compared with what the call itself costs.
 
-XLA knows a program's floating-point operations and the bytes that they read and write. XLA counts one iteration of a loop, and
-nothing for calls outside of XLA, so a program with loops or such calls may take any time. No time is measured.
+XLA counts a program's floating-point operations, and the bytes that it reads and writes. The work counts as unknown if the
+program has while loops or custom calls.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def work_of(program: Program) -> tuple[float, float]:
 
 
 def is_within(program: Program, most: tuple[float, float], text: Program | None = None) -> bool:
-    """Returns whether XLA can estimate a program's work and this is at most ``most`` (floating-point operations, bytes).
+    """Returns whether a program does no more work than ``most``, a pair (floating-point operations, bytes read and written).
 
-    XLA cannot estimate while loops and custom calls. Both are looked for in ``text``, or in ``program`` if ``text`` is None.
-    ``text``: the same program before its compilation, if ``program`` is a compiled program.
+    Returns False if the work is unknown. For example, it is unknown if the program has while loops or custom calls.
+    ``text``: the program before its compilation, which is searched for loops and custom calls; None: ``program`` is searched.
     """
     known = all(0 <= own <= bound for own, bound in zip(work_of(program), most, strict=True))
     return known and not _UNCOUNTED.search((text or program).as_text() or "")

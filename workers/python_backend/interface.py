@@ -320,10 +320,10 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Begins to unload a model, without waiting for the end.
+    """Begins to unload a model. Returns before the model is unloaded.
 
-    ``unload_dependents``: whether to unload also the models that an ensemble's steps call.
-    Raises TritonModelException: the server refused, or the running code may not unload models.
+    ``unload_dependents``: if the model is an ensemble, whether to unload also the models that only this ensemble uses.
+    Raises TritonModelException if the daemon refuses, or if the caller is not code of a model that is being loaded or served.
     """
     with _Asking("Failed to unload model"):
         asking.unload(model_name, unload_dependents)

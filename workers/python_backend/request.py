@@ -88,9 +88,10 @@ def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
 
 
 def checked_parameters(parameters: Any) -> dict[str, Parameter]:
-    """Returns parameters as plain values that can be sent. None becomes an empty dict.
+    """Returns ``parameters``, a mapping from names to values, as a dict of plain values. None becomes an empty dict.
 
-    Raises TritonModelException: a parameter cannot be sent.
+    Raises TritonModelException: ``parameters`` is no mapping, a name is no str, a value is no bool, 64-bit int or str, a str
+    cannot be encoded in UTF-8, or all parameters together have more than 1 MiB as JSON.
     """
     if parameters is None:
         return {}
@@ -108,7 +109,7 @@ def checked_parameters(parameters: Any) -> dict[str, Parameter]:
 
 
 def _value(key: str, value: Any) -> Parameter:
-    """Returns the value of parameter ``key`` as a plain bool, int or str, or raises TritonModelException."""
+    """Returns ``value`` as a plain bool, 64-bit int or UTF-8 str. Raises TritonModelException if ``value`` is none of these."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -199,7 +200,7 @@ TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
 
 class InferenceTrace:
-    """The trace of a request. A model passes it on with requests to other models, which become part of the trace."""
+    """The trace of a request. If a model passes it on with a request to another model, it covers that request as well."""
 
     def __init__(self, timeline: RequestTimeline | None = None) -> None:
         """Makes a trace. ``timeline``: the request's timeline; None: the request is not traced."""
@@ -261,13 +262,13 @@ class InferenceRequest:
         writer: Callable[[], ResponseWriter] | None = None,
         timeline: RequestTimeline | None = None,
     ) -> None:
-        """Makes a request. Only the worker gives the last three arguments.
+        """Makes a request. A model must give ``inputs``, ``requested_output_names`` and ``model_name``.
 
-        A model must give ``inputs``, ``requested_output_names`` and ``model_name``, and may give None only for ``parameters``.
-        ``model_version``: the version to call; -1: the newest ready version. ``flags``: sequence flags (1: start; 2: end; 3:
-        both). ``timeout``: the queue timeout in microseconds; 0: no timeout. ``trace``: the trace of the request on whose behalf
-        this request is made. ``cancelled``: returns whether the client has cancelled the request. ``writer``: makes the object
-        to which a response sender writes. ``timeline``: the timeline of the request; None: it is not traced.
+        ``model_version``: the version to call; -1: the newest ready version. ``flags``: 1: the request starts a sequence; 2: it
+        ends a sequence; 3: both. ``timeout``: the queue timeout in microseconds; 0: no timeout. ``trace``: the trace of the
+        request on whose behalf this request is made. Only the worker gives ``cancelled``, ``writer`` and ``timeline``.
+        ``cancelled``: returns whether the client has cancelled the request. ``writer``: makes the object to which a response
+        sender writes. ``timeline``: the timeline of the request; None: the request is not traced.
         Raises TritonModelException: the request is malformed. Raises TypeError: an argument is missing or has another type.
         """
         if writer is None:
@@ -373,9 +374,9 @@ class InferenceRequest:
         return self.sender
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Sends the request to the model that it names, waits, and returns the response.
+        """Sends the request to the model that it names, waits for the first response, and returns this response.
 
-        ``decoupled``: whether to return an iterator over all responses, after the first has arrived.
+        ``decoupled``: whether to return an iterator over all responses instead, which begins with the first response.
         Raises TritonModelException: the running code may not call models, or the request is malformed. Any other failure is
         returned as a response with an error.
         """
@@ -479,7 +480,7 @@ def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIt
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """Returns the only response of a call. ``decoupled``: whether to return an iterator over it."""
+    """Returns ``response`` if ``decoupled`` is False. Otherwise returns an iterator that yields only ``response``."""
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 
@@ -491,12 +492,10 @@ class ResponseIterator:
     """Iterates over the responses to one call, and waits for each. A second iteration gets the same responses again."""
 
     def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
-        """Makes an iterator over the responses to a call whose first response has come.
+        """Makes an iterator over the responses to ``call``. If ``call`` is None, there is only one response.
 
-        Args:
-          call: the call from which further responses come. It is None if no model was called.
-          first: the first response as the called model gave it, and whether this response is the last.
-          response: the first response as the calling model gets it. If it is None, it is made from ``first``.
+        ``first``: the first result of the called model, and whether this result is the last. ``response``: the first response
+        that the iterator returns. If ``response`` is None, the iterator makes its first response from the first result.
         """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]

@@ -1,1 +1,1 @@
-"""Package for the clients' shared memory as a worker uses it: what may be registered, how it is mapped, what uses it."""
+"""Package for a worker's regions: opens them, finds them by name, and says where outputs of requests are written."""

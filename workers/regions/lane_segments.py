@@ -1,10 +1,10 @@
 """Holds the segments that a client announces on its lane. Only requests on this lane can use them.
 
-    SegmentOpened 3 + memfd ──▶ region "@3" of this lane ──SegmentClosed 3, or the lane ends──▶ leaving ──last lease──▶ unmapped
-    RegionSlice("@3", ...)  ──▶ that region              RegionSlice("frames", ...) ──▶ a region that a client has registered
+    the client sends SegmentOpened 3 with a memfd  ──▶ the worker maps the memory as the region "@3" of this lane
+    a request on this lane names the region "@3"   ──▶ the request uses the segment 3 of this lane
+    the client sends SegmentClosed 3               ──▶ the worker unmaps the segment 3 when the last lease on it has ended
 
-A segment has the same name in requests, here and in answers. The "@3" of another lane is another region. If a client has
-registered a region under such a name, no lane finds it.
+The end of the lane closes its segments. Requests on this lane cannot use a registered region whose name begins with "@".
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class LaneSegments(ArenaMap):
         self._reasons: dict[str, str] = {}
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps memory that the client has announced as a segment of its lane. Takes ownership of the memory's descriptor ``fd``.
+        """Maps the memory ``fd`` as segment number ``segment`` of the client's lane. Takes over the descriptor ``fd``.
 
-        ``segment``: the segment's number. ``byte_size``: the announced size.
-        Raises InvalidArgument: number or size are invalid, the number is in use, or the memory is no memfd of this fixed size.
+        Raises InvalidArgument: ``segment`` is negative or in use, ``byte_size`` is not positive, or ``fd`` is no memfd with
+        a sealed size of ``byte_size`` bytes.
         Raises Unavailable: the lane has too many segments or bytes, or the memory cannot be mapped. Later requests that name the
-        segment then get this Unavailable too.
+        segment fail with the same error.
         """
         name, limits = f"{_MARK}{segment}", self.limits
         try:
@@ -94,10 +94,11 @@ class LaneSegments(ArenaMap):
             self._leave(region)
 
     def find(self, name: str) -> AnyRegion:
-        """Returns the region that a record of this lane names: a segment of the lane, or a registered region.
+        """Returns the region with this name. A name that begins with "@" stands for a segment of this lane.
 
-        Raises Unavailable: the segment could not be opened. Raises InvalidArgument: the segment is not open, or pages of the
-        region were lost. Raises NotFound: no region has this name. Raises DeviceLost: the GPU failed.
+        Raises Unavailable: the worker refused the segment when the client announced it. Raises InvalidArgument: no segment with
+        this name is open, or an earlier access to the region's memory failed, or this worker cannot open the region.
+        Raises NotFound: no region has this name. Raises DeviceLost: the GPU failed.
         """
         if not name.startswith(_MARK):
             return self._table.find(name)

@@ -1,8 +1,8 @@
 """Says where each output of a request is written. ``workers/dispatch/answers.py`` chooses this before anything is written.
 
-outputs in regions that the client requested   into the client's memory, once all of these outputs are known to fit
-small outputs                                  into the record of the answer
-all other outputs                              into one block of the lane's response arena, each at a multiple of 64 bytes
+If the client requested a region for an output, the output is written into this region. Otherwise, if the answer's record has
+room for the output, the output is written into the record. All other outputs are written into the response arena of the lane
+over which the request came. In the arena, each output begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Places:
     written: Collection[str] = ()
 
     def in_arena(self, name: str) -> Slice | None:
-        """Returns where the output ``name`` lies in the response arena; None: it goes into the record or a region."""
+        """Returns where the output ``name`` lies in the response arena; None: it goes into the answer's record or a region."""
         at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None
@@ -47,7 +47,7 @@ class Places:
     def memory(self, name: str) -> memoryview | None:
         """Returns the host memory to which the output ``name`` is written.
 
-        None: the output goes into the record, to a GPU, or to a region that is written by system calls.
+        None: the output goes into the record of the answer, to a GPU, or to a region that is written by system calls.
         Raises InvalidArgument: the output would not lie wholly inside its region.
         """
         at, size = self.offsets.get(name), self.sizes[name]

@@ -1,6 +1,6 @@
-"""Holds the regions that a worker has open, by name. The supervisor decides which region has a name.
+"""Holds the regions that one worker has open, by name, and checks whose memory may be registered as a region.
 
-registered ──unregistered or renewed──▶ leaving: no new request finds it ──last lease ends──▶ closed ─▶ ``when_closed``
+New requests do not find a region that was unregistered or replaced. The region is closed when its last lease has ended.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Opens a client's POSIX shared memory, and adds the memory to the table as a region. Returns the region, and a word.
+        """Adds a client's POSIX shared memory to the table as a region. Returns the region, and how the worker uses the memory:
 
-        The word is "snapshot" if the worker copies the memory before each use. If the worker maps the memory, the word is
-        "sealed" if the client cannot shrink the memory, and else "guarded". ``fd``: a descriptor of the memory, if another worker
-        has opened and checked the memory. If ``fd`` is None, this worker does both.
+        "snapshot": it copies the memory before each use. "sealed": it maps the memory, which the client cannot shrink.
+        "guarded": it maps the memory, which the client can shrink. ``fd``: an open descriptor of the memory. If ``fd`` is None,
+        this worker opens the memory by ``record.key`` and checks whether the client may register the memory.
         Raises AlreadyExists if the region's name is taken. Raises InvalidArgument or Internal if the memory is refused, or cannot
         be mapped. Raises Unavailable if the process has too many open files.
         """
@@ -89,10 +89,10 @@ class RegionTable:
         return region, access
 
     def open_private(self, name: str, fd: int, byte_size: int) -> Region:
-        """Maps sealed memory as a region that requests do not find in this table. Always takes over the descriptor ``fd``.
+        """Maps the memfd ``fd`` as a region that ``find`` does not return. Takes over ``fd``, and closes ``fd`` on any error.
 
-        Raises InvalidArgument: ``fd`` is no writable memfd of ordinary pages and fixed size, or has another size. Raises
-        Unavailable: no more can be mapped now, or the process has too many open files.
+        Raises InvalidArgument: ``fd`` is not a writable memfd with sealed size and without huge pages, or its size is not
+        ``byte_size``. Raises Unavailable: the memory cannot be mapped now, or the process has too many open files.
         """
         try:
             check_sealed(name, fd)
@@ -167,9 +167,9 @@ class RegionTable:
         self.settle()
 
     def find(self, name: str) -> AnyRegion:
-        """Returns the region of this name. Raises NotFound: there is no such region.
+        """Returns the region with this name. Raises NotFound: no region has this name. Raises DeviceLost: the GPU failed.
 
-        Raises InvalidArgument: pages of the region were lost, or this worker cannot open it.
+        Raises InvalidArgument: an earlier access to the region's memory failed, or this worker cannot open the region.
         """
         region = self._regions.get(name)
         if region is None:
@@ -212,9 +212,9 @@ class RegionTable:
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Returns region name -> (tensors of requests in flight in the region, such tensors in removed regions of this name).
+        """Counts tensors of requests in flight. Returns region name -> (now, former). ``name``: only this name; "": all names.
 
-        ``name``: the only region to count; "": all regions.
+        ``now``: tensors in the region that has the name. ``former``: tensors in removed or replaced regions that had the name.
         """
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
         for region in self.leaving:
@@ -269,7 +269,10 @@ def _is_private(region: AnyRegion) -> bool:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Returns whether ``region`` is the part of the file ``fd`` that ``record`` names, and can still be read."""
+    """Returns whether ``region`` is the part of the file ``fd`` that ``record`` names.
+
+    Returns False if the file has become too small for this part, or if an access to the memory of ``region`` has failed.
+    """
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)
@@ -280,7 +283,7 @@ def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSyste
 
 
 def check_intact(regions: Iterable[AnyRegion]) -> None:
-    """Raises InvalidArgument if a page of one of these regions was lost, so that zeros may have been read."""
+    """Raises InvalidArgument if an access to the memory of one of these regions has failed, such as after a truncation."""
     if not guard.any_faults():
         return
     for region in regions:
@@ -324,7 +327,7 @@ class RegionPolicy:
     def access(self, request: RegisterSystemRegion, status: os.stat_result) -> str:
         """Returns "guarded" if the worker may map a client's memory, or "snapshot" if it must copy the memory at each use.
 
-        ``status``: the owner, group and mode of the memory. Configured rules decide by the owner and by the key in ``request``.
+        ``request.key``: the POSIX name of the memory. ``status``: the owner, group and mode of the memory.
         """
         if not guard.available:
             return "snapshot"

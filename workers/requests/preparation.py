@@ -1,8 +1,6 @@
-"""Keeps what a worker has found out about requests with the same prepared part, so that less is done for each of them.
+"""Keeps what a worker computes once for all requests with the same prepared part: results of checks, and plans for answers.
 
-prepared part, layout of a program's outputs ─▶ AnswerPlan, kept in a Preparation
-AnswerPlan ─▶ an answer, made in Python (workers/dispatch/answers.py) or in the C part of the loop
-number of a prepared answer ─▶ ``answers`` encodes one answer for each of many requests, or many for one request
+A plan (``AnswerPlan``) says how the outputs of a run of a model become the answer to a request.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Says where a run's results hold one output of a request, and where the answer is to hold it.
+    """Says where a run of a program has left one output of a request.
 
-    Row n of the output begins at byte ``start + n * step`` of the results. If ``in_lease`` is true, no copy is needed:
-    the program has written the rows to the answer's lease of the response arena, from byte ``start`` of the lease on.
+    If ``in_lease`` is false, row n of the output begins at byte ``start + n * step`` of the run's buffer number ``content``.
+    If ``in_lease`` is true, the output begins at byte ``start`` of the answer's block in the response arena.
     """
 
     #: The number of the content among those of the run.
@@ -125,9 +123,9 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """Begins with no stored results.
+        """Makes a ``Preparation`` for all requests whose prepared part is ``prepared``. No request has been checked yet.
 
-        ``prepared``: the part that the requests have in common. ``number``: its number on a lane, or ``INLINE`` if it has none.
+        ``number``: the number of the prepared part on its lane, or ``INLINE`` if the prepared part has no number.
         """
         self.number = number
         self.prepared = prepared
@@ -145,10 +143,10 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores that a request was found valid, so that later requests with the same prepared part need no check.
+        """Stores what checks of a valid request found, for later requests with the same prepared part.
 
-        ``load``: ``ModelVersion.checked`` of the load for which the request is valid. ``checked``: the result for the inputs,
-        or None if each request has other shapes. ``outputs``: the requested outputs by name.
+        ``load``: the attribute ``checked`` of the request's model version. ``checked``: the result of checking the inputs;
+        None: the inputs of each later request must be checked again. ``outputs``: the requested outputs by name.
         """
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None

@@ -1,13 +1,11 @@
-"""Validates requests in a worker. What many requests have in common is checked once for each load of a model version.
+"""Validates requests in a worker before they are queued. A refused request holds no lease.
 
-    PreparedRequest ── check: names, datatypes, shapes, rows, batching key ──▶ Checked, which is cached
-    RequestRecord   ── place: contents, sizes, ranges, leases ───────────────▶ Request
+Inputs with the same names, datatypes and shapes are checked once for each load of the model version. The bytes of the inputs
+are checked for each request. Error messages and the order of checks are Triton's: first regions and requested outputs, then
+names and number of the inputs, then the batch size, then datatype, shape and bytes of each input. The inputs' batch sizes,
+datatypes, shapes and bytes are checked from the last input of the request to the first.
 
-A record is read as if an attacker had written it. Error texts and the order of checks are Triton's: regions and requested
-outputs, then names and number of the inputs, then the batch size, then datatype, shape and bytes of each input. The last input
-of the request comes first, because Triton's hash table has this order. Numeric tensors become views of the bytes where they
-lie; BYTES tensors are copied before their lengths are read. A refused request was never queued, and holds no lease. The same
-functions check requests that are made inside the worker.
+Numeric inputs are not copied. BYTES inputs are copied first, so that a client cannot change them while they are checked.
 """
 
 from __future__ import annotations
@@ -71,13 +69,13 @@ def validate(
     regions: RegionTable | LaneSegments,
     now_ns: int,
 ) -> Request:
-    """Validates a received request, leases the regions that it names, and returns it.
+    """Validates a received record, and returns the request. The request holds leases of the regions that it names.
 
     Args:
       own: the received record.
-      preparation: what is known of the prepared request that the record names or contains.
+      preparation: the prepared part of the request, with the results of earlier checks of this part.
       submitter: the sender of the request.
-      version: the model version that the request asks.
+      version: the model version that is to run the request.
       regions: the regions that the request may name.
       now_ns: the current time of CLOCK_MONOTONIC.
     Raises ServingError: the request is invalid. The message is for the client, and no region stays leased.
@@ -214,16 +212,16 @@ def validate_inner(
     sink: Sink,
     origin: Request | None = None,
 ) -> InnerRequest:
-    """Validates a request that a model or an ensemble's step makes inside the worker, and returns it.
+    """Validates a request that was made in the worker's own process, for example by a model. Returns the request.
 
-    The request's tensors are arrays to which nobody writes, so none of them is copied.
     Args:
-      prepared, own: the part that other requests may share, and the part that is the request's own.
-      arrays: the inputs by name, in the shapes that a client would send.
+      prepared: the part of the request that other requests may have, too.
+      own: the rest of the request.
+      arrays: the inputs by name, with a batch axis if the model has one. They are not copied, and nobody may write to them.
       outputs: the names of the wanted outputs; empty: all.
       sink: gets the responses.
       origin: the request on whose behalf this request is made; None: there is none.
-    Raises ServingError: the request is invalid. The message is for the code that made it.
+    Raises ServingError: the request is invalid. The message is for the code that makes the request.
     """
     if own.replace_key:
         _check_replace_key(own)

@@ -97,11 +97,11 @@ class Request(RequestTensors):
           rows: the batch size.
           arrays: the inputs as arrays, by name.
           outputs: the requested outputs by name. If it is empty, all outputs are requested.
-          regions: the regions that the request has leased, once per tensor.
+          regions: one leased region for each input and output that is in a region. A region may be in the list several times.
           now_ns: the time of arrival, which is used if ``own.received_ns`` is 0.
           copied_byte_size: how many bytes of the request's tensors were copied so far.
-          contents: the bytes of each input. Give them only if no input is BYTES, BOOL or reshaped.
-          preparation: plans for answering requests with this ``prepared``. If it is None, there are no plans.
+          contents: each input's bytes, by name. No input may then have datatype BYTES or BOOL, or a configured ``reshape``.
+          preparation: results stored for all requests with this ``prepared``. None: no stored results are used.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None
@@ -181,7 +181,7 @@ class Request(RequestTensors):
         return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
-        """Returns the leased region of this name, even if the name stands for another region by now."""
+        """Returns the region that had this name when this request leased it. Raises AssertionError if there is none."""
         for region in self.regions:
             if region.name == name:
                 return region
@@ -203,7 +203,7 @@ def controls_of(record: RequestRecord) -> Controls:
 
 
 def named(client_id: str) -> str:
-    """Returns the beginning of a log line about a request, with the client's id; "": the client gave no id."""
+    """Returns ``[request id: X] ``, the beginning of a log line about a request; or "" if ``client_id`` is empty."""
     return label(client_id) if client_id else ""
 
 
@@ -213,10 +213,10 @@ def traced(requests: Iterable[Request]) -> dict[str, str]:
 
 
 class InnerRequest(Request):
-    """A request that a model or an ensemble's step makes inside the worker. Queues treat it like a client's request.
+    """A request that a model or an ensemble's step makes inside the worker, while it works on a client's request.
 
-    It is made because of a client's request, whose ``request_id`` and ``submitter`` it has. Its inputs are arrays on this
-    device or in host memory. Its responses go to a function (``sink``). Inputs and responses are not copied.
+    An ``InnerRequest`` has the ``request_id`` and the ``submitter`` of the client's request. Its inputs are arrays on the
+    worker's device or in host memory. The worker calls ``sink`` with each response. Inputs and responses are not copied.
     """
 
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
@@ -247,9 +247,9 @@ class InnerRequest(Request):
 
 
 def not_kept(request: Request | None) -> None:
-    """Keeps the answers to a request out of response caches, because they depend on other models. Does nothing for None.
+    """Prevents that response caches store the answers to ``request``. Does nothing if ``request`` is None.
 
-    If another request has caused this request, the answers to the other request are kept out, too.
+    If ``request`` is an ``InnerRequest``, the answers to the client's request that led to it are not stored either.
     """
     while request is not None:
         request.asked = None

@@ -1,10 +1,8 @@
-"""The response cache of one worker, shared by all of its models that ask for one.
+"""The response cache of a worker: stores answers, and finds them again for later requests with equal cache keys.
 
-    digest of a request's key (``Question``) ─▶ entry, if its own key is the same ─▶ its answer
-
-Does no I/O. Two keys are the same if every input is the same, byte for byte, and if the same load of a model is asked for the
-same outputs with the same parameters. Entries are private copies: nobody else can write to them. When the cache is full, the
-least recently used entries are removed.
+All models whose configuration enables the response cache share it. Two requests have equal keys if they are for the same load
+of a model, the same outputs and the same parameter values, and if their inputs are equal byte for byte. The cache stores copies
+of all arrays. If the cache is full, it removes the least recently used answers.
 """
 
 from __future__ import annotations
@@ -152,7 +150,7 @@ class ResponseCache:
     def forget(self, load: object) -> None:
         """Removes the cached answers of a model version that was unloaded or replaced.
 
-        ``load``: the object that stands for the load of this version in each ``Question``.
+        ``load``: the object that each cache key (``Question``) of this version has in its field ``load``.
         """
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)

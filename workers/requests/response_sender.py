@@ -1,15 +1,16 @@
 """Sends any number of responses to one request, in order, from any thread.
 
-    model's thread ── send, send, ..., send(final) ──▶ Responses (loop) ──▶ lane ──▶ front ──▶ client
-                   ◀── waits while the client has not taken ``max_ahead`` bytes of what was sent ──┘
+    model's code: send, send, ..., send(final) ──▶ the worker's event loop ──▶ lane ──▶ submitter
 
-Each request is completed exactly once: by its model, by an error of its model, or by an error because the model's code no
-longer has an object that could complete it. Responses to a request that nobody waits for are dropped; the model can ask for
-this (``is_cancelled``) and stop.
+``send`` waits while the client has not taken ``max_ahead`` or more bytes of sent responses. In a thread that runs an event
+loop, ``send`` waits only if its parameter ``wait`` is True.
 
-Small responses with the same outputs, datatypes and shapes are encoded in the sending thread, all by one encoder:
+Each request ends exactly once: when the model sends the last response, says that no response follows, or fails. If the model's
+code can no longer send responses and the request has not ended, the request fails with Internal. If nobody waits for the
+responses to a request any more, they are dropped, and ``is_cancelled`` is True.
 
-    first such response ─▶ ResponseKind, one for each submitter ─▶ all further ones: record, record, ...
+A ``ResponseKind`` encodes small responses with the same outputs, datatypes and shapes. The worker's event loop makes the
+``ResponseKind`` at the first such response. The thread that calls ``send`` then encodes the later ones.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 def describe(
     result: Mapping[str, Array], wanted: Collection[str], most: int, strings: bool
 ) -> tuple[Described, tuple[bytes, ...]] | None:
-    """Returns name, datatype and shape of each requested output of a response, and the bytes of each.
+    """Returns two tuples: (name, datatype, shape) of each requested output of a response, and the bytes of each one.
 
-    Returns None if the outputs do not fit into a record, if the protocol lacks the datatype of an output, or if an output is
-    BYTES and ``strings`` is False. ``wanted``: names of the requested outputs; empty: all. ``most``: how many bytes fit into a
-    record.
+    Returns None if the requested outputs have more than ``most`` bytes in all, if the dtype of one has no datatype in the Open
+    Inference Protocol, or if ``strings`` is False and one has the datatype BYTES.
+    ``result``: the response's outputs by name. ``wanted``: names of the requested outputs; empty: all outputs are requested.
     """
     described: list[tuple[str, str, tuple[int, ...]]] = []
     contents: list[bytes] = []
@@ -110,7 +111,7 @@ class ResponseKind:
 
 
 class EncodedResponses:
-    """Holds encoded responses to one request, which the model's thread adds, until the worker's loop takes and sends them."""
+    """Encoded responses to one request. The model's thread adds them, and the worker's event loop takes and sends them."""
 
     __slots__ = ("_records", "kind", "taken")
 
@@ -121,15 +122,15 @@ class EncodedResponses:
         self.taken = False
 
     def add(self, record: bytes) -> bool:
-        """Stores ``record``, an encoded response, for the worker's loop to send. Only the model's thread calls this method.
+        """Stores ``record``, an encoded response that the worker's event loop sends. Only the model's thread calls this method.
 
-        Returns False if the loop has called ``take`` before. The caller must then make the loop call ``take`` again.
+        Returns True if ``record`` is sure to be sent. If False, the caller must make the event loop call ``take`` again.
         """
         self._records.append(record)
         return not self.taken
 
     def take(self) -> list[bytes]:
-        """Returns the encoded responses that the loop has not taken yet. Only the loop calls it."""
+        """Returns the responses that no earlier call has returned. Only the worker's event loop calls this method."""
         # Said before it looks: whoever adds one looks afterwards.
         self.taken = True
         records = self._records[:]
@@ -158,9 +159,9 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns an encoder, for any thread, of responses with the same outputs, datatypes and shapes as ``result``.
+        """Returns an encoder of responses that have the same outputs, datatypes and shapes as ``result``.
 
-        Returns None if only the worker's loop can encode such responses. ``sender``: the sender of ``result``.
+        Any thread may use the encoder. Returns None if the worker's event loop must encode ``result``. ``sender`` sends it.
         """
         return None
 
@@ -254,7 +255,7 @@ class ResponseSender:
 
     @property
     def is_full(self) -> bool:
-        """True while ``send`` would wait, because too many sent bytes are not taken yet."""
+        """True while ``send`` would wait until the client has taken more of the responses that were sent."""
         return self._posted - self._settled >= self._max_ahead and not self.is_cancelled
 
     @property
@@ -272,12 +273,13 @@ class ResponseSender:
         """Sends a response to the request, or only says that no further response follows.
 
         Args:
-          result: the outputs in the client's shapes, a dict that the caller must not use any more. Or an error, after which more
-            responses may follow. Or None, which requires ``final`` and sends no response.
+          result: the outputs by name, in the shapes that the client gets. The caller must not use this dict any more. Or an
+            error: more responses may follow the error. Or None to send no response: ``final`` must then be True.
           final: whether no further response follows.
-          wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
-            wait and the client is far too slow, the request ends with an error.
-        Raises SenderClosed: the last response was sent before.
+          wait: whether to wait while the client has not taken ``max_ahead`` or more bytes of earlier responses. ``max_ahead``
+            is an argument of ``__init__``. None: wait, unless the calling thread runs an asyncio event loop. If ``send`` does
+            not wait and the client has not taken 16 x ``max_ahead`` or more bytes, the request ends with Unavailable.
+        Raises SenderClosed: the responses to the request have ended.
         """
         with self._lock:
             if self._closed:
@@ -313,9 +315,9 @@ class ResponseSender:
                 self._receiver.put(self, error, True, 0)
 
     def finish(self, wake: bool) -> None:
-        """Records that no further response follows. Does nothing if that was recorded before.
+        """Records that no further response to the request follows. Does nothing if this is recorded already.
 
-        ``wake``: whether to wake the loop; False: the model's function returns now, which wakes the loop.
+        ``wake``: whether this call wakes the worker's event loop; False: the caller ensures that the event loop wakes soon.
         """
         with self._lock:
             if not self._closed:
@@ -328,7 +330,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Ends a use that ``hold`` began. When the last use ends, the request fails unless it has ended or is to run again."""
+        """Undoes one ``hold``. If no ``hold`` is left, an unfinished request that will not run again fails with Internal."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
@@ -378,9 +380,9 @@ class ResponseSender:
         )
 
     def when_room(self, call: Callable[[], None]) -> bool:
-        """Registers a function. The loop calls it once: when the client has taken enough responses, or the request ends.
+        """Registers ``call`` for the worker's event loop if ``is_full`` is True. Returns whether ``call`` is registered.
 
-        Returns False, and registers nothing, if more can be sent now.
+        The event loop calls ``call`` when the client has at most ``max_ahead / 2`` bytes left to take, or the request ends.
         """
         self._on_room.append(call)
         if self.is_full:
@@ -402,11 +404,12 @@ class ResponseSender:
         return self.plain and self.request.timeline is None and self.request.sink is None
 
     def respond_small(self, described: Described, contents: Iterable[bytes], now_ns: int) -> bool:
-        """Sends a response with a few bytes of each output. Returns False if ``Responses.respond`` must send it instead.
+        """Sends a response whose outputs have few bytes. Returns True if the response was sent.
 
-        Call it only for a response that is neither the first nor the last of its request, and only if no earlier response waits
-        for room in the response arena. ``described``: names, datatypes and shapes of the outputs, the same in all calls.
-        ``contents``: the bytes of each output.
+        Returns False if nothing was sent. Then the caller has to send the response with ``Responses.respond``. The response
+        must not be the last one to the request. No earlier response to the request may wait for room in the response arena.
+        ``described``: names, datatypes and shapes of the outputs. All calls for one request must give the same ``described``.
+        ``contents``: the bytes of each output, in the order of ``described``.
         """
         request, kind = self.request, self._kind
         if not self.count or request.cancelled:
@@ -436,9 +439,9 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Adds a response's bytes to those that the client has not taken yet. Returns their number; 0 if ``result`` is None.
+        """Counts the bytes of a response as sent. Returns the number of these bytes; 0 if ``result`` is None.
 
-        ``final``: whether no further response follows.
+        ``final``: whether no further response to the request follows.
         """
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
@@ -459,9 +462,9 @@ class ResponseSender:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes of responses that the client has taken, or that were dropped.
+        """Records that the client has taken ``byte_size`` more bytes of responses, or that so many bytes were dropped.
 
-        A waiting ``send`` continues when at most half of the allowed bytes are still to be taken by the client.
+        A ``send`` that waits for the client continues once the client has at most ``max_ahead / 2`` bytes still to take.
         """
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:

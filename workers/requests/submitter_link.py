@@ -1,15 +1,11 @@
-"""A worker's end of the connection to one submitter: lane, requests in flight, waiting answers. Owned by the worker's loop.
+"""A worker's end of the connection to one submitter: the lane, requests in flight, and waiting answers.
 
-When the lane ends, so do its requests. A client's requests and answers take memory of the worker until the event at the right.
-The sum over all lanes of one user is bounded, for requests and for answers:
+When a lane ends, the worker cancels the requests of this lane. ``LaneOwner`` limits the bytes of requests, and separately the
+bytes of answers, on all lanes of the clients that one user runs.
 
-request ─▶ record of which a part is missing  ─▶ until the rest arrives, or its time is over
-       ├▶ prepared part                       ─▶ until the lane ends
-       └▶ request that waits or runs          ─▶ until it is answered
-
-answer ─▶ segment of a lane's response arena  ─▶ until the client gives its leases back, or the lane ends
-      ├▶ answer for which the arena is full   ─▶ until there is room
-      └▶ record that the socket does not take ─▶ until the client reads
+These bytes count as requests: records of which a part has not arrived yet, prepared parts, and requests without an answer.
+These bytes count as answers: segments of the lanes' response arenas, answers that wait for room in a response arena, and
+records that wait until the client reads from the lane's socket.
 """
 
 from __future__ import annotations
@@ -73,10 +69,10 @@ class SubmitterLink(Generic[R]):
         Args:
           peer: the number that the supervisor gave this submitter.
           lane: the submitter's lane.
-          due: the loop's list of submitters whose lanes are to be flushed; None: ``flush_soon`` has no effect.
-          segments: the regions in segments of a client's lane; None: the submitter is a front, which is trusted.
+          due: the list of submitters to flush soon, to which ``flush_soon`` adds this one; None: ``flush_soon`` has no effect.
+          segments: the segments that a client announces on the lane; None: the submitter is a front.
           protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for clients.
-          owner: the user whose client has the lane; None: the submitter is a front.
+          owner: counts bytes on all lanes of the user who runs the client; None: the submitter is a front.
         """
         self.peer = peer
         self.lane = lane
@@ -167,9 +163,9 @@ class SubmitterLink(Generic[R]):
             self.owner.request_byte_size += byte_size
 
     def keep(self, request: Request) -> None:
-        """Counts the memory of a client's request, until ``forget``. Call it before the request is in flight.
+        """Adds the size of a client's request to the size of all requests of the client's user, until ``forget`` is called.
 
-        Releases the request and raises Unavailable if the requests of the client's user take too much memory.
+        If the user's requests would exceed the limits of ``LaneOwner.check_room``, releases the request and raises Unavailable.
         """
         byte_size = request.kept_byte_size
         try:
@@ -186,13 +182,13 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Stops counting the memory of the lane's prepared requests and of its incomplete record, because the lane has ended."""
+        """At the lane's end, subtracts its prepared requests and partly received record from the counted bytes of requests."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 
     @property
     def returns(self) -> int:
-        """How many leases were given back so far on this lane or, if it is a client's, on all lanes of that client's user."""
+        """A counter that rises whenever memory for answers to this submitter becomes free."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property
@@ -201,25 +197,25 @@ class SubmitterLink(Generic[R]):
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:
-        """Updates how many bytes of answers wait on all lanes of the client's user. Does nothing for a front."""
+        """Brings this lane's part of ``owner.waiting_byte_size`` up to date. Does nothing for a front, which has no owner."""
         if self.owner is not None:
             waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
             self.owner.waiting_byte_size += waiting - self._waiting_byte_size
             self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
-        """Makes the loop send, still in this iteration, what is queued on the lane."""
+        """Makes the worker's event loop send the queued records of this lane before the loop waits for events again."""
         if not self.unflushed:
             self.unflushed = True
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the encoder for small responses with the given outputs. The first call makes it, and later calls reuse it.
+        """Returns the encoder of responses that fit into one record and have the given outputs. Makes it if there is none yet.
 
         Args:
           version: the number of the model version.
           described: the name, datatype and shape of each output.
-          final: whether no response follows these responses.
+          final: whether each such response is the last response to its request.
         """
         key = version, final, described
         kind = self._response_kinds.get(key)
@@ -232,14 +228,14 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder that ``response_kind`` made for these outputs with ``final`` False, or None if it has made none.
+        """Returns the encoder that ``response_kind(version, described, final=False)`` has made, or None if there is none yet.
 
         ``version``: the number of the model version. ``described``: the name, datatype and shape of each output. Thread-safe.
         """
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer to the submitter, which the loop sends in this iteration. Does nothing after the lane has ended.
+        """Queues an answer. The worker's event loop sends it before waiting for events. Does nothing after the lane has ended.
 
         ``numbered``: the prepared answer that the record names by its number; None: it names none.
         """
@@ -265,22 +261,22 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Removes a submitter whose lane has ended. Returns True if the user has no other submitter."""
+        """Removes ``submitter``, whose lane has ended. Returns True if this ``LaneOwner`` has no submitter left, else False."""
         self.submitters.discard(submitter)
         return not self.submitters
 
     @property
     def share(self) -> int:
-        """The bytes of answers that each lane of this user may hold while all of them together hold over ``max_byte_size``.
+        """How many bytes of answers each lane may hold if all lanes of the user together hold over ``max_byte_size`` bytes.
 
-        The share is ``max_byte_size`` / number of lanes at first, and shrinks to 0 when the lanes hold twice ``max_byte_size``.
+        The share is (2 * ``max_byte_size`` - bytes of answers on all lanes) / number of lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's lanes together hold more than ``self.max_byte_size`` bytes of answers.
+        """Raises Unavailable if this owner's lanes hold too many bytes of answers for one more request from ``submitter``.
 
-        Does not raise if the answers on the lane of ``submitter`` take fewer than ``self.share`` bytes.
+        That is so if the lanes together hold over ``max_byte_size`` bytes, and the submitter's lane at least ``share`` bytes.
         """
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
@@ -290,9 +286,9 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if ``byte_size`` more bytes of requests exceed both the user's limit and the submitter's share.
+        """Raises Unavailable if this owner has no room for ``byte_size`` more bytes of requests from ``submitter``.
 
-        The limit is for the requests on all of the user's lanes, and the share for the requests on the submitter's lane.
+        That is so if all lanes of this owner together would exceed a limit, and the submitter's lane its share of the limit.
         """
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
@@ -303,7 +299,7 @@ class LaneOwner(Budget):
             )
 
     def reclaim(self) -> bool:
-        """Closes one unused segment in a response arena of this user's lanes. Returns whether there was one."""
+        """Closes an unused segment, made for one tensor, in this LaneOwner's response arenas. Returns whether it did so."""
         for submitter in self.submitters:
             if submitter.lane.arena.trim():
                 # The client is told, so that it unmaps it.
@@ -312,7 +308,7 @@ class LaneOwner(Budget):
         return False
 
     def describe_full(self, byte_size: int) -> str:
-        """Returns the error message for an answer of ``byte_size`` bytes that found no room in time."""
+        """Returns the error message for an answer of ``byte_size`` bytes with no room in this LaneOwner's response arenas."""
         return (
             f"no room for an answer of {byte_size} bytes in the response arenas of this user: {self.used} of "
             f"{self.max_byte_size} are in use (clients.max_owner_response_byte_size)"

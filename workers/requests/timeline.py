@@ -1,6 +1,6 @@
-"""Records a traced request's times in the worker, the spans of its model's code, and at trace level TENSORS its tensors.
+"""Records the timeline of a traced request in its worker: timestamps, and spans that the model's code opens.
 
-Requests that are not sampled have no timeline. Source: Triton docs/user_guide/trace.md.
+At trace level TENSORS the timeline also has the request's inputs and outputs. Source: Triton docs/user_guide/trace.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_SPANS = 128
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A span that a model's code opens while it works on a request."""
+    """A tracing span: a named part of a model's work on one or more requests. The model's code begins and ends the span."""
 
     name: str
     attributes: dict[str, Parameter]
@@ -128,10 +128,10 @@ class RequestTimeline:
         return msgspec.structs.replace(answer, trace=self.told()) if self.attaches else answer
 
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
-        """Adds the timeline of a request that the model made while it worked on this request. The other request has ended.
+        """Adds ``child``, the timeline of an inner request. A model made the inner request while it worked on this request.
 
-        ``model``, ``version``: the model that was asked. ``child``: the timeline. ``within``: the span that the model's code had
-        begun when it made the request, or None.
+        The inner request has ended. ``model``, ``version``: name and version number of the model that ran the inner request.
+        ``within``: the span in which the inner request was made; None: the inner request was made in no span.
         """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
@@ -162,7 +162,7 @@ class RequestTimeline:
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
     """Makes the timeline of the traced request that ``record`` describes. The request was queued at ``queued_ns``.
 
-    The timeline belongs to the client's trace ``context`` if both have the same request id, and else to no client's trace.
+    The timeline belongs to the client's trace ``context`` if ``context.request_id`` is the request's id, and else to no trace.
     """
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:

@@ -1,11 +1,7 @@
-"""Tells a loop which of its parts have work in an iteration: those that were woken, and those whose due time has come.
+"""Tells the worker's event loop which parts, such as model versions, have work now. The event loop gets them from ``take``.
 
-    put(part, when)   ─▶ heap ─the time has come─▶ take ─▶ the loop asks the part, which says when it is due next
-    wake(part)        ─▶ list ─────at once───────▶
-
-Pure. A part is any object that the loop can ask for work, such as a model version. A part in neither heap nor list is not
-asked, so models without requests cost nothing. A part has one due time: a new one replaces it, and outdated heap entries are
-skipped.
+After ``wake(part)``, the next ``take`` returns ``part``. After ``put(part, when_ns)``, the first ``take`` from the time
+``when_ns`` on returns ``part``. The time is forgotten at the next ``put`` for ``part``, and when ``take`` returns ``part``.
 """
 
 from __future__ import annotations
@@ -36,13 +32,13 @@ class Agenda(Generic[P]):
         self.due_ns = NEVER
 
     def wake(self, part: P) -> None:
-        """Makes the loop ask ``part`` for work in its next iteration, and makes this iteration begin without waiting."""
+        """Makes the next ``take`` return ``part``. The worker's event loop does not wait for events before this ``take``."""
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:
-        """Sets the time at which the loop asks ``part`` for work. It replaces the time of an earlier call for ``part``.
+        """Makes ``take`` return ``part`` at the time ``when_ns``, and no longer at the time of an earlier call for ``part``.
 
-        If ``when_ns`` is ``NEVER``, the loop asks ``part`` only after ``wake`` was called for it.
+        If ``when_ns`` is ``NEVER``, ``take`` returns ``part`` only after ``wake(part)``.
         """
         former_ns = self._due.get(part, NEVER)
         if former_ns == when_ns:
@@ -59,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Removes and returns the parts of the worker's loop that have work: first woken parts, then those due at ``now_ns``."""
+        """Removes and returns the parts that ``wake`` was called for, then the parts that ``put`` made due by ``now_ns``."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:
@@ -73,7 +69,7 @@ class Agenda(Generic[P]):
         return list(taken)
 
     def _clean(self) -> None:
-        """Removes outdated entries from the heap."""
+        """Sets ``due_ns`` to the earliest time in ``_due``. Removes entries of ``_heap`` that are no longer in ``_due``."""
         heap, due = self._heap, self._due
         # Behind the front outdated entries stay until they are the majority.
         if len(heap) > 4 * len(due) + 64:
@@ -84,7 +80,7 @@ class Agenda(Generic[P]):
         self.due_ns = heap[0][0] if heap else NEVER
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that every due time is in the heap, and that ``due_ns`` is the earliest one."""
+        """Asserts, for tests, that the attributes of this agenda agree with each other."""
         entries = {(when_ns, part) for when_ns, _, part in self._heap}
         assert all((when_ns, part) in entries for part, when_ns in self._due.items())
         assert self.due_ns == min(self._due.values(), default=NEVER)

@@ -1,18 +1,17 @@
-"""Decides which waiting requests of one model version run together, and when.
+"""Decides which waiting requests of one model version run together in a batch, and when.
 
-Pure: ``decide`` and ``take`` read only the queue and the time that they get. ``tensord.workers.dispatch.dispatcher`` calls
-them, and runs the batches.
+Only requests with equal batching keys share a batch. A batch consists of the first requests in the queue that have one key.
 
-Requests with equal batching keys can share a batch. If the rules have no delay, as many requests of a key as fit run at once.
-With preferred sizes, but no delay, a batch has the size of the first two cases below, or else all rows. With a delay, the
-requests of each key wait for others:
+If there is no delay (``delay_ns`` is 0), a batch is due as soon as a request waits. If there is a delay, the requests of a key
+wait for more requests with that key. A batch of these requests is then due:
 
-    the first ones together have exactly a preferred size             due at once, with the largest such size
-    they have the largest preferred size, or the next one exceeds it  due at once
-    otherwise                                                         due when the oldest has waited ``delay_ns``
+    at once, if the first of them together have exactly a preferred number of rows
+    at once, if at least the largest preferred number of rows waits
+    when the oldest of them has waited ``delay_ns``, in all other cases
 
-Keys do not wait for each other: a full batch runs although an older request of another key still waits, and a batch that is not
-full goes on waiting although requests of other keys have come. (Triton runs it then, because all shapes share one queue there.)
+If no number of rows is preferred, the largest number of rows in a batch counts as the preferred number.
+
+Keys do not wait for each other: a full batch runs even if an older request with another key still waits.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._limits.get(shapes_of(key), self._rules.max_rows) if self._limits else self._rules.max_rows
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that due times and limits are consistent with the queue."""
+        """Asserts, for tests, that the attributes of this batcher agree with each other and with the queue."""
         self._queue.check_invariants()
         assert all(0 < limit <= self._rules.max_rows for limit in self._limits.values())
         if self.delays:

@@ -2,8 +2,9 @@
 
     request ─▶ ensemble tensors ─▶ step: a request to another model ─▶ ensemble tensors ─▶ ... ─▶ answer
 
-A step that ``streams`` may answer any number of times, and its answers are numbered. Tensors that are computed from such an
-answer have its number, and have that step as their *origin*. Other tensors have no origin and are the same for every number.
+A streaming step may give any number of answers to one request. It is the *origin* of the tensors in its answers, and of all
+tensors that are computed from its answers. A tensor with an origin can have one value for each answer of the origin. A tensor
+without an origin has only one value.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Decides for one request to an ensemble which steps run next, what its answers are, and when the request has ended.
 
-    begun(tensors)                 ─┐
-    responded(start, tensors)      ─┴─▶ StepStart: a step that runs now;  EnsembleAnswer: an answer for the client
-    ended(start)                   ───▶ counts a step that has given its last response
+This module does no I/O, and the tensors may be objects of any type. ``begun`` and ``responded`` return what the caller must do
+now: run a step (``StepStart``), or send an answer to the client (``EnsembleAnswer``). The request has ended when no step runs
+and all responses of the steps were given to ``responded``. ``stuck`` is then True if an answer could not be completed.
 
-Pure: tensors are any objects. A missing tensor, such as an optional input or an output that a model did not make, is not passed
-on. A tensor is kept only while a step or an answer still needs it. When no step runs and none can start, the request has ended;
-if outputs are missing then, ``stuck`` is True.
+If the client leaves out an optional input, or a model does not make an output, steps and answers do without this tensor.
 
-A step belongs to the sequence of the client's request, unless a model names another sequence in its answer (``controls``): then
-the steps that take a tensor of that answer, and all steps that depend on these, belong to the sequence that it names.
+A step belongs to the sequence of the client's request. But if a model sets a correlation id in a response, every step that
+depends on this response belongs to the sequence with this id.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ class EnsembleRun(Generic[T]):
     ) -> list[StepStart[T] | EnsembleAnswer[T]]:
         """Stores the outputs of one response of a started step. Returns the steps to run now, and answers that are complete.
 
-        ``outputs``: the tensors by the names that the step's model gives them. ``controls``: the sequence controls that the
-        model has set for later steps; None: it has set none.
+        ``outputs``: the tensors by the names that the step's model gives them. ``controls``: the correlation id and the flags
+        START and END that the step's model sets for the steps that take ``outputs``; None: those of ``start`` apply.
         """
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration

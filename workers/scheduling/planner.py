@@ -1,20 +1,20 @@
 """Defines planners, which decide which requests of one model version run together, and when.
 
-A planner is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.workers.dispatch.dispatcher`` carries out
-its decisions.
+A planner is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``. The worker's dispatcher calls the planner's methods.
 
-    decide ─▶ Run         a batch is due: take it, once an instance is free to run it
-           ─▶ Refuse      requests waited too long: answer them
-           ─▶ WaitUntil   nothing is due before that time
-           ─▶ None        nothing is due before something happens: a request, the end of a run
+    decide ─▶ Run         a batch is due: once an instance is free, the dispatcher calls ``take`` and runs the batch
+           ─▶ Refuse      requests have waited too long: the dispatcher answers them with errors
+           ─▶ WaitUntil   nothing is due before a given time
+           ─▶ None        nothing is due before a request arrives or a run ends
 
-    arrived ─▶ waits ─▶ take ─▶ runs ─▶ done
-                 │        ├──▶ restore: it could not run, and waits again
-                 │        └──▶ dropped: it will never run
-                 └─▶ cancelled, replaced, or its time is up: refused
+    arrived ─▶ take ─▶ done      the request has run
+       │         ├──▶ restore    the request could not run, and waits again
+       │         └──▶ dropped    the request will never run
+       ├───────────▶ cancelled   nobody waits for the request any more
+       └───────────▶ tick        the request has waited too long, and fails
 
-If a request of a sequence fails before it has run, the later requests of the sequence fail, too. So a method that can make a
-request fail returns all requests that fail, each with the error to answer it with.
+If a request of a sequence fails before it has run, the later requests of the sequence fail, too. Each method that can make a
+request fail returns all requests that fail, each with its error.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
-        """Cancels a waiting request. Returns all requests that will not run, each with its error. A running request continues."""
+        """Cancels a waiting request and the waiting requests of its sequence. Returns each cancelled request with its error."""
 
     @abstractmethod
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
@@ -82,11 +82,11 @@ class Planner(ABC, Generic[P]):
 
     @property
     def lives(self) -> bool:
-        """True if the dispatcher must call ``decide`` even when no requests wait. The default is False."""
+        """True while a model that runs in steps has requests in its batch, or unread results on its device; else False."""
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Decides what a free instance does: run a batch, wait, refuse requests that are late, or nothing for now (None)."""
+        """Returns the decision for a free instance; None: there is nothing to do before a request arrives or a run ends."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -117,16 +117,21 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Puts back requests that were taken but could not run. Returns those that fail, each with its error."""
+        """Queues requests again that ``take`` returned but that could not run.
+
+        Returns all requests that will not run, each with its error: requests of a cancelled sequence, and requests that a newer
+        request replaces.
+        """
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns how many rows may wait so that ``take`` puts all of them into one batch without delay.
+        """Returns ranges of numbers. If that many rows wait, ``take`` returns all of them as one batch, without delay.
 
         For example, [range(1, 5), range(8, 9)] means that 1, 2, 3, 4 or 8 waiting rows become one batch, but 5, 6 or 7 do not.
-        ``key``: the batching key of the waiting rows. Returns () if the planner delays requests, or never puts requests together.
+        Returns () if the planner delays requests, or never puts requests together.
+        ``key``: the batching key of the waiting rows. Only rows with equal batching keys may share a batch.
         """
         return ()
 

@@ -1,20 +1,17 @@
 """Queues the requests that wait for one model version: in order, limited in number, and grouped by batching key.
 
-Pure: the queue knows shapes only as an opaque batching key, sizes as rows, and time as an argument. The model version owns the
-queue; one thread uses it.
+Only requests with the same batching key may run together. The requests of each priority level wait in two lists, called lines:
+line ``2 * (level - 1)`` for requests in time, and the next line for requests whose queue timeout has passed. The second line
+is used only if the level's queue policy says ``delay``. A line with a lower number is served first.
 
-    line 2 * (level - 1)        requests of that priority level, on time       each line: key -> owner -> requests, oldest first
-    line 2 * (level - 1) + 1    requests of that level whose timeout passed, if the rules let them run late
+Each request has an owner, which is a user. In a line the owners take turns (start-time fair queueing), so a new owner's first
+request runs soon even if another owner has thousands of requests. An owner's requests stay in the order of arrival. If the
+queue is full, an owner with less than its share of the queue may still add a request (``Shares.below``).
 
-A line exists only while a request waits in it: a model may have more levels than any memory could hold.
+At most one request with each replace key waits. A newer request with the same replace key takes the place of the older one
+in the order, and counts as waiting since the older one began to wait.
 
-Owners, which are users, take turns (start-time fair queueing). Requests run in the order of their ``sequence``. This number is
-one more than that of the owner's last request or that of the request that was taken last, whichever is larger. So the first
-request of a new owner comes next to the first request of an owner with thousands. One owner's requests stay in the order of
-arrival. If the queue is full, an owner with less than its share may still add requests (``Shares``), up to twice the limit.
-
-At most one request of each replace key waits. A newer one takes the older one's position and the time since when it has waited,
-so a client that replaces its requests often is served neither earlier nor later than others.
+A queue belongs to one thread, and takes the current time as an argument.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ class SetKey(NamedTuple):
 
 
 def shapes_of(key: Hashable) -> Hashable:
-    """Returns the shapes in a batching key, without the name of a parameter set."""
+    """Returns the tensor shapes in ``key``, the batching key of a request. The key may also contain a parameter set's name."""
     return key.shapes if type(key) is SetKey else key
 
 
@@ -121,7 +118,7 @@ class QueueRules:
 
     @property
     def single_line(self) -> bool:
-        """True if all requests wait in one simple queue, which only ``max_size`` and requests' own deadlines affect."""
+        """True if all fields except ``max_size`` have their default values: one priority level without timeouts."""
         one_level = self.levels == self.default_level == 1 and not self.policies
         return one_level and self.default_policy == QueuePolicy() and not self.replaces
 
@@ -149,11 +146,11 @@ class Shares(dict[Hashable, int]):
             del self[owner]
 
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
-        """Returns whether an owner (a user) may queue one more request although the queue is full.
+        """Returns whether the user ``owner`` may queue one more request although the queue is full.
 
-        The owner may do so if other owners' requests wait, and fewer of the owner's requests wait than the owner's share. The
-        share is (2 * ``most`` - ``waiting``) / number of owners, and 1 at least. ``waiting``: the number of requests in the
-        queue. ``most``: the limit of this number.
+        The result is True if other users' requests wait, and ``owner`` has fewer waiting requests than its share of the queue.
+        All users have equal shares, of at least one request. The shares shrink as ``waiting`` grows beyond ``most``.
+        ``waiting``: how many requests wait in the queue. ``most``: with how many waiting requests the queue is full.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))
@@ -285,8 +282,9 @@ class RequestQueue(Generic[W]):
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
         """Puts back requests that ``take`` returned and the caller could not run, even if the queue is full.
 
-        ``requests`` must be in order of arrival, and older than all waiting requests with the same batching key. If a request has
-        the replace key of a waiting request, the queue keeps only the newer of the two. Returns a ``Replacement`` for each pair.
+        ``requests`` must be in order of arrival, and older than all waiting requests with the same batching key. If a request
+        and a waiting request have the same ``replace_key``, the queue keeps only the newer request. Returns a ``Replacement``
+        for each discarded request.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -427,7 +425,8 @@ class RequestQueue(Generic[W]):
     def expire(self, now_ns: int) -> list[W]:
         """Removes and returns the requests whose queue timeout or deadline has passed.
 
-        If the queue policy says ``delay``, a request with a passed queue timeout stays, but runs after the requests in time.
+        If the queue policy says ``delay``, only requests whose deadline has passed are removed. A request whose queue
+        timeout has passed then runs after the requests of its priority level whose queue timeout has not passed.
         """
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
@@ -498,7 +497,7 @@ class RequestQueue(Generic[W]):
             del self._rows[key]
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that the counters and the table of replace keys are consistent with the waiting requests."""
+        """Asserts, for tests, that the queue's counters and lookup tables match its waiting requests."""
         requests = self.requests()
         assert len(requests) == self.size
         assert self._order == sorted(self._lines)

@@ -1,9 +1,7 @@
-"""Describes sequences: requests with the same correlation id, which one slot of a model instance runs one after the other.
+"""Data types for sequences. A sequence is a series of requests with the same correlation id, which run one after the other.
 
-    WAITING ──a slot becomes free──▶ ACTIVE ──END came, or it idled too long──▶ ENDING ──its last request is done──▶ gone
-       └──cancelled, or its time is up──▶ gone
-
-Pure values, which ``tensord.workers.scheduling.sequence_table`` owns and changes.
+A sequence waits until one of the model's slots is free, and then holds the slot until the sequence ends. The sequence ends when
+its request with the flag END has run, or when the sequence was idle for too long. A cancelled request ends its sequence early.
 """
 
 from __future__ import annotations
@@ -113,5 +111,5 @@ class IterativeIds:
 
     @staticmethod
     def next_round(controls: Controls) -> Controls:
-        """Returns the controls of another run of the same request. They have no START."""
+        """Returns the controls for another run of the same request: ``controls`` with the flag START cleared."""
         return controls._replace(start=False)

@@ -1,9 +1,8 @@
-"""Decides which requests of sequences run together, on which instance, and when.
+"""Decides which requests of sequences run together, on which instance of the model, and when.
 
-    request ─▶ table: gives its sequence a slot ─▶ batcher of the slot's instance, once the request may run ─▶ taken ─▶ done
-
-Pure. ``tensord.workers.dispatch.dispatcher`` calls it, runs the batches, and answers requests that are refused. Each instance
-has a batcher for Triton's strategy "direct" or "oldest"; at most one request of each sequence is ready there at a time.
+A sequence gets a slot on one instance (``SequenceTable``), and all its requests run on this instance. Each instance has a
+batcher for Triton's strategy "direct" or "oldest", which chooses the requests of the next batch: at most one request of each
+sequence. ``tensord.workers.dispatch.dispatcher`` runs the batches, and answers requests that are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """When a batch of Triton's strategy "direct" runs: once ``enough`` sequences are ready, or after ``delay_ns``."""
+    """Settings of Triton's sequence strategy "direct": the number of slots, and how long a batch waits for more requests."""
 
     slots: int = 1
     delay_ns: int = 0
@@ -40,8 +39,8 @@ class DirectRules:
 class DirectBatcher(Generic[S]):
     """Makes one model instance's batches for Triton's strategy "direct", which gives each sequence a row of its own.
 
-    A batch has the next request of the sequence that has been ready longest, and of all ready sequences with the same batching
-    key. An instance runs one batch at a time.
+    A sequence is ready if its next request may run. A batch has the next request of the sequence that has been ready longest.
+    The next request of another ready sequence can join the batch if both requests have the same batching key.
     """
 
     def __init__(self, rules: DirectRules) -> None:
@@ -61,7 +60,7 @@ class DirectBatcher(Generic[S]):
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows with this batching key may share a batch from now on; 0: as many as the rules allow."""
+        """Limits each batch of requests with the batching key ``key`` to ``rows`` rows. If ``rows`` is 0, ends this limit."""
         if rows:
             self._limits[key] = rows
         else:
@@ -166,10 +165,9 @@ class SequenceBatcher(Planner[S]):
     # ---------------------------------------------------------------------------------------------------------- events
 
     def arrived(self, request: S) -> None:
-        """Queues a request in its sequence.
+        """Queues a request in the sequence with the request's correlation id. A request with START may begin this sequence.
 
-        Raises InvalidArgument: the request belongs to no sequence. Raises Unavailable: there is no room, the worker is about to
-        end, or the state of the sequence was lost. The request is not queued then.
+        Raises InvalidArgument or Unavailable, and does not queue the request, in the cases that ``SequenceTable.admit`` names.
         """
         live = self.table.admit(request)
         if len(live.waiting) == 1:
@@ -201,7 +199,7 @@ class SequenceBatcher(Planner[S]):
         return answers
 
     def _lose(self, request: S, error: ServingError) -> list[tuple[S, ServingError]]:
-        """Ends the sequence of a failed request. Returns its waiting requests, each with its error."""
+        """Ends a request's sequence because of ``error``. Returns all waiting requests of the sequence, each with an error."""
         live: LiveSequence[S] = request.live
         if live.ready and live.slot is not None:
             self._strategies[live.slot.instance].withdraw(live)
@@ -227,9 +225,10 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Chooses the requests of ``asked`` that the caller may run now, up to the first that may not run.
+        """Chooses the requests in ``asked`` before the first one that must wait. Returns the sequence of each chosen request.
 
-        Returns their sequences, in the same order. After the run the caller calls ``table.have_run``.
+        ``asked``: the correlation id, START and END of each request. The caller runs the chosen requests, and then passes the
+        returned sequences to ``SequenceTable.have_run``. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
@@ -305,7 +304,7 @@ class SequenceBatcher(Planner[S]):
         return answers
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that the table and the strategies of all instances are consistent."""
+        """Asserts, for tests, that the ``SequenceTable`` and the batcher of each model instance are consistent."""
         self.table.check_invariants()
         for strategy in self._strategies:
             strategy.check_invariants()

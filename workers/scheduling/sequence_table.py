@@ -1,10 +1,9 @@
-"""Keeps the live sequences of one model version: which have a slot, which wait for a slot, and which were idle too long.
+"""Keeps the live sequences of one model version: which have a slot, which wait for a slot, and which are idle.
 
-    admit ─▶ a free slot ────────────────▶ taken ─▶ done ─▶ taken ... ─▶ END done, or idle: the slot goes to the backlog's head
-          └▶ backlog: whole sequences ──▶ (first come, first served)
-
-Pure. The table tells which sequences have become ready; ``tensord.workers.scheduling.sequence_batcher`` makes batches of them.
-Requests of a sequence run in order and without a gap: if one fails before it has run, all waiting ones behind it are refused.
+A request with START begins a sequence. If no slot is free, the sequence waits for a slot. A sequence with a slot ends when its
+request with END has run, or when the sequence was idle for too long. The slot goes to the sequence that has waited longest.
+The requests of a sequence run one at a time, in the order of their arrival. If a request is cancelled, expires or fails before
+the request runs, the sequence ends, and all waiting requests of the sequence are refused.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Makes ``next`` return ``request`` when the request's deadline passes.
+        """Makes ``next`` return ``request`` once the request's deadline has passed, if the request still waits then.
 
-        If the request's sequence has no slot in the model yet, ``next`` also returns ``request`` when its queue timeout passes.
-        ``waiting``: how many requests wait now. If far more times are stored, those of requests that wait no more are dropped.
+        ``next`` also returns ``request`` once the request's queue timeout has passed, if its sequence still has no slot then.
+        ``waiting``: the number of requests that wait in all sequences, including ``request``.
         """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
@@ -57,7 +56,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns an overdue request and its error; None: none is overdue. The caller cancels that sequence."""
+        """Removes and returns an overdue request and its error; None: there is none. The caller ends the request's sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -84,7 +83,7 @@ class Expiries(Generic[S]):
 
 
 class Slots:
-    """Allocates and frees the slots of sequences on all instances."""
+    """Allocates and frees slots for the sequences of one model version. Each instance of the model has equally many slots."""
 
     # Remembers only slots that were ever used, to save memory.
     def __init__(self, of_each: int, instances: int) -> None:
@@ -195,10 +194,11 @@ class SequenceTable(Generic[S]):
     # -------------------------------------------------------------------------------------------------------- admission
 
     def admit(self, request: S) -> LiveSequence[S]:
-        """Queues a request in its sequence, or in a new sequence if the request has START. Returns the sequence.
+        """Queues a request in the sequence with the request's correlation id, and returns this sequence.
 
-        Raises InvalidArgument: the request belongs to no sequence, or has more than one row. Raises Unavailable: there is no
-        room, the worker is about to end, or the state of the sequence was lost.
+        If there is no such sequence, START begins one. Raises InvalidArgument: the request has more than one row, has
+        no correlation id, or has no START and its sequence does not exist. Raises Unavailable: too many requests wait, too many
+        sequences exist, a request with START comes while the worker stops, or the state of the sequence was lost.
         """
         correlation_id, start, end = request.controls
         if request.rows > 1:
@@ -254,10 +254,10 @@ class SequenceTable(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
-        """Returns the sequences whose requests the caller may run now, and marks these sequences as running.
+        """Returns the sequences of the requests that the caller may run now, and marks these sequences as running.
 
-        ``asked`` are requests of one row each that arrived together. The result ends before the first request that must wait or
-        is invalid. The result is empty if other requests already wait.
+        ``asked``: the correlation id, START and END of each request. Each request has one row. The caller may run the requests
+        before the first request that must wait or is invalid. The result is empty if requests already wait in the table.
         """
         chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:
@@ -289,7 +289,7 @@ class SequenceTable(Generic[S]):
                 idle[live] = now_ns
 
     def _begin_now(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns a new sequence whose first request runs now; None: the request has to wait, or is invalid."""
+        """Begins and returns a sequence whose first request the caller runs now. Returns None if no sequence can begin now."""
         if not correlation_id or self.stopping or not self._slots.free:
             return None
         try:
@@ -303,7 +303,7 @@ class SequenceTable(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- running
 
     def take(self, live: LiveSequence[S]) -> S:
-        """Removes and returns the first waiting request of a ``ready`` sequence, to run it."""
+        """Removes and returns the first waiting request of a sequence, to run it. ``live.ready`` must be True."""
         assert live.slot is not None
         request = live.waiting.popleft()
         request.line = -1
@@ -401,7 +401,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a sequence lost its state. The next request with its id fails, unless it has START."""
+        """Records that a sequence lost its state. The next request that continues the sequence fails with an error."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns
@@ -409,9 +409,9 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends a sequence, but only after its waiting requests have run.
+        """Ends a sequence: at once if it is idle, otherwise after all its requests have run. Ignores an unknown id.
 
-        Returns the sequence that gets the freed slot, or None if no slot is freed now, or if no sequence waits for a slot.
+        Returns the waiting sequence that gets the slot of the ended sequence, or None if no sequence gets a slot now.
         """
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
@@ -435,13 +435,16 @@ class SequenceTable(Generic[S]):
         return ready
 
     def forget_all(self) -> None:
-        """Closes all sequences to further requests. They end after their waiting requests. Then call ``close_idle()``."""
+        """Lets no further request join an existing sequence. Each sequence with unanswered requests ends after these requests.
+
+        Call ``close_idle()`` next: it ends the sequences without unanswered requests.
+        """
         for live in list(self._live.values()):
             self._forget(live)
 
     @property
     def next_tick_ns(self) -> int:
-        """The earliest time in ns at which a request may expire or an idle sequence's slot may be passed on; 0: never."""
+        """The earliest time in ns at which a request may expire or a sequence may get an idle sequence's slot; 0: never."""
         earliest = self.expiries.earliest_ns
         moments = [] if earliest is None else [earliest]
         if self._idle and self._backlog:
@@ -462,7 +465,7 @@ class SequenceTable(Generic[S]):
         return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:
-        """Iterates over the sequences that have a slot, then in order over the sequences that wait for a slot."""
+        """Iterates over the sequences that have a slot, then over the sequences that wait for one, oldest first."""
         yield from self._holders.values()
         yield from self._backlog
 
@@ -481,7 +484,7 @@ class SequenceTable(Generic[S]):
         ]
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that no two sequences share a slot, and that the counters are right."""
+        """Asserts, for tests, that the table's sequences, slots and waiting requests are consistent with each other."""
         everyone = list(self.sequences())
         assert len(set(everyone)) == len(everyone) == self.live
         assert sum(len(live.waiting) for live in everyone) == self._waiting <= self._rules.max_waiting + self.live

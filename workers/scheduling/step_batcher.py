@@ -1,15 +1,11 @@
 """Decides which requests of a stepped model get a slot, and which take part in the next step of the model.
 
-Pure: the batcher knows neither the device nor the time. ``tensord.workers.dispatch.stepping`` runs what it decides and reports
-the results.
+A stepped model computes all requests with a slot together, step by step. A request waits until it gets a slot, and then takes
+part in steps. The slot is free again when the request is finished, is cancelled or has had the maximum number of steps.
+If the model's state on the device is lost, all requests with a slot fail.
 
-    request ─▶ waits ─▶ take: a slot ─▶ step ─▶ step ─▶ ... ─▶ finished, or its last step ─▶ gone, the slot is free
-                 │                        └──▶ cancelled, or failed with all others ─▶ gone, the slot is free
-                 └──▶ cancelled, or its time is up: refused
-
-A stepped model computes all requests that have a slot together, step by step. A step is given to the device before the results
-of the previous step are read, so that the device never waits for the host: up to ``AHEAD`` steps are on their way. A step's
-result for a slot belongs to the request that took part in the step, not to a request that has got the slot since.
+``tensord.workers.dispatch.stepping`` runs the steps. At most ``AHEAD`` steps run on the device or wait there at a time.
+If a request has lost its slot before the results of a step are read, the step's result for this request is dropped.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """Says which requests a model computes in one step, and which slots of its state this step must not change."""
+    """Says which requests take part in one step of a model, and which slots of the model's state the step must not change."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -123,9 +119,9 @@ class StepBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Gives slots to the next waiting requests. Returns these requests, which the caller inserts together.
+        """Gives a slot in the model's state to each of the next waiting requests, and returns these requests.
 
-        The list is empty if no request may get a slot before the next step.
+        The list is empty if no waiting request may get a slot before the model's next step.
         """
         head = self._queue.head() if self._queue.size and self._free and self._room else None
         if head is None:
@@ -153,15 +149,15 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------------ slots
 
     def slot(self, request: W) -> int:
-        """Returns the number of a request's slot, its place in each step. The request must have one."""
+        """Returns the number of a request's slot in the model's state on the device. The request must have a slot."""
         return self._holders[request].number
 
     def with_slots(self) -> list[W]:
-        """Returns the requests that have a slot in the model's state."""
+        """Returns all requests that have a slot: a numbered place for one request in the model's state on the device."""
         return list(self._holders)
 
     def _leave(self, request: W, marked_free: bool = False) -> bool:
-        """Frees a request's slot, or returns False if it has none. ``marked_free``: whether the device has freed the slot."""
+        """Frees a request's slot. Returns whether there was one. ``marked_free``: whether steps leave the slot out already."""
         holder = self._holders.pop(request, None)
         if holder is None:
             return False
@@ -225,13 +221,13 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], flags: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Returns the answers that a finished step on the device gives to requests. Frees the slots of finished requests.
+        """Returns a list of answers that are sent one by one, and a list of slots whose outputs are sent together.
 
-        The first list has the answers that are sent one by one. The second list has the slots whose outputs are sent together.
+        Frees the slots of the requests that are over.
         Args:
-          step: the oldest step on the device.
-          flags: the flags of each slot. EMITS means that its request has an output, and FINISHED that its request is over.
-          joined: for each slot, whether its output may be sent together with other outputs. If it is empty, each is sent alone.
+          step: a step that the device has finished. Each step is passed once, the oldest first.
+          flags: for each slot, a sum of EMITS (the slot's request has an output) and FINISHED (the request is over), or 0.
+          joined: for each slot, whether its output may be sent together with other outputs. Empty: False for all slots.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
@@ -256,7 +252,7 @@ class StepBatcher(QueuePlanner[W]):
         return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
-        """Frees all slots because the device's state is lost. Returns their requests, which all fail."""
+        """Frees all slots in the model's lost state. Returns the requests that had a slot. All these requests must fail."""
         lost = list(self._holders)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.

@@ -1,11 +1,10 @@
 """Shape buckets: the few shapes that a model version is compiled for, and how a request is padded to one of them.
 
-    batch axis      powers of two up to max_batch_size, or what the model or its configuration lists
-    named axes      buckets = {"sequence": (16, 32, 64)} in model.py; a ragged input has these lengths for a whole batch
-                    buckets = {"sequence": "auto"}: powers of two, each compiled when it is first asked for
-    other axes      not padded
+The author of a model may list sizes of the batch axis as ``batch_buckets``, and sizes of named axes as ``buckets``, for example
+``buckets = {"sequence": (16, 32, 64)}``. The word "auto" in place of the sizes means powers of two. A program for such a size
+is compiled when a request first needs the program. For a ragged input, a size is the total length of all requests in a batch.
 
-Padding is zeros; outputs are sliced back to the size of the request.
+Padding is zeros. Outputs are sliced back to the size of the request.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Buckets:
         )
 
     def fitting(self, requests: Sequence[RequestTensors]) -> int:
-        """Returns how many of ``requests``, from the first on, fit into one batch with ragged inputs: at least 1."""
+        """Returns how many of ``requests``, from the first on, fit into the largest bucket of each ragged input: at least 1."""
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
             units = 0
@@ -84,9 +83,9 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[RequestTensors]) -> tuple[int, Shapes]:
-        """Returns the rows and the input shapes of the program that runs ``requests`` together. Their model has ragged inputs.
+        """Returns the batch size and input shapes of the program that runs ``requests`` together. The model has ragged inputs.
 
-        ``key``: the shapes of the inputs, equal for all requests (``RequestShapes.key``). A ragged input has the shape () there.
+        ``key``: what ``RequestShapes.key`` returns for each of the requests. A ragged input has the shape () in ``key``.
         """
         rows = self.rows(sum(request.rows for request in requests))
         shapes = list(key)

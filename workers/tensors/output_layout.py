@@ -1,7 +1,4 @@
-"""Describes where each output of a program is in the buffers that a run returns.
-
-buffer    | row 0 | row 1 | ... |      of one output, or of several side by side
-"""
+"""Describes where each output of a program is in the buffers that a run of the program returns."""
 
 from __future__ import annotations
 
@@ -45,9 +42,9 @@ class BatchOutputs(NamedTuple):
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of the outputs ``arrays``, each of which has memory of its own.
+    """Returns the layout of a run's outputs, if the run returns each output as a separate array.
 
-    ``slots``: whether the first dimension of the arrays counts rows; False: each array is a single row.
+    ``arrays``: output name -> array. ``slots``: whether the first dimension of each array counts rows; False: one row.
     """
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):
@@ -58,9 +55,9 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns a whole run's outputs as bytes with their layout, so that each request's part can be cut out later.
+    """Returns a run's outputs as bytes, with ``layout``. Returns None if the outputs exceed ``UNCUT_BYTE_SIZE`` bytes.
 
-    Returns None if the outputs have more than ``UNCUT_BYTE_SIZE`` bytes. ``layout``: says where each output lies in the contents.
+    ``contents``: the buffers that the run returned. ``layout``: says in which buffer each output is, and where in the buffer.
     """
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
         return None

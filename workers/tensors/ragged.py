@@ -1,11 +1,11 @@
-"""Ragged batching: inputs of different lengths share a batch, one behind the other, and batch inputs say where each begins.
+"""Ragged batching: requests whose inputs have different lengths share a batch.
 
-    input x       | request 0: its elements | request 1: ... | request 2 | zeros |      one dimension, padded to a bucket
-    batch inputs  counts, ends, shapes or row numbers, which the worker computes from the requests in a batch
-    output y      cut like x: each request gets as many elements, in the shape of its own x
+    ragged input  | elements of request 0 | elements of request 1 | elements of request 2 | zeros |
 
-Rows, and the elements of a row, keep their order. So the model's code can reshape x if only one of its dims varies.
-Source: Triton's model_config.proto, BatchInput and BatchOutput.
+A ragged input has one dimension in a batch. If the model is jitted, the input is padded with zeros to a bucket.
+A batch input is an input that the worker computes, for example the number of elements of each request in a ragged input.
+A batch output is split among the requests. Each request gets an array of the same shape as the request's ragged input.
+Triton's model_config.proto defines batch inputs as BatchInput, and batch outputs as BatchOutput.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape that the input ``spec`` has for all requests of a batch together.
+    """Returns the shape of the input ``spec`` for a whole batch. If the batch is padded, all numbers include the padding.
 
     Args:
       spec: a ragged input, or an input that the worker computes from a ragged input, such as the length of each request.
-      source: the ragged input from which the worker computes ``spec``. If ``spec`` itself is ragged, this is ``spec``.
+      source: the ragged input from which the worker computes ``spec``. If ``spec`` itself is ragged, ``source`` is ``spec``.
       rows: the number of rows in the batch.
-      units: the number of pieces of ``source`` in the padded batch. The shape of a piece is the fixed dims of ``source``.
-      most: the number of elements of ``source`` in the batch's largest request, with padding.
+      units: the number of elements of ``source`` in the batch, divided by the product of the fixed dims of ``source``.
+      most: the number of elements of ``source`` in the request that has the most elements.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)
@@ -84,8 +84,8 @@ def batch_input(
 ) -> Array:
     """Computes an input that describes a batch, for instance by the number of elements of each request.
 
-    ``spec``: declares the computed input. ``source``: the ragged input whose elements are counted. ``shape``: the shape of the
-    returned array. ``rows``: the batch size of the program. ``requests``: the requests of the batch.
+    ``spec``: declares the computed input. ``source``: the ragged input that the computed input describes. ``shape``: the shape
+    of the returned array. ``rows``: the number of rows in the batch, with padding. ``requests``: the requests of the batch.
     """
     assert spec.of_batch is not None
     kind, name = spec.of_batch.kind, source.name
@@ -114,7 +114,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -> list[Array]:
-    """Splits a batch's output into an array for each request, in the shape of the request's array for the input ``source``."""
+    """Splits a batch's output into an array for each request, in the shape of the client's array for the input ``source``."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0
@@ -188,13 +188,12 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns a copy of ``described``, a model's signature, with the batch inputs and batch outputs that ``config`` declares.
+    """Returns a copy of the model signature ``described`` with the batch inputs and batch outputs that ``config`` declares.
 
-    The worker computes a batch input for each batch, for example the number of elements of each request in a ragged input.
-    A batch output has the results of all requests, one behind the other. A request gets as many elements of it as the request
-    has in a ragged input. ``segments``: adds batch inputs that hold segment ids: the name of each -> the name of a ragged
-    input. Segment ids are, for each item of the ragged input, the number of the item's row in the batch.
-    Raises InvalidArgument if a named input is not ragged, or if a ragged input shares an axis with an input that is not ragged.
+    A batch input describes a batch to the model, for example by the number of elements that each request has in a ragged input.
+    A batch output holds the results of all requests in a batch, one behind the other. ``segments``: the names of further batch
+    inputs, each with the name of a ragged input. Such a batch input holds the row number of each item of the ragged input.
+    Raises InvalidArgument if ``config`` is inconsistent, for example if a batch input describes an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

@@ -1,4 +1,4 @@
-"""The tensors of one request, as the program of its batch gets them: arrays or bytes by input name, and a number of rows."""
+"""Holds the input tensors of one request: the class ``RequestTensors``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING: Mapping[str, Array] = {}
 
 
 class RequestTensors(Sequenced):
-    """The base class of ``Request`` that gives access to a request's input tensors. ``Request`` sets the attributes."""
+    """The base class of ``Request``. It gives access to the input tensors of a request."""
 
     __slots__ = ("_added", "_arrays", "contents", "copied_byte_size", "prepared")
 
@@ -50,7 +50,7 @@ class RequestTensors(Sequenced):
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
-        """Replaces the request's inputs. ``arrays`` has the new inputs by name, shaped as those in the property ``arrays``."""
+        """Replaces the request's inputs by ``arrays``: input name -> array, in the shape that the model gets."""
         self._arrays, self.contents = arrays, None
 
     def add(self, inputs: Mapping[str, Array]) -> None:

@@ -1,7 +1,7 @@
-"""The signature of a model version: its tensors with datatypes and shapes, from its completed ModelConfig.
+"""Describes the inputs and outputs of a model version: names, datatypes and dims without the batch dimension.
 
-config.pbtxt      dims without the batch dimension, -1 where they vary
-model.py          inputs = {"input_ids": "INT64[sequence]"}: gives what config.pbtxt lacks, and names of axes
+Inputs and outputs are declared in the file config.pbtxt, in the file model.py, or in both files. A declaration in model.py,
+such as ``inputs = {"input_ids": "INT64[sequence]"}``, can also name an axis: here "sequence". Such an axis varies in size.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""State of a JAX model with sequences: named arrays that its function takes and returns, from its completed ModelConfig.
+"""Describes the state of a sequence: the arrays that a JAX model keeps from one request of the sequence to the next.
 
-    config.pbtxt      sequence_batching.state: names, datatype, dims and initial values
-    model.py          state = {"h": "FP32[256]"}: gives what config.pbtxt lacks
-
-If all dims are fixed, one array has a row for each sequence. Otherwise each sequence has an array of its own
-(``workers/models/free_state.py``).
+The name, datatype and dims of each array are declared in the file config.pbtxt as ``sequence_batching.state``, in the file
+model.py as ``state = {"h": "FP32[256]"}``, or in both files. An initial value comes from config.pbtxt or from the function
+``create`` of model.py. Without an initial value, an array begins as zeros.
 """
 
 from __future__ import annotations

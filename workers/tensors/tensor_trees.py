@@ -1,10 +1,10 @@
-"""Names the arrays in pytrees of inputs and outputs, and makes the trees again from arrays by name.
+"""Gives names to the arrays in pytrees of inputs and outputs, and builds the pytrees again from the named arrays.
 
     {"image": a, "text": {"ids": b, "mask": c}}    image, text.ids, text.mask
     (a, (b, c))                                    input_0, 1.0, 1.1
 
-A name is the path of keys to an array, joined by dots; a path that is only one number becomes ``input_0`` or ``output_0``.
-Inputs and outputs of ``jax.export`` programs get their names by the same rule. A dict of names to arrays is passed on as it is.
+An array's name is the path of keys to the array, joined by dots. If the path is only one number, the name begins with
+``input_`` or ``output_``. If a model declares a dict with one tensor for each key, the keys are the names.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _IS_NONE = functools.partial(operator.is_, None)
 
 
 def name_of(keys: Any, kind: str) -> str:
-    """Names an array in a tree of arrays: joins the keys on the array's path by dots.
+    """Returns the name of an array in a pytree: the keys on the path to the array, joined by dots.
 
-    If that would give only a number, or nothing, the name begins with ``kind``, "input" or "output", as in ``input_0``.
+    ``kind``: "input" or "output". For "input", a path of only the key 3 gives ``input_3``, and an empty path gives ``input_0``.
     """
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
 
 
 def parameter_name(keys: Any) -> str:
-    """Returns a parameter's name in files: its keys joined by dots, or "array" if it has no keys."""
+    """Joins ``keys``, the path to a parameter in a pytree, with dots. Returns this name, or "array" if the path is empty."""
     return jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
 
 
 def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
-    """Returns name -> declaration for each tensor in a tree of declarations, in order.
+    """Returns a dict: tensor name -> declaration. ``declared``: a pytree with the declaration of a tensor in each leaf.
 
-    ``what``: the model's name in errors. ``kind``: "input" or "output".
-    Raises InvalidArgument: two tensors have the same name.
+    ``what``: the model's name in error messages. ``kind``: "input" or "output".
+    Raises InvalidArgument if two tensors have the same name, or if ``declared`` is a dataclass that is no pytree.
     """
     if _is_flat(declared):
         assert isinstance(declared, Mapping)

@@ -29,7 +29,7 @@ class Cancellation:
         return self._cancelled
 
     def cancel(self) -> None:
-        """Cancels the load, and calls the functions that ``interrupting`` has registered. Idempotent."""
+        """Makes ``check`` raise Cancelled. Calls the function of each ``interrupting`` block that still runs. Idempotent."""
         with self._lock:
             self._cancelled = True
             interrupts, self._interrupts = self._interrupts, []
@@ -42,9 +42,9 @@ class Cancellation:
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Calls ``interrupt`` if the load is cancelled during the ``with`` block. The thread that cancels the load calls it.
+        """Makes ``cancel`` call ``interrupt`` if ``cancel`` is called during the ``with`` block.
 
-        Raises Cancelled at the start of the block if the load is already cancelled.
+        Raises Cancelled at the start of the block if ``cancel`` was called before.
         """
         with self._lock:
             self.check()

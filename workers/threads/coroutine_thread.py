@@ -12,7 +12,7 @@ from typing import Any
 
 
 class CoroutineThread:
-    """The thread that runs the coroutines of one instance of a model. Only the instance's own thread may use this object."""
+    """A thread that runs the coroutines of one model instance. Only the thread that created the object may use the object."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
         """Does not start the thread yet. ``name`` is the thread's name.

@@ -26,9 +26,9 @@ class Inbox:
         return self._fd
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
-        """Queues a function, which the worker's loop calls in its own thread. Wakes the loop if it sleeps.
+        """Queues a function, which the worker's event loop calls in its own thread. Wakes the event loop if it sleeps.
 
-        If ``soon`` is False, the loop is not woken after ``look(True)``, because it will call ``run`` by itself.
+        If ``soon`` is False, does not wake an event loop that promised, by ``look(True)``, to call queued functions unasked.
         """
         self._calls.append(call)
         # Who drains says so before it looks.
@@ -49,14 +49,14 @@ class Inbox:
         return bool(self._calls) and not comes
 
     def drain(self) -> None:
-        """Resets the eventfd that wakes the loop, and calls the functions that were queued so far."""
+        """Resets the inbox's eventfd, and calls the functions that were queued so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         self._woken = False
         self.run()
 
     def run(self) -> None:
-        """Calls the functions that were queued so far. Does not reset the eventfd."""
+        """Calls the functions that were queued so far. Unlike ``drain``, does not reset the inbox's eventfd."""
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 
