@@ -156,18 +156,17 @@ class StepBatcher(QueuePlanner[W]):
         """Returns all requests that have a slot: a numbered place for one request in the model's state on the device."""
         return list(self._holders)
 
-    def _leave(self, request: W, marked_free: bool = False) -> bool:
-        """Frees a request's slot. Returns whether there was one. ``marked_free``: whether steps leave the slot out already."""
+    def _leave(self, request: W, marked_free: bool = False) -> None:
+        """Frees a request's slot, if it has one. ``marked_free``: whether steps leave the slot out already."""
         holder = self._holders.pop(request, None)
         if holder is None:
-            return False
+            return
         holder.left = True
         self._running.pop(holder.number, None)
         heapq.heappush(self._free, holder.number)
         # The device still steps the slot: later steps leave it out.
         if not marked_free:
             self._masked |= {holder.number}
-        return True
 
     def pause(self, request: W) -> None:
         """Leaves a request out of steps until ``resume``, without freeing its slot. Ignores a request without a slot."""
