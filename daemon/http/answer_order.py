@@ -279,6 +279,10 @@ class AnswerOrder:
         self.receiving = None
         return True
 
+    def discard_rest(self) -> None:
+        """Discards what the client sends from now on, because the answer that begins now says ``Connection: close``."""
+        self.closing = True
+
     def refuse(self, status: int, message: str) -> None:
         """Refuses the arriving request with the error ``status`` and ``message``, and closes the connection afterwards.
 

@@ -441,6 +441,8 @@ class GenerateStream(Generation):
         if self._head.keep_alive_line:
             self._kept = bytearray()
             return b""
+        if not self.keep_alive:
+            self._order.discard_rest()
         return self._response_head(status, b"", self._media_type, b"transfer-encoding: chunked\r\n")
 
     def _end(self) -> None:

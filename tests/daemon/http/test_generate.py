@@ -304,3 +304,27 @@ def test_responses_are_read_after_the_death_of_their_worker() -> None:
         _, _, each = events(client)
         assert [len(next(each)["y"]) for _ in range(count)] == [len(content)] * count  # type: ignore[arg-type]
         assert [str(event["error"])[:23] for event in each] == ["the worker process died"]
+
+
+@pytest.mark.parametrize("endpoint", ["generate_stream", "infer_stream"])
+def test_a_request_behind_a_stream_that_says_it_is_the_last_is_not_run(endpoint: str) -> None:
+    with serving() as (front, (worker,)), front.client() as client, front.client() as other:
+        in_service(front, worker, other)
+        body = b'{"x":[1]}' if endpoint == "generate_stream" else json_request(b"\1").partition(b"\r\n\r\n")[2]
+        client.send(asked(endpoint, body))
+        request = worker.next()
+        front.stop(30)
+
+        def stops() -> bool:
+            other.send(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            return other.answer().headers.get("connection") == "close"
+
+        until(stops)
+        worker.respond(request.request_id, b"\5", False)
+        assert client.answer().headers["connection"] == "close"
+        client.send(json_request(b"\1"))
+        assert worker.idle()
+        worker.respond(request.request_id, b"\6", True)
+        assert len(list(client.chunks())) == 2
+        assert client.ends()
+        assert worker.idle()
