@@ -265,7 +265,7 @@ class Sampler:
     """The trace settings of one model, or of all models. It decides which requests are traced, and writes traces to a file."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Takes ownership of ``fds``, which are eventfds that all fronts share. If there are none, nothing is traced.
+        """Takes ownership of ``fds``, which are eventfds that all fronts and workers share. If there are none, nothing is traced.
 
         The first eventfd counts requests, to select some for tracing. The second one, if there is one, counts the traces that
         are still allowed.
@@ -282,7 +282,7 @@ class Sampler:
         self._closed = False
 
     def hit(self) -> bool:
-        """Counts one request in the counters that all fronts share. Returns whether to trace the request."""
+        """Counts one request in the counters that all fronts and workers share. Returns whether to trace the request."""
         if self.turn is None:
             return False
         return self.turn.take() and (self._budget is None or self._budget.take())

@@ -175,7 +175,10 @@ class HttpConnection:
             return {}
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns an object to list and change a model's parameter sets. ``version`` 0 means all versions."""
+        """Returns an object to list and change a model's parameter sets.
+
+        If ``version`` is 0, the object lists the sets of all versions, and changes those of the newest version.
+        """
         return ModelParameters(self.manage, model, version)
 
     def manage(

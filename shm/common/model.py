@@ -100,7 +100,7 @@ class Calls:
     def config(self) -> Mapping[str, Any]:
         """Returns the model's configuration (ModelConfig as JSON) with defaults filled in.
 
-        It is empty if the server gives none.
+        The mapping is empty if the server sends no configuration.
         """
         return self._connection.config(self.name, self._asked_version)
 

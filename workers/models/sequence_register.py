@@ -78,13 +78,13 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """From now on publishes how many slots of ``table`` are free, so that fronts send new sequences to this worker."""
+        """From now on publishes how many slots of ``table`` are free. Fronts prefer workers with free slots for new sequences."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """Undoes ``serve``, so that fronts send no more new sequences of this model version to this worker."""
+        """Undoes ``serve``. Fronts then assume that this worker has no free slots for sequences of this model version."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]

@@ -1,4 +1,4 @@
-"""Compiles the programs of a model that is being loaded, reports progress, and adds up the time and memory that they take."""
+"""Compiles the programs of a model that is being loaded, reports progress, and counts the programs, their bytes and the time."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Inbox:
             self._calls.popleft()()
 
     def close(self) -> None:
-        """Closes the eventfd. ``post`` does nothing from then on. Idempotent."""
+        """Closes the eventfd. From then on, ``post`` wakes nobody. May be called again."""
         with self._waking:
             fd, self._fd = self._fd, -1
         if fd >= 0:
