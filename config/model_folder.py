@@ -100,5 +100,5 @@ def programs(folder: Path) -> list[Path]:
 
 
 def parameters(folder: Path) -> list[Path]:
-    """Returns the paths of the parameter files in the folder of a model version. A valid version has at most one."""
+    """Returns the paths of parameter files and of ``params/`` in a model version's folder. A valid version has at most one."""
     return [path for name in _PARAMETERS if (path := folder / name).exists()]

@@ -193,7 +193,8 @@ def swap(model: Path, folder: Path) -> None:
     """Renames the folder ``model`` to ``folder``. A folder that was at ``folder`` is moved to the parent of ``model``.
 
     If the file system cannot exchange two folders by one rename, ``folder`` does not exist for an instant.
-    Raises OSError if a rename fails. Then ``folder`` is as it was before the call.
+    Raises OSError if a rename fails. Then ``folder`` is as it was before the call. Also raises OSError if the finished rename
+    cannot be flushed to disk.
     """
     if not os.path.lexists(folder):
         model.rename(folder)

@@ -192,7 +192,8 @@ class FlagCommand(click.Command):
         """Parses the command-line words ``args`` into click's context ``ctx``.
 
         When a shell completes a command line, returns the words that click cannot parse. Otherwise returns an empty list.
-        Raises ConfigurationError if a flag or an argument is refused.
+        Raises ConfigurationError if a flag is refused or if there are too many arguments. Raises click.UsageError if an option
+        that is no flag of the daemon, or an argument, is invalid or missing.
         """
         if ctx.resilient_parsing:  # a shell completes them
             return super().parse_args(ctx, args)

@@ -1,6 +1,6 @@
 """Lets root run ``tensord check`` as the user of the installed service tensord.service, or as another user.
 
-As the service's user, the check runs in a sandbox that systemd makes with the service's settings.
+As the service's user, which is the default, the check runs in a sandbox that systemd makes with the service's settings.
 As another user, whom root names with ``--user``, the check runs in this process, which switches to that user.
 """
 

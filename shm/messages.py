@@ -180,7 +180,7 @@ class TraceContext(Record, frozen=True, tag="tc"):
     """Names the trace to which the next request on the same lane belongs.
 
     The worker ignores a TraceContext whose ``request_id`` is not the id of the next request. A front sends the ids of the span
-    that the front records for the request. A client sends the two ids in the request's W3C ``traceparent``.
+    that the front records for the request. A client sends the ids in the request's W3C ``traceparent`` if it says "sampled".
     """
 
     request_id: int

@@ -339,7 +339,7 @@ class Settle(Record, frozen=True, tag="c.settle"):
     """Asks a worker or the supervisor to reply once earlier changes have taken effect. The reply is empty.
 
     A worker replies when it has handled all records that the supervisor sent to it before the Settle. The supervisor replies when
-    all fronts have acknowledged all records that the supervisor sent to fronts before the Settle.
+    all serving fronts have acknowledged all records that the supervisor sent to fronts before the Settle.
     """
 
 

@@ -1,7 +1,8 @@
 """Carries out operations on a worker's parameter sets (``tensord.shm.operations``), which the daemon's supervisor sends.
 
 MakeParameters copies parameters into sealed memory. StageParameters checks parameters and places them on the device.
-A separate thread carries out these two operations, so that the worker's loop does not wait for either of them.
+A separate thread carries out these two operations and frees replaced parameters. The thread does nothing else, so that neither
+operation waits for a model to be loaded, and the worker's loop waits for neither operation.
 CommitParameters puts staged parameters into use between two batches.
 """
 

@@ -262,7 +262,7 @@ class AsyncLatest(Newest[Answer]):
     """
 
     def forget(self) -> None:
-        """Removes all requests and answers from this object. A child process calls this method after a fork."""
+        """Removes all requests and answers. Does not wake tasks that wait in ``get``. A child process calls it after a fork."""
         super().forget()
         #: Futures of the tasks that wait in ``get``.
         self._waits: list[asyncio.Future[None]] = []

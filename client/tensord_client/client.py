@@ -93,10 +93,12 @@ class Client:
           shape: the complete shape, if ``tensor`` is an item with variable sizes (-1). None makes every variable size 1.
           device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
 
-        Returns: a numpy array with undefined content. On a GPU, a ``DeviceArray`` with undefined content.
-        Raises: InvalidArgument: the dtype has no fixed size (strings), the array is larger than the server allows, ``shape``
-          does not fit ``tensor``, or the server cannot use the GPU.  Unsupported: ``device`` is a GPU, and the client serves
-          the models in its own process.  Unavailable: no memory is free for the array, or this process has no CUDA driver.
+        Returns: a numpy array with undefined content. On a GPU, a ``DeviceArray`` with undefined content: ``copy_from`` fills
+          it, and other libraries view it by DLPack.
+        Raises: InvalidArgument: the dtype is missing or has no fixed size (strings), the array is larger than the server
+          allows, ``shape`` does not fit ``tensor``, or the server cannot use the GPU.  Unsupported: ``device`` is a GPU, and
+          the client serves the models in its own process.  Unavailable: no memory is free for the array, this process has no
+          CUDA driver or no such GPU, or the client is closed.
         """
         if isinstance(tensor, Tensor):
             dtype = tensor.dtype

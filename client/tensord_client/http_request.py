@@ -262,7 +262,10 @@ class HttpRequest(Pending[Any]):
         return 0
 
     def _look(self, response: HttpResponse) -> None:
-        """Stores the next result in ``response`` if that result has fully arrived. Ends this request after the last result."""
+        """Takes the next result out of ``response`` and stores it, if all of it has come. Ends this request after the last one.
+
+        If the server answers that it is stopping, tries again later. Raises ServingError: the answer is an error.
+        """
         if self._exchange.streams and response.status == 200:
             found = self._exchange.read_next(response)
             if found is not None:

@@ -58,8 +58,8 @@ class Slot:
 class Slots:
     """Keeps the shared memory of answered requests for later requests of the same kind. Thread-safe.
 
-    Requests of the same kind have the same model, outputs and request parameters, and inputs of the same names, datatypes and
-    shapes. If too much memory is kept, memory of the kind that was used longest ago is freed.
+    Requests of the same kind have the same model, outputs and request parameters, and inputs of the same names, datatypes,
+    shapes and places. If too much memory or too many kinds are kept, memory of the kind that was used longest ago is freed.
     """
 
     def __init__(self, memory: Memory) -> None:

@@ -51,7 +51,7 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Returns the lease of the request body's arena memory, and gives up the lease. Returns None if no lease is owned."""
+        """Returns the lease of the request body's arena memory, which the caller then owns. Returns None if none is owned."""
         lease, self._lease = self._lease, None
         return lease
 

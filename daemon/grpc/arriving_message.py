@@ -54,7 +54,7 @@ class ArrivingMessage(Receiver):
       submitter: reserves memory in the arena for the tensors of a large request. If it is None, the message is buffered.
       account: counts the arena memory for the connection.
       on_room: called once the message has got the arena memory that it waited for, or has been refused.
-      on_placed: called with the message once all of it has arrived in the arena.
+      on_placed: called with the message once all of it has arrived in the arena, or has been discarded after a refusal.
     """
 
     #: The client was told that all of it may come.

@@ -2,7 +2,8 @@
 
     frames          a fixed number a second, more for each answer to the client, and more for the bytes of requests and answers
     stream resets   a fixed number a second, and one more for each answer to the client
-    pings           while no call is open, ``max_ping_strikes`` in a row, each less than ``min_ping_interval`` after the last
+    pings           ``max_ping_strikes`` in a row that come too early: less than ``min_ping_interval`` after the last ping,
+                    while no call is open, and with no answer sent since the last ping
 
 A client that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end exceeds a limit.
 Source: RFC 9113, section 10.5; Envoy's limits (max_inbound_priority_frames_per_stream and its neighbours).

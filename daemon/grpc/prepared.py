@@ -6,7 +6,8 @@ Messages are of one kind if they differ only in id, scheduling parameters and ra
                decoded once for each kind           decoded in each message
 
 Messages of one kind may come over any connection. The front sends the first request of a kind to a worker in full. Later
-requests of that kind can be sent prepared. A message with tensor values outside ``raw_input_contents`` is not cached.
+requests of that kind can be sent prepared. A message is not cached, and so always decoded in full, if ``walk`` cannot split it,
+if it is no valid request, or if it has tensor values outside ``raw_input_contents``.
 """
 
 from __future__ import annotations

@@ -89,12 +89,13 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes the head of an inference request, and returns it with the state of the requested model version.
+    """Decodes the head of an inference request. Returns it and the state of the model version, which serves or is being loaded.
 
     ``head``: an encoded ModelInferRequest from which the caller has removed ``id`` and ``raw_input_contents``.
     ``has_raw``: whether the caller has removed any ``raw_input_contents``. If so, no input may have ``contents``.
-    Raises InvalidArgument if ``head`` is invalid. Raises NotFound if the model or version is unknown or not expected to serve.
-    Raises Unavailable if the version is not being loaded now, but the daemon expects it to serve later.
+    Raises InvalidArgument if ``head`` is invalid, and Unsupported if a sequence id in it is too long.
+    Raises Unavailable if the version neither serves nor is being loaded now, but the daemon expects it to serve later.
+    Raises NotFound if the model or the version is unknown, or if the daemon does not expect the version to serve.
     """
     if len(head) > counts.UNCOUNTED:
         counts.check(head, grpc_service_pb2.ModelInferRequest.DESCRIPTOR)
@@ -252,7 +253,7 @@ def decode_scheduling(parameters: bytes) -> Scheduling | None:
     """Decodes the scheduling parameters of a gRPC request, such as the priority.
 
     ``parameters``: an encoded ModelInferRequest that has only the field ``parameters``.
-    Returns None if any of these parameters is invalid or is no scheduling parameter.
+    Returns None if the message cannot be decoded, or if any parameter is invalid or is no scheduling parameter.
     """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters

@@ -244,8 +244,9 @@ class Stream:
     def frame_arrived(self, flags: int) -> None:
         """Handles the end of a DATA or HEADERS frame of this stream. ``flags``: the frame's flags.
 
-        If END_STREAM is not set, may grant the client more window. If END_STREAM is set, tells the stream's ``Call`` that the
-        client sends no more. If the client's last message is incomplete, the gRPC call ends with an error instead.
+        If END_STREAM is not set, grants the client more window once the client has used much of it. If END_STREAM is set, tells
+        the stream's ``Call`` that the client sends no more. If the client's last message is incomplete, or if fewer bytes came
+        than the content-length says, the gRPC call ends with an error instead.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:

@@ -84,7 +84,7 @@ class JsonArray:
         return bytes(content)
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the bytes of the tensor into ``place``. Yields between pieces of the text. Returns how many bytes were written.
+        """Writes the tensor's bytes into ``place``. Yields after each piece of the text. Returns how many bytes were written.
 
         Raises InvalidArgument if the text is no JSON array for this datatype and shape.
         """
@@ -202,7 +202,7 @@ class JsonStrings:
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the bytes of the tensor into ``place``. Yields between pieces of the text. Returns how many bytes were written.
+        """Writes the tensor's bytes into ``place``. Yields after each piece of the text. Returns how many bytes were written.
 
         Raises InvalidArgument if ``self.text`` is no JSON array of exactly ``self.count`` strings.
         """
@@ -274,7 +274,7 @@ class JsonBase64:
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the bytes of the tensor into ``place``. Yields between pieces of the text. Returns how many bytes were written.
+        """Writes the tensor's bytes into ``place``. Yields after each piece of the text. Returns how many bytes were written.
 
         Raises InvalidArgument if the text is no base64, or if its size does not fit the tensor.
         """

@@ -1,7 +1,7 @@
 """Encodes output tensors as flat JSON arrays, and each response to a generate request as a JSON object.
 
-Numbers are written as the shortest text that reads back as the same value of their datatype. NaN and the infinities are written
-as Triton writes them, though JSON has no such literals.
+Numbers are written as the shortest text that reads back as the same value of their datatype. Beside a NaN or an infinity, FP32
+numbers are written as FP64. NaN and the infinities are written as Triton writes them, though JSON has no such literals.
 """
 
 from __future__ import annotations

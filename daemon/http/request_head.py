@@ -70,7 +70,7 @@ class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the fields of the JSON object of an inference request."""
+    """Holds the fields of the JSON object of an inference request, as ``quick`` reads them."""
 
     inputs: list[InputHead]
     id: str = ""

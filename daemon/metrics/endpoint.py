@@ -1,4 +1,4 @@
-"""Serves the metrics port: /metrics for Prometheus, and a status page for browsers at /.
+"""Serves the metrics port: /metrics for Prometheus and, unless ``metrics.page`` is false, a status page for browsers at /.
 
 A connection is closed after one request. A request is refused if its head is too large. A connection that lasts too long is
 closed early. If a client connects while the number of connections is at its limit, the oldest connection is closed. Clients

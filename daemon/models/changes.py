@@ -452,7 +452,10 @@ class Models:
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores ``at``, which says how far a worker is with a load. ``incarnation``: the number of the worker process."""
+        """Stores ``at``, which says how far a worker is with a load. The readiness that the fronts report shows this.
+
+        ``incarnation``: the number of the worker process.
+        """
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 

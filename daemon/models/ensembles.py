@@ -118,7 +118,8 @@ class Ensembles:
     def expect(self, found: FoundModel) -> None:
         """Stores an ensemble whose load failed because it uses models that do not serve, to load it once these models serve.
 
-        Does nothing if a version of the ensemble serves already, or if a client must ask for the load of a missing model.
+        Does nothing if a version of the ensemble serves already, if all models that it uses serve, or if a client must ask for
+        the load of a missing model.
         """
         if self._ready(found.name, -1) is None and self.awaits(found.members):
             self._built[found.name] = _Built(found, self._fingerprints(found), down=True)

@@ -270,7 +270,10 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the running load or unload of ``model`` if it waits for no worker. Returns the instructions to carry out."""
+        """Ends the running load or unload of ``model`` if it waits for nothing more. Returns the instructions to carry out.
+
+        Before a load ends, the versions that it has replaced are unloaded.
+        """
         operation = model.running
         if operation is None:
             return []

@@ -159,7 +159,7 @@ class OperatorCommands:
         return msgspec.json.encode([*rows, *self._supervisor.lanes.records()])
 
     async def _sequences(self) -> bytes:
-        """Asks the ready workers for their live sequences of requests. Returns the sequences as one JSON array."""
+        """Returns the live sequences of all ready workers as a JSON array. Leaves out a worker that does not answer in time."""
         rows: list[dict[str, Any]] = []
         for worker in self._supervisor.workers.ready():
             rows += [{"worker": worker.name, **row} for row in await records(worker, SequenceRecords())]

@@ -514,8 +514,9 @@ class Parameters:
         self.sets.outdate((name, version))
 
     def forget(self, name: str, version: int, outdated: bool = False) -> None:
-        """Drops the values that clients pushed into a model version. Call it after a reload from files, and at an unload.
+        """Drops the values that clients pushed into a model version.
 
+        Call it at an unload, when a load of a version that does not serve begins, and after a reload from files.
         If ``outdated`` is True, drops only sets whose last push came before the last call of ``outdate`` for this version.
         """
         if not outdated:

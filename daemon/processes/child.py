@@ -139,9 +139,9 @@ class Child:
         self.send(Stop(max(0, grace_ns)))
 
     def kill(self, reason: str = "") -> None:
-        """Kills the process with SIGKILL. Does not wait until the process is gone.
+        """Kills the process with SIGKILL, without waiting for its end. ``on_exit`` is called when the process is gone.
 
-        ``reason``: for the log, or "" to log nothing. With a reason, a process that is up first gets 0.2 s to write its stack.
+        ``reason``: for the log, or "" to log nothing. With a reason, a ready process first gets 0.2 s to write its stack.
         """
         if not self.alive or (reason and self._killing):
             return

@@ -33,7 +33,7 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Lets the front poll for answers for a short time before it sleeps, if one to four requests are in flight."""
+        """Makes the front poll briefly for answers, if one to four requests are in flight. Call it after sending requests."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:

@@ -164,8 +164,8 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns all waiting requests that the limits on unread answers allow to be sent now.
 
-        A connection at its limit may still send one request at a time, if answers that the connection already holds must be
-        sent after the answer to this request.
+        Even if its own limit or its client's limit is reached, a connection may send one request at a time, if answers that the
+        connection already holds must be sent after the answer to this request.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

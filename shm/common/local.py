@@ -96,7 +96,7 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
-        """Makes an answer from a response of the model, and tells the worker that the response was read.
+        """Makes an answer with copies of the outputs in a response, and tells the worker that the response was read.
 
         ``arrived`` is the outputs by name, and the times in ns when the model's run began, had its inputs and had computed, or
         None if no times were measured. Returns an error if an output does not fit the caller's array for the output.

@@ -76,7 +76,7 @@ class Pending(Generic[T]):
 
         ``until`` is a time of ``time.monotonic()`` in seconds, or None for no limit.
 
-        Raises: WaitEnded: ``until`` has passed.  ServingError: no response can come any more.
+        Raises: WaitEnded: ``until`` has passed.  ServingError: the request fails with this error.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.waiter = waiter

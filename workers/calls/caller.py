@@ -76,7 +76,7 @@ class EndsLater(Held, Protocol):
 
 
 class ModelPort:
-    """Connects the code of one model version with its worker, so that the code can call other models and make metrics."""
+    """Connects the code of one model version with its worker: for calls of other models, own metrics and own processes."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class CallerPhase(enum.Enum):
 class Caller:
     """One run of a model's code, with the requests that the code works on.
 
-    Only the worker's event loop may use ``in_flight``, the number of calls of other models that the run has not finished.
+    Only the worker's event loop may use ``in_flight``, the number of the run's calls of other models that have not ended.
     """
 
     __slots__ = ("execution", "in_flight", "phase", "port", "requests")

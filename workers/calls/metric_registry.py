@@ -79,7 +79,7 @@ class MetricRegistry:
         """Creates the metric family ``name`` if it does not exist. The caller must call ``release`` later.
 
         ``owner``: the name and version of the model that uses the family. Raises Unavailable: there are too many families.
-        Raises InvalidArgument: the name or description is malformed, or the existing family is of another kind.
+        Raises InvalidArgument: the name or description is not allowed, or the existing family is of another kind.
         """
         if not _NAME.fullmatch(name):
             raise InvalidArgument(f"'{name[:100]}' cannot be the name of a metric")

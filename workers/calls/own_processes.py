@@ -85,7 +85,10 @@ class OwnProcesses:
                 self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
-        """Starts a thread that ends all processes that the model's code has started, by SIGKILL if they ignore SIGTERM."""
+        """Starts a thread that ends all processes that the model's code has started, by SIGKILL if they ignore SIGTERM.
+
+        Idempotent. ``ended`` tells when the thread is done.
+        """
         with self._lock:
             self._closed = True
             if self._ending is None:

@@ -86,7 +86,7 @@ class RequestInputs:
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that calls a model's ``apply`` with a dict of the request's properties as the last argument.
 
-        The function takes the properties, such as ``priority``, out of the dict of inputs with which it is called.
+        The function gets the client's inputs and the properties, such as ``priority``, in one dict, which it does not change.
         """
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Arrays in GPU memory, such as a model's outputs, and functions that say whether the GPU's driver may access host memory.
+"""Arrays in GPU memory, such as a model's outputs, and functions that decide whether the GPU's driver may access host memory.
 
 A client can truncate the file of its shared memory at any time. If the GPU's driver then accesses a page that is gone, the GPU
 may become unusable for all requests. So the driver may access a client's memory only while the memory is page-locked. The host
-copies tensors to and from a client's memory that is not page-locked.
+copies tensors to and from a client's memory that is not page-locked. If the host accesses a page that is gone, only the request
+fails (``shm/guard.py``).
 """
 
 from __future__ import annotations

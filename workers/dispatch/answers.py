@@ -108,8 +108,9 @@ def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: in
 
     Reserves memory in the response arena. Returns None if the response arena has no room now. ``sizes``: output name -> bytes.
     ``inline_byte_size``: the most bytes of all outputs together that go into the answer's record.
-    Raises Internal if the client named too small a part of a region for an output. Raises InvalidArgument if this part is not
-    inside the region, or if the outputs are larger than the response arena. Raises Unavailable if the host has no memory left.
+    Raises Internal if the client named too small a part of a region for an output. Raises InvalidArgument if the output would
+    not lie wholly inside the region, or if the outputs are larger than the response arena. Raises Unavailable if the host has
+    no memory left.
     """
     in_regions = _fit(request, sizes)
     left = inline_byte_size

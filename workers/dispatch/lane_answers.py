@@ -99,7 +99,10 @@ class LaneAnswers:
         self.let_pass()
 
     def close(self) -> None:
-        """Ends tracing. Traces in memory are written to files or sent to the daemon. Call it when the worker process ends."""
+        """Ends tracing, and sends the daemon all queued records. Call it when the worker process ends.
+
+        Traces in memory are written to files or sent to the daemon.
+        """
         self.tracer.close()
         if self._channel is not None:
             with contextlib.suppress(ChannelClosed):

@@ -53,7 +53,7 @@ def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
 def _line(error: BaseException, folders: Sequence[Path]) -> str:
     """Returns the line in the files of ``folders`` from which ``error`` comes, as " (FILE, line N, in NAME)".
 
-    Returns "" if the traceback of ``error`` has no line in these files.
+    ", in NAME" is left out for a line outside functions. Returns "" if no line of these files is known.
     """
     if isinstance(error, SyntaxError):
         frames = [(error.filename or "", error.lineno, "")]

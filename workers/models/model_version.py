@@ -164,7 +164,7 @@ class ModelVersion:
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Removes and returns an instance's next batch, which fits the largest bucket. The list is empty if no batch is due."""
+        """Removes and returns an instance's next batch, [] if none is due. It fits the largest bucket of each ragged input."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.

@@ -170,6 +170,7 @@ class SteppedModel:
 
         Returns a sentence that names the fault, or None if the test finds no fault. Also returns None, without a test, if the
         model has ``while`` loops, side effects or custom calls, or if the test would take long. Raises the model's errors.
+        Call it only during the load of the model, because the test drops the state of all sequences.
         """
         used, count = self.executables, min(self._slots, _ASKED)
         shapes, insert = next(iter(used.inserts.items()))

@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns ``content`` as a source of bytes to copy into new memory. ``content`` must be contiguous."""
+    """Returns ``content``, which must be contiguous, as a source of bytes. ``Part.copy`` reads ``content`` when called."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
 

@@ -40,8 +40,8 @@ class LaneSegments(ArenaMap):
     def open(self, segment: int, byte_size: int, fd: int) -> None:
         """Maps the memory ``fd`` as segment number ``segment`` of the client's lane. Takes over the descriptor ``fd``.
 
-        Raises InvalidArgument: ``segment`` is negative or in use, ``byte_size`` is not positive, or ``fd`` is no memfd with
-        a sealed size of ``byte_size`` bytes.
+        Raises InvalidArgument: ``segment`` is negative or in use, ``byte_size`` is not positive, ``fd`` is no memfd with a
+        sealed size of ``byte_size`` bytes and without huge pages, or too many segments of the lane were refused.
         Raises Unavailable: the lane has too many segments or bytes, or the memory cannot be mapped. Later requests that name the
         segment fail with the same error.
         """

@@ -247,9 +247,9 @@ class InnerRequest(Request):
 
 
 def not_kept(request: Request | None) -> None:
-    """Prevents that response caches store the answers to ``request``. Does nothing if ``request`` is None.
+    """Prevents response caches from storing the answers to ``request``. Does nothing if ``request`` is None.
 
-    If ``request`` is an ``InnerRequest``, the answers to the client's request that led to it are not stored either.
+    If ``request`` is an ``InnerRequest``, the answers to all requests that led to it are not stored either.
     """
     while request is not None:
         request.asked = None

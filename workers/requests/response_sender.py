@@ -183,7 +183,8 @@ class ResponseReceiver:
 class ResponseSender:
     """Sends a model's responses to one request, and counts the bytes that the client has not taken yet.
 
-    Any thread may use ``send`` and the properties. Only the thread of the worker's loop may call the other methods.
+    Any thread may use the properties and the methods from ``send`` to ``when_room``. Only the thread of the worker's loop may
+    call the other methods.
     """
 
     __slots__ = (

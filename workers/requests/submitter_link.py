@@ -288,7 +288,8 @@ class LaneOwner(Budget):
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
         """Raises Unavailable if this owner has no room for ``byte_size`` more bytes of requests from ``submitter``.
 
-        That is so if all lanes of this owner together would exceed a limit, and the submitter's lane its share of the limit.
+        That is so if all lanes of this owner together would exceed a limit, and the submitter's lane its share. This share is
+        (2 * limit - bytes of requests on all lanes now) / number of lanes.
         """
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))

@@ -11,6 +11,7 @@ A planner is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``. The w
        │         ├──▶ restore    the request could not run, and waits again
        │         └──▶ dropped    the request will never run
        ├───────────▶ cancelled   nobody waits for the request any more
+       ├───────────▶ arrived     a newer request replaces the request
        └───────────▶ tick        the request has waited too long, and fails
 
 If a request of a sequence fails before it has run, the later requests of the sequence fail, too. Each method that can make a

@@ -1,7 +1,7 @@
 """Data types for sequences. A sequence is a series of requests with the same correlation id, which run one after the other.
 
 A sequence waits until one of the model's slots is free, and then holds the slot until the sequence ends. The sequence ends when
-its request with the flag END has run, or when the sequence was idle for too long. A cancelled request ends its sequence early.
+its request with END has run, when it was idle for too long, or when one of its requests is cancelled, expires or fails.
 """
 
 from __future__ import annotations
