@@ -36,7 +36,7 @@ def shown(value: Any) -> str:
 
 
 def scaled(byte_size: float) -> str:
-    """Returns a number of bytes as text with a unit, such as "1.5 MiB", rounded to three significant digits."""
+    """Returns a number of bytes as text with a unit, such as "1.5 MiB" or "1003 B"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if byte_size < 1024 or unit == "TiB":
             break

@@ -589,7 +589,7 @@ class ClientLane:
 
 
 class OpenedModel:
-    """What the daemon has told the client about a model: the model's description, and lanes to the model's workers."""
+    """A model's description and the lanes to the model's workers, as the daemon has sent them to the client."""
 
     def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
         """Stores what the daemon has told this client about a model.

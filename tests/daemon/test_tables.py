@@ -1,4 +1,4 @@
-"""What the operator's tables show."""
+"""How the operator's tables show numbers of bytes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Asked(Arguments, total=False):
 
 
 class BegunCall:
-    """What ``begin`` returns: a request that was sent to another model. ``result`` waits for the outputs."""
+    """A request that ``begin`` has sent to another model. ``result`` waits for the outputs."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call

@@ -82,7 +82,7 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredVersion:
-    """What a version's model.py and configuration declare, completed and checked, such as the tensors and the GPUs."""
+    """The checked declarations of a version's model.py and configuration, such as the tensors and the GPUs."""
 
     #: The tensors that clients send and get.
     signature: Signature

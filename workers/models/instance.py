@@ -130,7 +130,7 @@ class Instance:
 
     @property
     def thread(self) -> int:
-        """What ``threading.get_ident`` returns in the instance's thread; -1 if the thread was not started."""
+        """The number of the instance's thread, as ``threading.get_ident`` returns it; -1 if the thread was not started."""
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:

@@ -88,7 +88,7 @@ class PipelineProgram:
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """For each input: its name, the address in host memory of the first row that ``run`` reads, and the bytes of a row."""
+        """Each input that ``run`` reads: its name, the host address of its first row, and how many bytes a row has."""
         return [
             (name, address_of(buffer.array), buffer.array.nbytes // self.rows) for name, buffer in self._buffers.items()
         ]

@@ -334,7 +334,7 @@ def test_small_ones_that_nobody_waits_for_are_dropped(small_bench: SmallBench) -
 
 
 def test_one_that_cannot_be_sent_ends_its_request(small_bench: SmallBench) -> None:
-    """What follows would be there without it. Other requests go on."""
+    """A response that cannot be sent ends its request with one error; nothing behind it is sent. Other requests go on."""
     small_bench.meet()
     sender, other = small_bench.ask(1), small_bench.ask(2)
     for value in (4, LARGE, 4):
@@ -378,7 +378,7 @@ _ROUNDS = """
                 request.get_response_sender().send(answer)
                 request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 """
-#: It does not look whether anybody waits.
+#: A model that calls the endless one, and does not ask whether its own request is cancelled.
 _CALLS = """
     import triton_python_backend_utils as pb_utils
 
@@ -394,7 +394,7 @@ _CALLS = """
 """
 
 
-#: It does not look either, and its thread must not wait.
+#: The same as a coroutine, whose thread must not wait in ``send``.
 _COROUTINE = """
     import triton_python_backend_utils as pb_utils
 
