@@ -144,7 +144,8 @@ class _Tensor:
 def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgument:
     """Returns the error for an ensemble that needs the model ``member``, which is not loaded.
 
-    ``number``: the version of ``member`` that is needed, or -1 for any. ``why``: why loading ``member`` failed, or "".
+    ``number``: the version that is needed and not loaded, or -1 if no version of ``member`` is loaded.
+    ``why``: why loading ``member`` failed, or "".
     """
     lacks = f"whose required version {number} is not loaded." if number > 0 else "which has no loaded version."
     failed = f" Model '{member}' loading failed with error: {why}" if why else ""
@@ -154,9 +155,9 @@ def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgu
 def completed(encoded: bytes, find: Callable[[str, int], ModelConfig]) -> ModelConfig:
     """Decodes an ensemble's configuration from protobuf, and checks it against the configurations of the ensemble's members.
 
-    The returned configuration is decoupled if a member is decoupled. ``find(name, version)`` returns a member's configuration.
-    Version -1 means the newest. Raises InvalidArgument if a name, datatype, shape or batch size does not fit the members, or if
-    the inputs of one step come from several decoupled steps.
+    The returned configuration is decoupled if and only if a member is. ``find(name, version)`` returns a member's completed
+    configuration. Version -1 means the newest. Raises InvalidArgument if ``encoded`` is malformed, if a name, datatype, shape
+    or batch size does not fit the members, or if the inputs of one step come from several decoupled steps.
     """
     config = from_bytes(encoded)
     name = config.name

@@ -127,7 +127,7 @@ def _words(wanted: Any) -> Iterator[str]:
 
 
 def worded(key: str) -> str:
-    """Describes the allowed values of a configuration key: "none, low, medium or high" or "auto or int from 1 to 64"."""
+    """Describes the allowed values of a key, such as "none, low, medium or high" or "auto or int from 1 to 64"."""
     wanted = described_type(key)
     parts = wanted.types if isinstance(wanted, msgspec.inspect.UnionType) else (wanted,)
     numbers = [

@@ -7,6 +7,7 @@
 A JSON object lacks the keys marked "?" if there is no value. In a line of the access log, the object also has "request".
 In systemd's journal, all lines begin with a syslog priority, and the formats default and ISO8601 are ``<6>worker-0: text``.
 A line about a traced request contains the trace id. Control characters in a message are escaped, so that nobody forges lines.
+In the formats default and ISO8601, a traceback follows its message in further lines.
 """
 
 from __future__ import annotations

@@ -14,7 +14,10 @@ _LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
 
 
 class Limit(NamedTuple):
-    """The operator's limit for one resource of the rate limiter: how much of it model instances may hold at the same time."""
+    """The operator's limit for one resource of the rate limiter, on one GPU or on each device.
+
+    The limit says how much of the resource model instances may hold at the same time.
+    """
 
     #: The name in lower case: names that differ in case only are one.
     name: str

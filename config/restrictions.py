@@ -1,6 +1,7 @@
 """Parses ``GROUP[,GROUP...]:KEY=VALUE``: a client must send the header ``KEY: VALUE`` to call the RPCs of a GROUP.
 
-GROUP is a name such as "inference". Source: Triton's options --http-restricted-api and --grpc-restricted-protocol.
+GROUP is a name such as "inference". Over gRPC, the header's name is ``triton-grpc-protocol-KEY``.
+Source: Triton's options --http-restricted-api and --grpc-restricted-protocol.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def check(
     Args:
       devices: the devices of all workers. A model is loaded on the first device that it may use.
       timeout: how many seconds the load of each version of a model may take. It may take three times as long if ``deep``.
-      deep: whether each loaded model also runs a generated request for each of its buckets.
+      deep: whether models also run a generated request for each bucket. Host, stepped and ragged models do not.
     """
     tried: dict[str, Verdict] = {}
     for verdict in _tried([model for model in models if not model.members], options, devices, timeout, deep):

@@ -156,8 +156,9 @@ def check(
     Each model is loaded and compiled as in a worker, on the first device that would serve the model. The models' code
     runs as the user who calls this command. If root calls this command without --user and tensord.service is installed,
     the models' code runs as the service's user, in the service's sandbox, and the service's cache keeps the compiled
-    programs. With --deep, each model also answers a request for each of its buckets. With --read-only, no code of a
-    model runs. Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
+    programs. With --deep, each model also answers a request for each of its buckets, except host, stepped and ragged
+    models. With --read-only, no code of a model runs. Exit status 0: all good. 1: a model cannot be served. 2: the
+    configuration is wrong.
     """
     from tensord.daemon import check as model_check
     from tensord.daemon.check import Verdict
@@ -278,11 +279,12 @@ def fetch(
 ) -> None:
     """Bring the model at URL into FOLDER, whose name is the model's, such as models/digits.
 
-    URL is a path, or begins with s3://, gs:// or hf://. A URL that ends in .tar, .tar.gz or .zip names an archive, and
-    may also begin with https://. Any other URL names a folder. The model is downloaded, and then checked as `tensord check`
-    checks models. If the check succeeds, the model replaces FOLDER. With --read-only, the check runs no code of the
-    model. After an interrupted fetch, the next fetch downloads only the remaining files. If FOLDER already holds the model at
-    URL, nothing is done. Exit status 0: FOLDER holds the model. 1: FOLDER is unchanged. 2: the configuration is wrong.
+    URL is a path, or begins with s3://, gs:// or hf://. A URL that ends in .tar, .tar.gz, .tgz, .tar.bz2, .tar.xz or .zip
+    names an archive, and may also begin with https:// or http://. Any other URL names a folder. The model is downloaded,
+    and then checked as `tensord check` checks models. If the check succeeds, the model replaces FOLDER. With --read-only,
+    the check runs no code of the model. After an interrupted fetch, the next fetch downloads only the remaining files. If
+    FOLDER already holds the model at URL, nothing is done. Exit status 0: FOLDER holds the model. 1: FOLDER is unchanged.
+    2: the configuration is wrong.
     """
     from tensord.daemon import fetch as fetching
 
@@ -337,10 +339,10 @@ def bench(
 ) -> None:
     """Measure how many answers MODEL gives per second, and how long they take, by number of connections.
 
-    Each connection sends a request, waits for the answer and sends the next one. Inputs are random: normal numbers for
-    floating-point inputs, integers from 0 to 3 for integer inputs. Half of the requests took at most p50, and 99 % took at most
-    p99. Without --address, tensord_client.connect() finds the daemon. The daemon must serve MODEL. All clients are threads of
-    this process. This needs tensord-client, and tritonclient[grpc] for gRPC. Exit status 1: a request failed.
+    Each connection sends a request, waits for the answer and sends the next one. All requests have the same random inputs:
+    normal numbers, integers from 0 to 3, booleans, or digits as strings. Half of the requests took at most p50, and 99 %
+    took at most p99. Without --address, tensord_client.connect() finds the daemon. The daemon must serve MODEL. All clients
+    are threads of this process. This needs tensord-client, and tritonclient[grpc] for gRPC. Exit status 1: a request failed.
     """
     from tensord import closed_loop
 

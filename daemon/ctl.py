@@ -1,7 +1,8 @@
 """The program ``tensorctl``: the operator's commands to a running daemon, sent over the daemon's control socket.
 
 The option ``--socket`` names the socket, else the environment variable ``TENSORCTL_SOCKET``. Without a name, tensorctl searches
-default folders. Exit status: 0: done; 1: the daemon answered with an error; 2: no daemon answered, or several did.
+default folders. Exit status: 0: done; 1: the daemon answered with an error, or ``health`` found it not ready; 2: the command
+line is wrong, or no daemon answered, or several did.
 """
 
 from __future__ import annotations
@@ -542,7 +543,8 @@ def regions_unregister(daemon: _Daemon, name: str) -> None:
 def connections(daemon: _Daemon, repeat_seconds: float | None) -> None:
     """List the connections of clients: front, owner, requests, how many bytes of arenas each connection holds, and lanes.
 
-    At most 1,000 connections of each front are listed. The Unix socket for clients is listed as "clients", without a limit.
+    At most 1,000 connections of each front are listed. Connections to the Unix socket for clients are all listed, with the
+    front "clients".
     """
     daemon.show(repeat_seconds, lambda rows: tables.show(_CONNECTION_COLUMNS, rows), "connections")
 

@@ -142,7 +142,7 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
       sha256: the expected checksum of the archive, or of the file SHA256SUMS if ``source`` is a folder. "": none.
       max_byte_size: the most bytes that the model may have.
     Raises InvalidArgument if the model is damaged, is too large for the limit or the disk, or has a wrong checksum.
-    Raises another ServingError if ``source`` cannot be read, or if the model at ``source`` changes during the download.
+    Raises a ServingError if ``source`` cannot be read. Raises Unavailable if the model at ``source`` changes meanwhile.
     Raises OSError if a file cannot be written.
     """
     whole = model.with_name("files")
@@ -399,7 +399,7 @@ class Source:
 
 
 class _Coming(Callback):  # type: ignore[misc]
-    """Prints the progress of a file's download. Raises InvalidArgument if the file has more bytes than the user allowed."""
+    """Prints the progress of an archive's download. Raises InvalidArgument if it has more bytes than the user allowed."""
 
     def __init__(self, file: File, max_byte_size: int) -> None:
         super().__init__()

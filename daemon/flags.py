@@ -1,8 +1,9 @@
 """Defines the daemon's command-line flags. Each flag sets one key of the configuration.
 
 A unit file that starts a Triton server should start tensord once the program's name is changed. So a flag of tensord is named
-like Triton's flag of the same meaning. Some flags of Triton, such as ``--allow-cpu-metrics=false``, are accepted but change
-nothing. Any other flag is refused with a reason, or with the name of the most similar flag.
+like Triton's flag of the same meaning. Triton's ``--trace-config`` and ``--cache-config`` stand for other flags. Some flags of
+Triton, such as ``--allow-cpu-metrics=false``, are accepted but change nothing. Any other flag is refused with a reason, or with
+the name of the most similar flag.
 
     arguments ─▶ ``canonical`` writes each flag as ``--name=value`` ─▶ click parses them ─▶ ``settings`` returns keys and values
 """
@@ -282,7 +283,8 @@ def settings(ctx: click.Context) -> list[Setting]:
 def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
     """Returns the command-line words ``arguments`` with each flag of the daemon written as one word, ``--name=value``.
 
-    Flags of Triton that change nothing in tensord are left out. Options in ``own`` and their values are unchanged.
+    ``--trace-config`` and ``--cache-config`` are replaced by the flags that they stand for. Flags of Triton that change nothing
+    in tensord are left out. Options in ``own`` and their values are unchanged.
     ``own``: each option that is no flag of the daemon, such as "--help" -> whether the option takes a value.
     Raises ConfigurationError if a flag is unknown or refused, or lacks its value.
     """

@@ -50,7 +50,10 @@ class Service:
 
 
 def installed() -> Service | None:
-    """Returns how systemd runs tensord.service. Returns None if the service is not installed or systemctl fails."""
+    """Returns how systemd runs tensord.service. Returns None if the service is not installed or systemctl fails.
+
+    Raises OSError if a file of the service's unit cannot be read.
+    """
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
         done = subprocess.run(
@@ -88,11 +91,12 @@ def settings(unit: str) -> list[str]:
 def check_inside(service: Service, words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs ``tensord check`` in a sandbox with the settings of the service. Returns the exit status of the check.
 
+    If systemd cannot make the sandbox, returns the exit status of systemd-run, which is 1.
     Args:
       words: the arguments of ``tensord check``. The path of the configuration file is relative to the caller's working
         directory. All other paths are relative to the service's working directory.
       environment: the caller's variables. Those whose names begin with TENSORD_ are passed on.
-    Raises Unusable if systemd could not start the check in the sandbox.
+    Raises Unusable if systemd made the sandbox, but could not start the check in it.
     """
     unit = f"tensord-check-{os.getpid()}.service"
     variables = {name: value for name, value in environment.items() if name.startswith("TENSORD_")}

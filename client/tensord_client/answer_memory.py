@@ -284,7 +284,10 @@ class AnswerMemory:
                 release()
 
     def release_record(self) -> bytes:
-        """Returns a message that gives leases from the queue of ``give_back`` to the worker, or b"" if the queue is empty."""
+        """Takes leases out of the queue of ``give_back``, and returns a message that gives these leases to the worker.
+
+        The caller must send the message. It has as many leases as fit, and is b"" if the queue is empty.
+        """
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []

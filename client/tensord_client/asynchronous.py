@@ -67,12 +67,14 @@ class AsyncClient:
 
         Args:
           tensor: an item of ``AsyncModel.inputs`` or ``AsyncModel.outputs``, or a shape.
-          dtype: the array's numpy dtype if ``tensor`` is a shape. It is ignored if ``tensor`` is an item.
-          shape: the array's shape if ``tensor`` is an item. None means the item's shape, with 1 for each variable size (-1).
+          dtype: the array's numpy dtype. It is needed if ``tensor`` is a shape, and ignored if ``tensor`` is an item.
+          shape: the array's shape if ``tensor`` is an item. None means the item's shape, with 1 for each variable size (-1). It
+            is ignored if ``tensor`` is a shape.
           device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
 
-        Raises: InvalidArgument: an argument is not valid, the array is too large, or the dtype has no fixed size.  Unavailable:
-          there is no free memory now, or no CUDA driver.  Unsupported: GPU memory, if this process serves the models itself.
+        Raises: InvalidArgument: an argument is not valid, the array is too large, the dtype has no fixed size, or the server
+          cannot use the GPU.  Unavailable: there is no free memory now, no CUDA driver or no such GPU, or the client is closed.
+          Unsupported: GPU memory, if this process serves the models itself.
         """
         return self._client.empty(tensor, dtype, shape=shape, device=device)
 
@@ -181,7 +183,8 @@ class AsyncModel(Calls):
           outputs: the names of the outputs to return. Empty means the names in ``out``, or all outputs if ``out`` is empty.
           own: the request's other fields, such as ``priority``.
 
-        Raises: InvalidArgument: an input cannot be an array, or an array in ``out`` is read-only.
+        Raises: InvalidArgument: an input cannot be an array, an array in ``out`` is read-only, or the model answers a request
+          with several responses.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
         call.repeats = True
@@ -284,12 +287,13 @@ class AsyncLatest(Newest[Answer]):
                 waits.get_loop().call_soon_threadsafe(_end_wait, waits)
 
     async def get(self, timeout: float | None = None) -> Answer:
-        """Waits until there is an answer that ``get`` has not returned yet, and returns the newest one.
+        """Waits for an answer to inputs that were put later than those of the last answer returned, and returns it.
 
-        ``timeout`` is the seconds to wait, or None for no limit.
+        If several answers have come, returns only the answer to the inputs that were put last. ``timeout`` is the seconds to
+        wait, or None for no limit.
 
-        Raises: ServingError: the newest answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close``
-          was called.
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was
+          called, and there is no such answer.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while not self._has_newer():
@@ -380,7 +384,8 @@ class AsyncModelParameters:
     async def list(self) -> list[dict[str, Any]]:
         """Returns a dictionary for each parameter set of the model.
 
-        "set" is the set's name. "number" is the number of the set's newest push. ``ModelParameters.list`` describes all items.
+        "set" is the set's name. "number" is the number of the push that brought the set's values, or 0 if they come from the
+        model's folder. ``ModelParameters.list`` describes all items.
         """
         return await asyncio.to_thread(self._sets.list)
 

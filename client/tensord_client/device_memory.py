@@ -251,7 +251,10 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Frees the GPU memory of garbage-collected arrays. Arrays still in use keep their memory until the process ends."""
+        """Frees the GPU memory of garbage-collected arrays. Later calls of ``empty`` raise Unavailable. Idempotent.
+
+        Arrays that are still in use keep their memory until the process ends.
+        """
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():

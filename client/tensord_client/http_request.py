@@ -1,8 +1,8 @@
 """Sends HTTP requests and waits for the answers, in the calling thread, on an event loop, or in a thread of the client.
 
-If the server cannot be reached or answers that it is stopping, a request is sent again until the seconds of the request's
-``patience`` are over. If the connection fails after a request was sent completely, the request is sent again at most once, and
-only if running the request twice does no harm.
+If the server cannot be reached or answers that it is stopping, or if the connection fails before a request was sent completely,
+the request is sent again until the seconds of its ``patience`` are over. If the connection fails later, the request is sent
+again at most once, and only if running it twice does no harm and no response of a stream has begun to arrive.
 """
 
 from __future__ import annotations

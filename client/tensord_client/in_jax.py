@@ -41,8 +41,9 @@ def jax(
     Args:
       shapes: the shapes of outputs by output name, without axes that ``vmap`` adds. Give the shape of each output that has an
         axis of variable size besides the batch axis.
-    Returns: a function from inputs by name to outputs by name. While JAX traces the function, it raises InvalidArgument if an
-      output's shape is not known, if an input or output is BYTES, or if JAX needs a derivative that the server does not have.
+    Returns: a function from inputs by name to outputs by name. While JAX traces or compiles the function, it raises
+      InvalidArgument if an output's shape is not known, if an input or output is BYTES, or if JAX needs a derivative that the
+      server does not have.
       If the server answers with an error while the compiled program runs, JAX raises JaxRuntimeError or ValueError.
     """
     import jax as library

@@ -83,8 +83,8 @@ class LaneConnection(Sender):
             raises ResultsHeld.
           timeout: the seconds to wait for each answer of the daemon on its socket for clients.
           patience: the seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
-          max_waiting: the most requests that may wait for one worker. While there is no worker, as many requests may wait for
-            one. A further request is refused with Unavailable.
+          max_waiting: the most requests that may wait for one worker, and the most that may wait because there is no worker. A
+            further request is refused with Unavailable.
           keyed: True if HTTP requests have a header with a key. If the daemon requires a key to change parameter sets, such
             changes are then sent over HTTP.
 
@@ -286,8 +286,9 @@ class LaneConnection(Sender):
         If all lanes to the model's workers have ended, the request is sent once that object waits and there is a new lane.
 
         Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process holds ``max_results`` answers already.
-          Unavailable: no worker serves the model when this connection first uses the model, shared memory is full, or too
-          many requests wait.  NotFound: the model is not served.
+          Unavailable: no worker serves the model when this connection first uses the model, the worker of the request's
+          sequence has ended, shared memory is full, too many requests wait, or ``close`` was called.  NotFound: the model is
+          not served.
         """
         if self._apart and (call.model, call.version) in self._apart:
             return self.http().ask(call)
@@ -310,7 +311,7 @@ class LaneConnection(Sender):
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
         """Sends a request. Returns the answer, or a ``Pending`` whose method ``result`` waits for the answer and returns it.
 
-        The errors are the same as for ``ask``.
+        The thread that got a ``Pending`` must call ``result``. The errors are the same as for ``ask``.
         """
         known, held = self.models.get((call.model, call.version)), self.held
         if known is None or len(held.sizes) >= held.most or call.traceparent:
@@ -551,9 +552,11 @@ class LaneConnection(Sender):
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
         """Waits until there is a lane to a worker of the request's model, and sends the request again over that lane.
 
-        Call this only in the thread in which ``pending.claim()`` returned True. ``until`` is a time of ``time.monotonic()``.
+        Call this only in the thread in which ``pending.claim()`` returned True. ``until`` is a time of ``time.monotonic()`` in
+        seconds, or None for no limit. Sends nothing if the request has ended meanwhile.
 
-        Raises: ServingError: no lane was found, or no other worker can run a refused request.  WaitEnded: ``until`` has passed.
+        Raises: ServingError: no lane was found, no other worker can run a refused request, or the worker of the request's
+          sequence has ended.  WaitEnded: ``until`` has passed.
         """
         refusal, pending.refusal = pending.refusal, None
         call, lane, known = pending.call, pending.lane, self.known(pending.call)

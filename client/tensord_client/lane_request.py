@@ -241,7 +241,7 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Makes the event loop ``loop`` receive this request's answer. Does not wait.
+        """Makes ``loop``, the event loop that runs in the calling thread, receive this request's answer. Does not wait.
 
         If the request has lost its lane, a background thread sends the request again over another lane.
         """
@@ -254,7 +254,7 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.attach(loop)
 
     def watch(self) -> None:
-        """Makes a background thread receive this request's answer. If the request has no lane, first has it sent again."""
+        """Makes a background thread receive the answer. If this request has lost its lane, first has it sent again."""
         lane = self.lane
         if self.astray:
             self._connection.send_again_soon(self)

@@ -66,7 +66,11 @@ _KINDS = "b", "iu", "fV", "SUO"
 
 
 class Robot(ServerConnection):
-    """A robot's WebSocket connection to the gateway. It is closed if a limit of bytes or time is exceeded."""
+    """A robot's WebSocket connection to the gateway.
+
+    It is closed if too many bytes wait for the robot to read them, or if a message arrives too slowly. If too many bytes of all
+    robots wait for the gateway to read them, the connection with the most of these bytes is closed.
+    """
 
     gateway: RobotGateway
     policy: Policy
@@ -109,7 +113,8 @@ class Robot(ServerConnection):
     def count(self, read: int = 0) -> None:
         """Recomputes ``unread``, the number of bytes that have arrived from the robot and that the gateway has not read.
 
-        Call it when bytes have arrived, when the gateway has read a message, and when the gateway has answered a message.
+        Also starts or stops the time limit for a message that is arriving. Call it when bytes have arrived, when the gateway
+        has read or answered a message, and when the connection has ended.
         ``read``: the size in bytes of the message that the gateway has just read, or 0 if it has read none.
         """
         self._whole -= read
@@ -329,7 +334,7 @@ class Policy:
 
         The value ``observation["a"]["b"]`` is for the input "a/b" or "a.b". A value for no input is left out if its name
         matches a pattern in the constructor's ``ignored``. Raises InvalidArgument if the name matches no pattern,
-        if a required input is missing, or if a value does not fit its input.
+        if a required input is missing, if two values are for one input, or if a value does not fit its input.
         """
         made: dict[str, Array] = {}
         for key, value in flat(observation, self._inputs).items():
@@ -383,7 +388,7 @@ class Policy:
 async def serving(client: AsyncClient, options: Namespace, listening: gateway.Listening) -> AsyncIterator[None]:
     """Serves robots over WebSockets on the socket ``listening`` until the ``async with`` block ends.
 
-    Raises: OSError: the TLS certificate, TLS key or API key file cannot be read.  InvalidArgument: the API key file is empty.
+    Raises: OSError: the TLS certificate, TLS key or API key file cannot be used.  InvalidArgument: the API key file has no key.
     """
     served: Any = RobotGateway(client, options)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None

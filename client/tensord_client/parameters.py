@@ -58,7 +58,7 @@ class ModelParameters:
           own: further fields of the request, such as ``priority``.
         Returns: the gradients of all floating parameters. The gradient of the parameter ``dense.kernel`` is
           ``result["dense"]["kernel"]``. If the model's parameters are a single array, the result is an array. ``update`` takes
-          a tree of this form.
+          a tree of this form. Over a lane, the arrays can occupy the worker's memory until they are garbage-collected.
         Raises: InvalidArgument: the model has no derivatives, or an argument does not fit the model.  ServingError: any other
           error of the server.
         """
@@ -122,9 +122,11 @@ class ModelParameters:
     def list(self) -> list[dict[str, Any]]:
         """Returns a dictionary for each parameter set that the model has.
 
-        "set" is the set's name. "number" is the number of the push that brought the set's values, or 0 if the values come from
-        the model's folder. "kept" says from where a new worker gets the values: "repository", "memory", "file" or "none". If a
-        push brought the values, "byte_size", "pushed_at" (seconds since 1970) and "pushed_by" (a client) describe the push.
+        "model" and "version" say to which version the set belongs, and "set" is the set's name. "number" is the number of the
+        push that brought the set's values, or 0 if the values come from the model's folder. "kept" says from where a new worker
+        gets the values: "repository", "memory", "file" or "none". If a push brought the values, "byte_size", "pushed_at"
+        (seconds since 1970) and "pushed_by" (a client) describe the push. "number_before", if given, is the number of the
+        values that ``roll_back`` brings back.
         """
         found: list[dict[str, Any]] = self._manage("parameters", self._model, self._version)["parameters"]
         return found
@@ -152,7 +154,8 @@ class ModelParameters:
 def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
     """Yields the tree ``parameters`` of arrays in the safetensors format: first the header, then each array's bytes.
 
-    A leaf that safetensors cannot store is left out, such as a function, a text or a random key of JAX.
+    A leaf that safetensors cannot store is left out, such as a function, a text or a random key of JAX. The served model then
+    keeps the value with which this leaf was loaded.
     Raises InvalidArgument if safetensors can store no leaf, or if ``partial`` is True and safetensors cannot store a leaf.
     """
     leaves: dict[str, tuple[str, Array]] = {}

@@ -248,7 +248,8 @@ class Placement:
     def fill(self, call: Call, layout: Layout) -> wire.Placed:
         """Copies the inputs into the request or to shared memory, as ``layout`` says. Returns the fields to send.
 
-        Raises: Unavailable: there is no room in shared memory now.
+        Raises: InvalidArgument: an input is larger than the daemon allows, or a parameter cannot be encoded.  Unavailable:
+          there is no room in shared memory now.
         """
         contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
         if not layout.copied:

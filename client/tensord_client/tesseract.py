@@ -64,7 +64,10 @@ _STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.
 
 
 class TesseractModel:
-    """A served model and its derivatives, for clients of the library ``tesseract-core``. Shapes are those of one row."""
+    """A served model and its derivatives, for clients of the library ``tesseract-core``.
+
+    The shapes in ``inputs`` and ``outputs`` lack the batch dimension.
+    """
 
     def __init__(self, model: AsyncModel, derivatives: Mapping[str, AsyncModel], bounds: Namespace) -> None:
         """Makes a Tesseract of ``model``.

@@ -1,10 +1,10 @@
 """Opens and ends the lanes between local clients and workers, and limits how many lanes each user may have.
 
-When a client asks for lanes for a model, the supervisor opens a lane to each worker that serves the model. A client never has
-two lanes to the same worker. A lane serves requests to any model of its worker.
+When a client asks for lanes for a model, the supervisor opens a lane to each worker that serves the model. A connection of a
+client to the supervisor never has two lanes to the same worker. A lane serves requests to any model of its worker.
 
 If a client closes its connection to the supervisor, or reports that it no longer uses a lane, the supervisor asks the lane's
-worker to end the lane. The lane counts towards the user's limit until the worker reports that the lane has ended.
+worker to end the lane. The lane counts towards the user's limit until the worker reports that the lane has ended, or dies.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class ClientLanes:
         First ends the lanes ``wanted.ended``, which the client no longer uses, and waits until their workers have closed them.
         Raises Unsupported if clients get no lanes from this server.
         Raises NotFound if the model or the version is unknown, or is not to be served.
-        Raises Unavailable if the server is draining, if no worker serves the version within ``wanted.wait`` seconds, or if a
-        worker does not close a lane of ``wanted.ended`` in time.
+        Raises Unavailable if the server is draining, if no worker serves the version within ``wanted.wait`` seconds (at most
+        ``requests.worker_wait``), or if a worker does not close a lane of ``wanted.ended`` within ``requests.worker_wait`` s.
         """
         if not self._options.lanes:
             raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")

@@ -111,8 +111,8 @@ class ClientSocket:
     def listen(self) -> None:
         """Binds the clients' socket and listens on it. Clients that connect wait until ``serve`` is called.
 
-        If no path is configured, a default path is used. If the default path cannot be bound, this logs a warning.
-        Raises InvalidArgument if a configured path cannot be bound.
+        The path is in clients.socket or, if that is "", in the folder RUNTIME_DIRECTORY of a service. Raises InvalidArgument if
+        this path cannot be bound. If there is no such path, a default path is used. If that cannot be bound, logs a warning.
         """
         mode = int(self._options.clients.socket_mode, 8)
         if self.path is not None:

@@ -72,7 +72,7 @@ class ControlChannel:
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Passes records that the dead peer process sent to the constructor's ``on_record``, and then closes this channel."""
+        """Receives the last records of the peer process, which is dead, calls ``on_record`` for each, and closes this."""
         if not self._closed:
             self._readable()
         self.close()
@@ -138,7 +138,8 @@ class ControlCalls:
         """Calls an operation of the process at the other end of the control channel. Returns the result and file descriptors.
 
         The caller must close these descriptors. ``fds``: descriptors to send. ``peer``: the client for whom a front calls.
-        Raises the ServingError with which the called process replied. Raises Unavailable if no file descriptor is free.
+        Raises the ServingError with which the called process replied, or that ``fail`` got. Raises Unavailable if no file
+        descriptor is free.
         """
         self._last += 1
         number = self._last
@@ -161,7 +162,7 @@ class ControlCalls:
           peer: the client.
           fd: a file descriptor to send with the call, which the caller must close, or -1 for none. A push sends the memory with
           the parameters. To register a region, send a descriptor that becomes readable when the region is to be unregistered.
-        Raises Unavailable if too many calls wait for replies. Raises the ServingError with which the supervisor replied.
+        Raises Unavailable if too many calls wait for replies. Raises what ``call`` raises.
         """
         if len(self._waiting) >= _LIMIT:
             raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")

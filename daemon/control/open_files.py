@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def awaited(attempt: Callable[[], Awaitable[T]], on_wait: Callable[[Exception], object] = lambda _: None) -> T:
-    """Awaits ``attempt()`` and returns the result. Tries again after a second if no file descriptor was free.
+    """Awaits ``attempt()`` and returns the result. Tries again each second as long as no file descriptor is free.
 
     Raises every other error of ``attempt``. ``on_wait``: called with the error before the second attempt, and not again.
     """

@@ -67,7 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns ``folder / name`` and, for control.sock, each existing ``folder / control-PID.sock`` with a process id PID."""
+    """Returns ``folder / name`` and each existing path with a process id in this name, such as control-4711.sock."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

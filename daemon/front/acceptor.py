@@ -68,7 +68,10 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Closes the listening sockets. Returns once no client is in its TLS handshake, or after ``timeout`` seconds."""
+        """Accepts the connections that wait, and closes the listening sockets. Does nothing if called again.
+
+        Returns once no client is in its TLS handshake, or ``timeout`` seconds after the listening sockets are closed.
+        """
         if self._closed:
             return
         self._counters.serve(False)

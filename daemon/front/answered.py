@@ -1,7 +1,8 @@
 """Counts a front's answers by status code, remembers its last errors, and writes its access log.
 
-The access log gets every n-th successful inference answer, and at most ten answers a second that are errors. The configuration
-key ``log.access`` sets n. If n is 0, nothing is written to the access log. Only the front's event loop uses this module.
+The access log gets one successful inference answer for every n successful answers, which need not be to inference requests. It
+also gets at most ten answers a second that are errors. The configuration key ``log.access`` sets n. If n is 0, nothing is
+written to the access log. Only the front's event loop uses this module.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Answered:
           counters: the front's counters in shared memory, in which the answers are counted.
           refusals: counts the errors of clients by model.
           protocol: "http" or "grpc".
-          access: 0 logs nothing. n logs every n-th successful inference answer, and at most 10 errors a second.
+          access: what is logged, as for ``log_every``.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol
@@ -52,14 +53,14 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Sets what is logged: every ``access``-th successful inference answer, and at most 10 errors a second.
+        """Sets what is logged: one inference answer for every ``access`` successful answers, and at most 10 errors a second.
 
-        If ``access`` is 0, nothing is logged.
+        The successful answers need not be to inference requests. If ``access`` is 0, nothing is logged.
         """
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts a successful inference answer, and writes every n-th one to the access log, as ``self.log_every(n)`` demands.
+        """Counts a successful inference answer, and writes it to the access log if ``log_every`` demands it.
 
         ``version``: the version of the model, or 0 if it is unknown. ``answer``: the answer's content, whose size is logged.
         """

@@ -4,7 +4,8 @@ If a socket is closed while bytes from the client are unread, or if the client t
 connection. The kernel then drops answers that it has not sent yet, and many clients drop answers that they have not read. So
 the server reads and discards the client's bytes until the client has closed the connection.
 
-If a client receives too slowly for more than ``LINGER_SECONDS``, or sends too many bytes, the server closes the socket at once.
+The server closes the socket at once if the client receives too slowly for more than ``LINGER_SECONDS``, or sends more than
+``MOST_DROPPED`` bytes. If more than ``MOST_LINGERING`` connections wait for their clients, the server closes the oldest one.
 While the server waits, the connection does not count for the limit of connections. With TLS, the server cannot end its sending
 side alone: the client learns of the end when the server closes the socket. Source: RFC 9112, section 9.6.
 """
@@ -30,7 +31,8 @@ MOST_DROPPED = 256 << 20
 class LingeringClose:
     """Closes connections on which the server sends nothing more, each once the client closes its side or receives too slowly.
 
-    A client is too slow if it receives at most ``min_rate`` bytes a second for more than ``LINGER_SECONDS``.
+    A client is too slow if it receives at most ``min_rate`` bytes a second for more than ``LINGER_SECONDS``, even if it has
+    received everything.
     ``clock``: returns the present time in seconds.
     """
 

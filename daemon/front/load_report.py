@@ -1,4 +1,4 @@
-"""Adds the load of this host to a response, for a load balancer that asks with the header ``endpoint-load-metrics-format``.
+"""Tells the load of a front and of the workers to a load balancer that asks with the header ``endpoint-load-metrics-format``.
 
     endpoint-load-metrics: TEXT application_utilization=0.5, named_metrics.in_flight=12
     endpoint-load-metrics: JSON {"application_utilization":0.5,"named_metrics":{"in_flight":12}}
@@ -30,16 +30,16 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 def asked(value: str) -> str:
     """Returns the format of the load report that a client asks for: "text", "json" or "bin", or "" if it asks for no report.
 
-    ``value``: the value of the request header ``endpoint-load-metrics-format``. The report tells the load of the host.
+    ``value``: the value of the request header ``endpoint-load-metrics-format``.
     """
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 
 
 def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
-    """Returns (name, value) of an HTTP header that tells a load balancer how many requests of ``submitter`` are in flight.
+    """Returns (name, value) of an HTTP header or trailer that says how many requests of ``submitter`` are in flight.
 
-    The header also tells which fraction of the workers is busy. ``wanted``: the format of the value, "text", "json" or "bin".
+    It also says which fraction of the workers is busy. ``wanted``: the format of the value, "text", "json" or "bin".
     """
     in_flight, utilization = submitter.load
     if wanted == "text":

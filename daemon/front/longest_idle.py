@@ -34,7 +34,10 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Closes a front's longest idle connection to make room for a new client, and logs a warning at most once a minute."""
+    """Closes a front's longest idle connection to make room for a new client, and logs a warning at most once a minute.
+
+    ``limit``: the most connections that are allowed, which only the warning tells.
+    """
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections

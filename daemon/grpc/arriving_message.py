@@ -113,7 +113,10 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses ``piece`` up to its first raw tensor. If there is one, reserves arena memory for the message's raw tensors."""
+        """Parses ``piece`` up to its first raw tensor. If there is one, reserves arena memory for the message's raw tensors.
+
+        If the arena has room, also receives the rest of ``piece``. If not, the message waits for room or is refused.
+        """
         cutter = self.cutter
         try:
             at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)

@@ -114,8 +114,10 @@ class InferCall(Call):
           asked: the request.
           prepared: the part of the answer that repeats, such as the names and shapes of the outputs.
           record: the rest of the answer. If the answer is an error, ``record`` has the error's code and text.
-          parts: the encoded ModelInferResponse in pieces. The list is empty if no response is to be sent.
-          sent: a function to call once the answer was written to the client, or None.
+          parts: the encoded ModelInferResponse in pieces. The list is empty if the answer is an error or only says that no more
+            responses follow, or if it is one of several responses to a call whose ``streams`` is False.
+          sent: a function that frees the memory of ``parts``, or None. This method must have it called once the answer was
+            written, or will not be written.
         """
 
     @abstractmethod

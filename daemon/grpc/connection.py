@@ -156,7 +156,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the bytes that were received before ``_rest`` paused reading, and then resumes reading from the client."""
+        """Parses more of the bytes that were received before ``_rest`` paused reading. Resumes reading once all are parsed."""
         if self.http2.phase is CLOSED or self._paused_since:
             return
         self._resting = False
@@ -311,7 +311,10 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def used_at(self) -> float:
-        """Returns roughly when the connection last had an unanswered request, in seconds of the front's clock."""
+        """Returns roughly when the connection last had an unanswered request, in seconds of the front's clock.
+
+        Returns when the connection was opened if it has had no request.
+        """
         if self.http2.answered != self._answered_before:
             self._answered_before = self.http2.answered
             self._used_at = max(self._used_at, self.http2.heard_at)

@@ -61,8 +61,8 @@ class Floods:
         """Checks how many frames the client has sent. All arguments are totals since the connection began.
 
         Args:
-          frames: the number of frames that the client has sent.
-          answers: the number of answers that the server has sent to the client.
+          frames: the number of frames that the client has sent. Each setting in a SETTINGS frame counts as one frame more.
+          answers: the number of messages that the server has sent to the client, plus the number of calls that it has ended.
           byte_size: the number of bytes of received DATA frames, plus the number of bytes of large answers.
         Raises Violation if ``frames`` exceeds a limit. This limit grows with time, with ``answers`` and with ``byte_size``.
         """
@@ -76,7 +76,7 @@ class Floods:
         """Counts one stream reset by the client. Raises Violation if the client has sent more stream resets than are allowed.
 
         A fixed number is allowed at first, a fixed number more each second, and one more for each answer to the client.
-        ``answers``: the number of answers sent to the client since the connection began.
+        ``answers``: the number of answers to the client since the connection began, counted as for ``look``.
         """
         self._resets += 1
         left = self._resets_given + answers - self._resets

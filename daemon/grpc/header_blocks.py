@@ -51,7 +51,7 @@ class CallHead(NamedTuple):
     http_status: int = 200
     #: Bytes of DATA that its client will send; None: it has not said.
     content_length: int | None = None
-    #: How the trailers report the load of this host; "": not (``tensord.daemon.front.load_report``).
+    #: How the trailers report the load; "": not (``tensord.daemon.front.load_report``).
     load_format: str = ""
 
 

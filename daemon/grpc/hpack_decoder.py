@@ -31,7 +31,8 @@ _SIZES = struct.Struct("=II")
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
     """Splits header fields into two groups. The first group has the fields whose names are in the set ``COMMON``.
 
-    Returns the first group as bytes that the function ``fields`` unpacks, and all other fields as pairs (name, value).
+    A pseudo-header, such as ``:path``, that follows a field of the second group is in the second group.
+    Returns the first group as bytes that the function ``fields`` unpacks, and the second group as pairs (name, value).
     """
     common: list[bytes] = []
     own: Fields = []

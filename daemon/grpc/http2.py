@@ -315,7 +315,8 @@ class Http2:
     def _data_target(self, number: int, size: int) -> Stream | None:
         """Counts a DATA frame of ``size`` bytes for stream ``number`` against the receive windows. Returns the stream.
 
-        Returns None if the client or the server has reset the stream. Raises Violation if the client may not send this frame.
+        Returns None if the payload must be dropped, because the stream was reset or was begun after the last GOAWAY.
+        Raises Violation if the client may not send this frame.
         """
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.

@@ -589,7 +589,8 @@ class Stream:
     def stop(self, now: float, pending: int) -> None:
         """Has the call end once its requests are answered. A stopping server calls this repeatedly until the call has ended.
 
-        If the first message or the rest of a message is missing, and no byte comes for ``SILENCE_SECONDS``, refuses the call.
+        Refuses the call if it owes no answer, lacks its first message or the rest of a message, and gets no byte of it for
+        ``SILENCE_SECONDS``.
         ``now``: seconds of the front's clock.
         ``pending``: how many bytes of the arriving message were received but not passed to this ``Stream`` yet.
         """

@@ -196,7 +196,10 @@ class UnaryInfer(InferCall):
         self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
-        """Ends the call with the status ``code`` and ``message``. Calls ``sent`` once both are sent or the client has left."""
+        """Ends the call with the status ``code`` and ``message``.
+
+        Calls ``sent`` shortly before or after both are sent, or when the client has left.
+        """
         if sent is not None:
             self.stream.send_later(sent)
         try:

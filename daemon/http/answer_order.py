@@ -1,6 +1,7 @@
 """Writes the answers of one HTTP connection in the order of the requests, and closes the connection after the last answer.
 
-Each request is an ``Exchange`` (infer), a ``Generation`` (generate, generate_stream) or an ``AsgiRequest`` (any other path).
+Each request is an ``Exchange`` (infer), a ``Generation`` (generate, generate_stream, infer_stream) or an ``AsgiRequest`` (any
+other request).
 """
 
 from __future__ import annotations
@@ -183,9 +184,10 @@ class AnswerOrder:
             self._turning = False
 
     def announce_end(self) -> None:
-        """Has the connection closed after the answer to the newest unanswered request. That answer says ``Connection: close``.
+        """Has the connection closed after the answer to the newest unanswered request.
 
-        Does nothing if all requests are answered, or if the head of that answer was sent already and the client can still send.
+        That answer says ``Connection: close`` unless its head was sent already. If its head was sent already and the client can
+        still send, or if all requests are answered, this method does nothing.
         """
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
@@ -230,7 +232,10 @@ class AnswerOrder:
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Pauses reading if the client reads no answers, or if a body waits for memory. Otherwise, may resume reading."""
+        """Pauses reading if the client reads no answers, or if a body waits for memory or is decompressed.
+
+        Otherwise, resumes reading if an infer or generate request is arriving, or if all requests are answered.
+        """
         if self.flow.write_paused or self._body_waits:
             self.flow.pause_reading()
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
@@ -259,7 +264,7 @@ class AnswerOrder:
     def received(self) -> int:
         """Returns how many bytes of the request body that is arriving have come. Returns -1 if no body is arriving.
 
-        Also returns -1 while the client waits for ``100 Continue``, and while the server waits for memory for the body.
+        Also returns -1 while the client waits for ``100 Continue``, and while the body waits for memory or is decompressed.
         """
         if self.receiving is None or self._body_waits or self._expects_continue:
             return -1
@@ -344,7 +349,8 @@ class AnswerOrder:
 class Flow:
     """Pauses and resumes reading from the client of one connection.
 
-    ``times``: the client's deadlines. Each pause extends the deadlines by its length. ``clock``: the front's clock.
+    ``times``: the client's deadlines. Each pause postpones the deadlines of an arriving head or body.
+    ``clock``: the front's clock.
     """
 
     __slots__ = ("_clock", "_paused_at", "_times", "read_paused", "resting", "transport", "write_paused")

@@ -1,7 +1,7 @@
 """Holds the body of an inference request while it arrives: in ordinary memory, or in the arena for requests.
 
-An uncompressed body of known length goes into the arena if it has binary tensors and more than 4096 bytes. Any other body is
-collected in ordinary memory. A block of the arena holds one body:
+An uncompressed body of known length goes into the arena if it has more than 4096 bytes and the request has the header
+Inference-Header-Content-Length. Any other body is collected in ordinary memory. A block of the arena holds one body:
 
     | 0 to 63 unused bytes | JSON | tensor | tensor | ...      the first tensor starts at a multiple of 64 bytes
 """

@@ -63,7 +63,8 @@ class ChunkSizes:
         """Searches ``data[at:end]``, the next bytes of the body, for the end of the body. Returns the index behind that end.
 
         Returns ``end`` if the body does not end in ``data[at:end]``. Also returns ``end`` if the bytes are no chunked body: the
-        HTTP parser refuses them. Raises ChunkRefused if the body, its chunk extensions or its trailers are too large.
+        HTTP parser refuses them. After the call, ``ended`` says whether the body has ended.
+        Raises ChunkRefused if the body, a line, its chunk extensions or its trailers are too large.
         """
         while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:
             if self._left:

@@ -4,8 +4,8 @@ The client gets an error response if too many connections are open (503), if a r
 module ``parser_feed`` refuses a request. The connection is closed if the client sends no request for too long. The connection
 is also closed if the client does not read its answers for too long.
 
-If the client closes its sending side, its unanswered requests are cancelled. If the option ``http.answer_half_closed`` is set
-and the connection has no TLS, complete requests are answered instead.
+If the client closes its sending side, its unanswered requests are cancelled, and an incomplete request is refused with 400. If
+the option ``http.answer_half_closed`` is set and the connection has no TLS, complete requests are answered instead.
 """
 
 from __future__ import annotations
@@ -254,8 +254,9 @@ class Http1Connection(asyncio.Protocol):
             order.leave()
 
     def shutdown(self) -> None:
-        """Closes the connection at once if it is idle. Otherwise has it closed after the newest unanswered request is answered.
+        """Closes the connection if it is idle, and otherwise has it closed after the newest unanswered request is answered.
 
+        An idle connection stays open while received bytes wait to be read.
         Call this method repeatedly until the connection is closed. An incomplete request is refused with 503 if the client has
         sent no byte of the request for two seconds.
         """

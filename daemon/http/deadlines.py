@@ -61,7 +61,7 @@ class ClientDeadlines:
             self.body_since = now
 
     def resumed(self, since: float, now: float) -> None:
-        """Postpones the deadlines of the arriving head and body by ``now - since``, for which the server read nothing."""
+        """Postpones the deadlines of the arriving head and body, because the server read nothing from ``since`` to ``now``."""
         if self.head_since:
             self.head_since += now - max(since, self.head_since)
         if self.body_since:

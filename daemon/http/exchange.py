@@ -112,7 +112,8 @@ class Exchange(InFlight):
         """Checks whether this request can be served, and prepares to receive the request's body in pieces.
 
         If the request cannot be served, ``refused`` becomes True. The client gets the error after ``complete`` was called.
-        The caller may skip this method for a small body of known length that is not compressed and contains JSON.
+        The caller may skip this method for a body of known length that has at most ``COLLECT_BYTE_SIZE`` bytes, is not
+        compressed and contains JSON.
         The caller may not skip this method if the client waits for ``100 Continue`` before it sends the body.
         """
         reception = self._reception = Reception(
@@ -250,6 +251,7 @@ class Exchange(InFlight):
     def begin_now(self) -> PlacedBody | None:
         """Reserves memory in the front's arena for a large binary body. Returns the object that writes the body to this memory.
 
+        Call it only if the head gives the lengths of body and JSON, and all earlier requests of the connection are answered.
         Returns None if the arena has no room now or this request cannot be served. No error is sent to the client then.
         """
         reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self.account)
@@ -545,7 +547,10 @@ class Exchange(InFlight):
         return self._head.origin_lines + self._timing_line + lines
 
     def written(self) -> None:
-        """Releases the shared memory of the answer. Call this method when the transport no longer needs that memory."""
+        """Releases the shared memory of the answer. Ends the trace of the request if the answer was written to the transport.
+
+        Call this method when the transport no longer needs that memory.
+        """
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)

@@ -2,7 +2,8 @@
 
 A model may give several responses to one such request.
 
-    generate           sends the client one JSON object with all responses joined, or an error if they cannot be joined
+    generate           sends the client one JSON object: the only response, or all responses joined if the model declares
+                       gather = "concat". Any other number of responses than one is an error if the model does not.
     generate_stream    sends the client a server-sent event for each response, as soon as the worker has sent the response
     infer_stream       sends the client each response in binary form: its JSON and the bytes of its tensors
 

@@ -51,7 +51,7 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """Yields a tensor as a flat JSON array, in pieces. Encoding one piece takes about 1 ms.
+    """Yields a tensor as a flat JSON array, in pieces. Encoding a piece takes about 1 ms, or longer for a very long string.
 
     ``content``: the tensor's bytes. Raises InvalidArgument if JSON cannot express the tensor.
     """

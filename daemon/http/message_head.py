@@ -92,7 +92,7 @@ class InferHead:
     trace_parent: str = ""
     #: ``RequestRecord.trace``: TIMING where the answer is to say how long it took (Tensord-Timing).
     trace: int = 0
-    #: How the answer reports the load of this host; "": not (``tensord.daemon.front.load_report``).
+    #: How the answer reports the load; "": not (``tensord.daemon.front.load_report``).
     load_format: str = ""
     #: The edition of the table of models in which the model was last found; -1: it was not looked for.
     edition: int = -1

@@ -6,9 +6,10 @@
 The parser reads all bytes that it is given without a stop. Without the limit, a client that sends thousands of small requests
 or chunks would keep other clients waiting.
 
-A client gets an error response if its request is refused. The status is 431 if the head is too large or has too many fields,
-413 if the body is too large, 400 if the request is malformed HTTP, 501 if the transfer coding is not supported, 505 if the
-HTTP version is not supported, and 503 if the server is stopping.
+A client gets an error response if its request is refused. The status is 431 if the head, the chunk extensions or the trailers
+are too large or the head has too many fields, 413 if the body is too large, 400 if the request is malformed HTTP or too many
+earlier requests of the connection are unanswered, 501 if the transfer coding is not supported, 505 if the HTTP version is not
+supported, and 503 if the server is stopping.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Implements the callbacks of a connection's HTTP parser, and creates an object for each request that arrives.
+    """Implements the callbacks of a connection's HTTP parser, and adds each request that arrives to the ``AnswerOrder``.
 
+    A request is added as an ``Exchange``, a ``Generation`` or an ``AsgiRequest`` when its head has arrived.
     If the head of a request is not acceptable, the client gets an error response.
     """
 

@@ -1,7 +1,7 @@
 """Receives the body of one HTTP request into memory, and decompresses a compressed body.
 
-A compressed body is decompressed in steps, one in each iteration of the event loop. While a body waits for arena memory, the
-front does not read from the client's socket.
+A compressed body is decompressed in steps, one in each iteration of the event loop. While a body waits for arena memory or for
+its next step, the front does not read from the client's socket.
 """
 
 from __future__ import annotations

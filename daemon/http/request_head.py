@@ -143,7 +143,8 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
 
     ``place``: converts an offset in ``head`` to the offset in the text that the client sent, for error messages.
     Raises InvalidArgument if ``head`` is no JSON, or if the request's id or parameters are malformed.
-    Iterating over ``inputs`` or ``outputs`` of the result raises InvalidArgument if an entry is malformed.
+    Iterating over ``inputs`` or ``outputs`` of the result raises InvalidArgument if an entry is malformed, or if the request
+    has no ``inputs``.
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}

@@ -1,7 +1,7 @@
 """Answers HAProxy's agent checks on a separate TCP port. Each client that connects gets one line about the daemon's state.
 
     up ready 75%     the daemon is ready, and the workers ran models for 25% of the last 5 seconds
-    drain            the daemon is being drained or stops, and only finishes the requests that it has
+    drain            the daemon is being drained or stops
     down #reason     the daemon is not ready
 
 The daemon ignores what a client sends, and ends a connection that the client has not closed after 2 seconds.
@@ -72,7 +72,7 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
     """Returns the state of the daemon as one line for HAProxy's agent-check.
 
     Args:
-      draining: whether the daemon is being drained.
+      draining: whether the daemon is being drained or stops.
       unreadiness: why the daemon is not ready, or "".
       busy: the fraction of time in which the workers run models, 0 to 1. The line's weight is the rest in percent, at least 1%.
     """
@@ -88,7 +88,7 @@ class Agent:
     """Answers HAProxy's agent checks on a TCP port. Each connection gets one line about the daemon's state.
 
     Args:
-      state: returns whether the daemon is being drained, and why the daemon is not ready ("" if the daemon is ready).
+      state: returns whether the daemon is being drained or stops, and why the daemon is not ready ("" if it is ready).
       look: called about every second with a ``BusyPart``. Stores in this object how busy the workers have been.
     """
 

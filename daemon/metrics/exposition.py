@@ -1,7 +1,7 @@
 """Writes a ``MetricsSnapshot`` as text for Prometheus, in the Prometheus format or in OpenMetrics.
 
-A metric has the name that Triton gives it, or a name that begins with ``tensord_`` if Triton has no such metric. Call
-``render`` off the event loop. The library prometheus_client would write the same text, but far more slowly.
+A metric has the name that Triton or a model's code gives it, or else a name that begins with ``tensord_``. Call ``render``
+off the event loop. The library prometheus_client would write the same text, but far more slowly.
 Source: Triton docs/user_guide/metrics.md; the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 

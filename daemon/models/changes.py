@@ -84,9 +84,9 @@ class Models:
         """Loads or reloads the model that ``request`` names, and waits until the load has ended.
 
         Also waits for the loads of ensembles that use the model. Raises Unavailable if the option ``repository.control_mode``
-        is not "explicit", or if the disk has no room for the files in ``request``. Raises Internal if no repository holds a
-        valid model of this name. Raises InvalidArgument if the load failed, or if the configuration or files are invalid.
-        Raises Unsupported if the model asks for a feature that tensord lacks.
+        is not "explicit", if the files in ``request`` cannot be stored, or if this process may open no more files. Raises
+        Internal if no repository holds a valid model of this name. Raises InvalidArgument if the load failed, or if the name,
+        configuration or files are invalid. Raises Unsupported if the model asks for a feature that tensord lacks.
         """
         self._only_explicit(request.name)
         self._named.add(request.name)
@@ -135,6 +135,7 @@ class Models:
         Ensembles that use the model are unloaded before it, and are loaded again when the model is loaded again.
         ``dependents``: whether to unload also the models that only the ensemble ``name`` uses. Such a model stays loaded if a
         client or an option asked for it by name. Raises Unavailable if the option ``repository.control_mode`` is not "explicit".
+        Raises InvalidArgument if ``name`` is the name of a derived model, such as ``M.pull_back``.
         """
         self._only_explicit(name)
         gone = [name, *(self.ensembles.only_used_by(name, self._named - {name}) if dependents else ())]
@@ -429,7 +430,8 @@ class Models:
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
         """Tells the fronts that a worker has ended. The worker's replacement will load the same models.
 
-        An unfinished load fails instead if it has killed too many workers, or if ``usable`` has no device of its model.
+        A model version is given up instead if too many workers have died while loading it, or if it is not served any more
+        and none of its devices is in ``usable``.
         Args:
           incarnation: the number of the worker process.
           how: how the process ended, such as "was killed by SIGSEGV".

@@ -3,7 +3,7 @@
     an ensemble is loaded      its members (the models that it uses) are loaded first, unless they are loaded already
     a member is unloaded       the ensembles that use this member are unloaded too, until the member is loaded again
     a member is reloaded       the ensembles that use this member are loaded again after the member
-    an ensemble is unloaded    its members stay loaded, unless the client asked to unload them too
+    an ensemble is unloaded    its members stay loaded, unless the client asked to unload also those that only it used
 
 Does no I/O. ``tensord.daemon.models.changes`` loads and unloads the models.
 """
@@ -209,7 +209,7 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Returns the models that no ensemble uses except ``name`` and the returned ones. Leaves out the models in ``kept``.
+        """Returns the models that only the ensemble ``name`` and the returned ensembles use. Leaves out the models in ``kept``.
 
         An ensemble comes before the models that it uses.
         """

@@ -11,7 +11,8 @@ while a load runs, the load is cancelled. Whoever waits for the cancelled load g
 if an unload was requested.
 
 If the last worker that serves a version dies, requests for the version wait for the next worker. If two workers die while they
-load a version, no worker loads it for some seconds. Then one worker tries again. Each further death doubles the delay.
+load this version and no other, no worker loads it for 5 s. Then one worker tries again. Each further death doubles the delay,
+to at most 300 s.
 """
 
 from __future__ import annotations
@@ -175,7 +176,8 @@ class Lifecycle:
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
         """Removes versions of the model ``name`` that ``present`` lacks. Returns instructions that the caller must carry out.
 
-        ``present``: versions in the repository. Keeps served versions. Returns [] while a load or unload of the model runs.
+        ``present``: versions in the repository. Keeps versions that serve, or that a worker is loading or unloading.
+        Returns [] while a load or unload of the model runs.
         """
         model = self.models.get(name)
         if model is None or model.running is not None:
@@ -357,6 +359,7 @@ class Lifecycle:
 
         Call it with the values of a ``Retry``, ``Retry.seconds`` after the ``Retry`` was returned. ``number``: the version.
         ``deaths``: how many workers had died loading the version at that time. Does nothing if this number has changed since.
+        If no worker is free for the load, the next worker that starts on one of the version's devices loads it.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -576,7 +579,8 @@ class Lifecycle:
     ) -> list[dict[str, str | int]]:
         """Returns Triton's repository index, sorted: an entry (name, version, state, reason) for each version of each model.
 
-        A model without versions has one entry with its name. If ``refused`` contains the model, the entry also has the reason.
+        A model without versions has one entry with its name. If ``refused`` contains the model, this entry also has the state
+        UNAVAILABLE and the reason.
         Args:
           refused: maps a model's name to the reason why the daemon has asked no worker to load the model.
           waits: maps the name and number of a model version to the seconds until the daemon tries again to load this version.

@@ -4,8 +4,8 @@
     instance_group.gpus              the workers of these GPUs
     preserve_ordering                one worker
     max_queue_size                   one worker, if the limit is too small to be divided among several workers
-    rate limiter, global resource    one worker, the same for all models that need a global resource
-    rate limiter, other resources    one worker on each chosen GPU
+    rate limiter, global resource    one worker, the same for all models that need a global resource on the same devices
+    rate limiter, other resources    one worker on each chosen GPU, and one on the CPU if a CPU is chosen
     tensord_together (a parameter)   one worker for all models with the same value, so that they may call each other
     isolated (a parameter)           a worker for this model alone on each chosen GPU, and one on the CPU if a CPU is chosen
 
@@ -38,7 +38,7 @@ def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each:
       devices: the device names of the workers that may run several models. A worker of several GPUs has its first GPU's name.
       rate_limited: if true, a model that needs rate-limiter resources is loaded only by workers that count these resources.
       each: the number of GPUs of each worker.
-    Raises InvalidArgument if the model names GPUs that no worker has, or if its settings contradict each other.
+    Raises InvalidArgument if the model needs GPUs that no worker has, or if its settings contradict each other.
     """
     chosen = _shared(config, devices, rate_limited, each)
     return _alone(config, chosen) if model_checks.is_isolated(config) else chosen
@@ -109,7 +109,7 @@ def _named(config: ModelConfig, devices: Sequence[str], each: int) -> tuple[str,
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device name, such as "cuda:2", of the worker that uses GPU number ``gpu``. ``each``: the GPUs per worker."""
+    """Returns the name, such as "cuda:2", of the first GPU of the workers with GPU ``gpu``. ``each``: the GPUs per worker."""
     return device_name(gpu - gpu % each)
 
 

@@ -2,7 +2,7 @@
 
 The daemon is not ready before each model in the option ``repository.required`` has been served once. If the option names no
 model, the same holds for the models that the daemon had to load at its start. While the daemon is drained, it is not ready.
-A table in docs/operations.md says when a model that failed to load keeps the daemon from being ready.
+A model that failed to load, or that has no usable device, may be excepted. A table in docs/operations.md has all cases.
 """
 
 from __future__ import annotations

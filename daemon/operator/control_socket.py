@@ -40,7 +40,7 @@ class ControlSocket:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Binds the control socket and begins to answer. Raises InvalidArgument if the configured path cannot be used."""
+        """Binds the control socket and begins to answer. Raises InvalidArgument if a given path cannot be bound."""
         sock = self._bound() if self.path is not None else self._bound_by_default()
         if sock is not None:
             self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)

@@ -166,7 +166,11 @@ class OperatorCommands:
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration. If ``wait``, awaits model loads and raises Unavailable if one fails. Returns b"null"."""
+        """Reloads the configuration and the model repositories. Returns b"null".
+
+        If ``wait`` is True, also waits for the loads of models, and raises Unavailable if one fails.
+        Raises InvalidArgument if the new configuration cannot be used.
+        """
         outcomes = await self._supervisor.reload()
         if wait:
             failures = [error for error in await asyncio.gather(*outcomes) if error]

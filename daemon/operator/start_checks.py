@@ -83,7 +83,7 @@ def _unresolved_names(options: Options) -> Iterator[str]:
 
 
 def _sockets(options: Options) -> Iterator[tuple[str, str]]:
-    """Yields the name of the option ("clients.socket") and the path of the socket, for each configured Unix socket."""
+    """Yields the name of the option, such as "http.address", and the path of the socket, for each configured Unix socket."""
     for section, served in (("http", options.http), ("grpc", options.grpc)):
         for address in served.address if served.enabled else ():
             if address.startswith("unix:"):

@@ -5,7 +5,7 @@
               3. StageParameters: every worker gets the values, but does not use them yet.
               4. The supervisor stores the push, for workers that start later.
               5. CommitParameters: every worker uses the values. Then the client gets the answer.
-              If a step before 4 fails, the workers get AbortParameters, and keep their old values.
+              If step 2 or 3 fails, the workers keep their old values. If step 3 fails, they get AbortParameters.
     new worker
               1. Load: the worker loads the version, but does not serve it yet, and answers Loaded.
               2. The worker gets the stored values by StageParameters and CommitParameters.
@@ -206,7 +206,8 @@ class Parameters:
 
         A model without parameters, such as an ensemble, has no sets. If ``wanted`` names no model, no error is raised.
         Raises NotFound if the named model, version or set does not exist. Raises Unavailable if no set is found because no
-        wanted version is ready yet, or because no wanted version can be served now.
+        wanted version is ready yet, or because no wanted version can be served now. Raises InvalidArgument if ``wanted``
+        names a derivative of a model, such as "m.pull_back".
         """
         found = [
             {"model": name, "version": number, "set": each, **_described(self.sets.find((name, number), each))}
@@ -463,7 +464,9 @@ class Parameters:
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
         """Calls ``change`` once a worker serves the version ``key`` and no other change of the model's parameters runs.
 
-        Raises Unavailable if no worker serves the version within ``requests.worker_wait`` s, or if 64 changes are under way.
+        If ``change`` raises _NoWorker, it is called again when the version may be served again. Other errors are passed on.
+        Raises Unavailable if no call succeeds within ``requests.worker_wait`` s, or if 64 changes, of any models, run or wait.
+        Raises NotFound if the version is neither served nor being loaded.
         """
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(
@@ -536,7 +539,11 @@ class Parameters:
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Sends a worker the values that clients pushed into the version it loaded. Then passes ``answer`` to ``Models``."""
+        """Handles a worker's answer to a load, and sends the worker the values that clients pushed into the loaded version.
+
+        If there are such values, a background task sends them. Then it passes ``answer`` to ``Models``, or a failed load if the
+        worker could not get the values. Otherwise ``Models`` gets ``answer`` at once.
+        """
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)

@@ -192,7 +192,8 @@ class Child:
         """Calls an operation of the process. Returns the result, and the file descriptors that come with the result.
 
         The caller must close the returned descriptors. ``fds``: descriptors that are sent with the call.
-        Raises Unavailable if the process is not running, or dies before it answers. Raises ServingError if the operation fails.
+        Raises Unavailable if the process is not ready or has ended, or dies before it answers. Raises ServingError if the
+        operation fails.
         """
         if not self.ready or not self.alive:
             raise Unavailable(f"{self.name} is not running")

@@ -53,7 +53,8 @@ class Fronts:
           options: returns the options that apply now.
           next_incarnation: returns a number that no process has had, for a new process.
           started: called with each new front, so that the caller can send it the daemon's state.
-          said: called with a front, a record from this front and the record's descriptors, which ``said`` must close.
+          said: called with a front, a record from this front and the record's descriptors, which ``said`` must close. Not
+          called for the records Reply and StateAcknowledged.
           died: called with each front that has ended.
         """
         self._options = options

@@ -130,7 +130,7 @@ class ProcessSlots:
 
         If ``start`` raises OSError, the event loop calls ``start`` again every second.
         If no process with the name of ``dead`` was ever ready, the daemon may be asked to stop instead. This happens only if
-        ``dead`` reported that it cannot use its device, or if five processes with this name have died.
+        ``dead`` reported that it cannot use its device, or if ``deaths`` returns 5 or more for this name.
         ``doing``: what ``dead`` did, for the log, such as " while loading model 'm' version 1", or "" if unknown.
         """
         if not self._needs(dead):

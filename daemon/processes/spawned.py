@@ -49,7 +49,7 @@ def spawn(
 
     Args:
       arguments: the arguments of the program. The option ``--control-fd`` for a socket to this process is added.
-      environment: variables that the child gets in addition to the variables of this process.
+      environment: variables that the child gets in addition to the variables that ``child_environment`` takes over.
       pass_fds: descriptors that the child inherits, under the same numbers.
     Raises OSError if no memory, process id or file descriptor is free.
     """
@@ -94,7 +94,10 @@ def spawn_workers(
 
 
 def end(workers: Collection[tuple[Device, Spawned]]) -> None:
-    """Kills all ``workers`` and waits until the processes are gone. Call it before a ``Child`` takes over any of them."""
+    """Kills all ``workers``, waits until the processes are gone, and closes the file descriptors in ``Spawned``.
+
+    Call it before a ``Child`` takes over any of them.
+    """
     for _, worker in workers:
         worker.process.kill()
     for _, worker in workers:

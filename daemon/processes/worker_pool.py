@@ -149,7 +149,8 @@ class WorkerPool:
         """Replaces a worker, and waits until the new worker is ready and has loaded its models.
 
         The old worker first finishes the requests that it accepted. Later requests for its models wait for the new worker.
-        Raises InvalidArgument if no worker of this name is ready. Raises Unavailable if the new worker dies.
+        If the new worker dies, waits for its replacement. Raises InvalidArgument if no worker of this name is ready. Raises
+        Unavailable if, during the wait, ``isolate`` decides that no worker of this name should run.
         """
         old = self.named(name)
         _log.info("%s (process %d) is restarted on request", name, old.pid)
@@ -297,7 +298,7 @@ class Leftovers:
 class Orphans:
     """Reaps the orphaned processes that the daemon inherits as process 1 of a container, so that no orphan stays a zombie.
 
-    ``own``: returns the child processes that the daemon has started. These child processes are not reaped.
+    ``own``: returns the fronts and workers. They are not reaped, because other code waits for them.
     """
 
     def __init__(self, own: Callable[[], Iterable[Child]]) -> None:

@@ -103,7 +103,10 @@ def is_owner(peer: Peer, owner: Peer) -> bool:
 
 
 class EndWatch:
-    """Calls ``ended`` once, when the file descriptor ``end`` becomes readable. The caller may close ``end`` at any time."""
+    """Calls ``ended`` once, when the file descriptor ``end`` becomes readable. The caller may close ``end`` at any time.
+
+    The constructor raises OSError if no file descriptor is free for a duplicate of ``end``.
+    """
 
     def __init__(self, end: int, ended: Callable[[], None]) -> None:
         self._fd = os.dup(end)

@@ -1,9 +1,10 @@
 """Registers clients' shared-memory regions by name on the workers. The supervisor keeps their descriptors and maps none.
 
-For a POSIX region, one worker opens the memory by its key and returns a file descriptor. The supervisor sends the descriptor to
-all other workers, and later to each new worker. So a new worker gets the memory even if the client has unlinked the key.
+For a POSIX region, one worker opens the memory by its key and returns a file descriptor, unless the client sent a memfd. The
+supervisor sends the descriptor to all other workers, and later to each new worker. So a new worker gets the memory even if the
+client has unlinked the key.
 
-For a CUDA region, the workers on the memory's GPU open the memory when the region is registered. A worker on another GPU opens
+For a CUDA region, the workers on the memory's GPU open the memory when the region is registered. Any other worker opens
 it when a request on that worker first uses the region. If no worker has a GPU, all workers open it at the registration.
 
 A region is registered on all workers that can use it or on none. Names are unique over all kinds of regions, as in Triton. An

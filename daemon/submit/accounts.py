@@ -3,8 +3,8 @@
     for requests    bytes of the front's arena, from the first byte of a request until the request is answered
     for answers     bytes of the workers' arenas, until the client has read the answer
 
-A client is a user on a Unix socket, or a host on TCP. A client that holds no bytes for requests may always have one lease,
-however large. ``ClientAccount.limit_of`` returns a client's limit, which depends on the size of the lease.
+A client is a user on a Unix socket, or a host on TCP. The limit for requests does not apply to a connection or client that
+holds no bytes for requests. For requests, a client's limit depends on the size of the lease (``ClientAccount.limit_of``).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ClientAccount(Holdings):
     def limit_of(self, byte_size: int) -> int:
         """Returns how many bytes of the request arena the client may hold if it asks for a lease of ``byte_size`` bytes.
 
-        The limit is the whole arena for a small lease, ``self.limit`` for a large lease, and the mean of both for a medium lease.
-        ``self.sizes`` tells how large a small and a medium lease may be.
+        The limit is the whole arena for a small lease, ``self.limit`` for a large lease, and the mean of both for a medium
+        lease. ``self.sizes`` tells how large a small and a medium lease may be.
         """
         small, medium, whole = self.sizes
         if byte_size <= small:
@@ -110,8 +110,8 @@ class Account(Holdings):
     def may_send(self, kind: Hashable) -> bool:
         """Returns whether the connection may send a request now. ``kind``: the request's model, version and input shapes.
 
-        Returns False if the connection has too many unread bytes of answers. Also returns False if all connections of the client
-        together have too many unread bytes, and earlier requests of this ``kind`` had large answers.
+        Returns False if the connection has too many unread bytes of answers. Also returns False if all connections of the
+        client together have too many unread bytes, and earlier requests of this ``kind`` had large answers.
         """
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 

@@ -3,7 +3,8 @@
 Small, medium and large requests wait in three separate queues. In each queue, the client that holds the fewest bytes of the
 arena is served first. A client that holds as many bytes as it may hold (``tensord.daemon.submit.accounts``) is skipped.
 
-Medium and large requests whose bodies are still arriving may together take only a part of the arena.
+Medium and large requests whose bodies are still arriving may together take only a part of the arena. If no other body is
+arriving, one request may take more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class ArenaSpace:
 
     Args:
       wait_seconds: how long a request waits for memory at most.
-      arriving_byte_size: the most bytes that all incomplete bodies may take together.
+      arriving_byte_size: the most bytes that incomplete bodies may take together. It limits neither small bodies nor a body
+        that arrives alone.
       closed: called each time a segment of the arena was closed.
     """
 
@@ -62,11 +64,13 @@ class ArenaSpace:
     def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
         """Lends ``byte_size`` bytes of the arena for the inputs of a request. The caller must end the lease with ``give_back``.
 
-        Returns None if no memory is free now, if the limits of ``account`` forbid it, or if a waiting request comes first.
+        Returns None if no memory is free now, if the limits of ``account`` or the limit for arriving content forbid it, or if a
+        waiting request comes first.
         Args:
           account: the account of the client's connection, which counts the memory. If it is None, the memory is not counted.
           arriving: whether the content is still arriving from a client. Call ``arrived`` when it is complete.
-        Raises InvalidArgument if the arena could never lend so many bytes. Raises Unavailable if the host has no memory.
+        Raises InvalidArgument if the arena could never lend so many bytes. Raises Unavailable if the host has no memory
+        or the process no file descriptor left.
         """
         if self._count and self._others_first(byte_size, account):
             return None
@@ -99,7 +103,8 @@ class ArenaSpace:
 
         Args:
           byte_size: the number of bytes that the request needs.
-          on_lease: called once, later, with a lease, or with Unavailable if the request has waited too long.
+          on_lease: called once, later. Its argument is a lease, Unavailable if the request has waited too long, or an error
+            of ``loan``.
           now: the time of the event loop in seconds.
           account: the account of the client's connection, which counts the memory. If it is None, the memory is not counted.
           arriving: whether the content of the request is still arriving from a client.

@@ -113,7 +113,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         Args:
           prepared: the part of the answer that repeats.
           record: the rest of the answer.
-          lane: the lane in whose arena the answer's tensors lie, or None if the answer is an error that the front itself made.
+          lane: the lane in whose arena the answer's tensors lie. If it is None, the answer is an error.
         """
         raise NotImplementedError
 

@@ -119,7 +119,7 @@ class ModelStates:
         """Returns the state of a model version that serves or is being loaded.
 
         ``version`` 0 means the newest version that serves or, if none serves, the newest that is being loaded.
-        Raises Unavailable if the version is not being loaded now, but the daemon expects it to serve later.
+        Raises Unavailable if no such state is known, but the daemon expects the version to serve later.
         Raises NotFound if the daemon does not expect the version to serve, or if the model or the version is unknown.
         """
         versions = self._models.get(name, {})

@@ -91,8 +91,8 @@ class Routing:
         """Returns the worker to which a request should be sent, or None if no worker can run it now.
 
         ``state``: the state of the model. If it is None, it is looked up.
-        Raises NotFound if the model does not exist. Raises Unavailable if the model cannot be served now, or if the sequence of
-        the request was lost with its worker.
+        Raises NotFound if the model does not exist. Raises Unavailable if the model cannot be served now, or if the sequence
+        of the request was lost with its worker.
         """
         numbered = request.numbered
         sequenced = self._sequenced.get(numbered)
@@ -128,7 +128,7 @@ class Routing:
         return workers[0] if len(workers) == 1 else least_busy(workers)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
-        """Returns the state of the model that ``prepared`` asks for, or None if the model is unknown or cannot be served now."""
+        """Returns the state of the model that ``prepared`` asks for, or None if it is unknown or cannot be served now."""
         with contextlib.suppress(ServingError):
             return self._table.expect(prepared.model, prepared.version)
         return None

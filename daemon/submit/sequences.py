@@ -281,7 +281,7 @@ def steps_behind(failed: Iterable[InFlight], in_flight: Iterable[InFlight]) -> l
     """Returns each request of ``in_flight`` that has no worker and came after a failed request of the same sequence.
 
     ``failed``: requests that have failed and were never sent to a worker. ``in_flight``: all requests, in order of arrival.
-    If a client began the sequence again after the failed request, the requests from that START on are not returned.
+    If a START without a worker follows the failed request, the requests from that START on are not returned.
     """
     last = {_sequence(request): request.record.request_id for request in failed if request.record.sequence_id}
     behind: list[InFlight] = []

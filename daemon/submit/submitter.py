@@ -143,7 +143,8 @@ class Submitter:
         After ``send`` has returned, ``request.completed`` is called with each answer, unless the request is cancelled. The
         submitter gives ``request.leases`` back, even after an exception.
         ``state``: the state of the request's model. If it is None, the submitter looks the state up.
-        Raises Unavailable if too many requests are in flight. If ``send`` raises any exception, the request gets no answer.
+        Raises Unavailable if too many requests are in flight, or if the front takes no new requests (``refuse``). If ``send``
+        raises any exception, the request gets no answer.
         """
         everything = self._in_flight
         try:
@@ -494,10 +495,11 @@ class Submitter:
 
         Args:
           byte_size: the number of bytes that the request needs.
-          on_lease: called once, later, within about ``arenas.wait`` seconds. Its argument is a lease or the error Unavailable.
+          on_lease: called once, later, within about ``arenas.wait`` seconds. Its argument is a lease or an error. The error is
+            Unavailable, or InvalidArgument if the arena could never lend so many bytes.
           model: the name of the model, under which a refusal is counted, or "" if it is not known.
           account: counts the memory for a connection. If it is None, the memory is not counted.
-          arriving: True if the request's body is incomplete. All incomplete bodies share one limited part of the arena.
+          arriving: True if the request's body is incomplete. Incomplete medium and large bodies share a part of the arena.
         """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()
@@ -531,7 +533,7 @@ class Submitter:
         self._send_waiting()
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Stores ``state``, or removes the model version if ``state`` is ModelGone. Then tries again to send waiting requests."""
+        """Stores ``state``, or removes the model version if ``state`` is ModelGone. Then tries to send waiting requests."""
         self._routing.model_changed(state)
         self._send_waiting()
         self._model_changed.set()

@@ -86,7 +86,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if ``level`` is not 0, but ``rate`` is 0 or ``target`` names no file or collector for traces."""
+        """Raises InvalidArgument if ``level`` is not 0, but ``rate`` is 0 or ``target``, a file or collector, is ""."""
         if not self.level:
             return
         if not self.rate:
