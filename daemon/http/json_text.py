@@ -1,12 +1,11 @@
 """Encodes output tensors as flat JSON arrays, and each response to a generate request as a JSON object.
 
-Numbers are written as the shortest text that reads back as the same value of their datatype. Beside a NaN or an infinity, FP32
-numbers are written as FP64. NaN and the infinities are written as Triton writes them, though JSON has no such literals.
+Numbers are written as the shortest text that reads back as the same value of their datatype. NaN and the infinities are
+written as Triton writes them, though JSON has no such literals.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,9 +94,13 @@ def _check_datatype(datatype: str) -> None:
 
 
 def _numbers(values: npt.NDArray[Any]) -> bytes:
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        return json.dumps(values.tolist(), separators=(",", ":")).encode()
-    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+    if values.dtype.kind != "f" or (finite := np.isfinite(values)).all():
+        return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+    texts = orjson.dumps(np.where(finite, values, 0), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+    for text, found in (b"NaN", np.isnan), (b"Infinity", np.isposinf), (b"-Infinity", np.isneginf):
+        for at in np.flatnonzero(found(values)).tolist():
+            texts[at] = text
+    return b"[%b]" % b",".join(texts)
 
 
 def _strings(elements: list[bytes], name: str) -> bytes:

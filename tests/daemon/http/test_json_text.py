@@ -37,8 +37,9 @@ def test_numbers(datatype: str, count: int) -> None:
 def test_the_shortest_text_and_the_literals() -> None:
     described, content = tensor("FP32", np.array([0.1, 3, -0.0, 16777216, 1e-45], np.float32))
     assert writer(described)(content) == b"[0.1,3.0,-0.0,16777216.0,1e-45]"
-    described, content = tensor("FP64", np.array([math.nan, math.inf, -math.inf, 0.1]))
-    assert writer(described)(content) == b"".join(pieces(described, content)) == b"[NaN,Infinity,-Infinity,0.1]"
+    for datatype in ("FP32", "FP64"):
+        described, content = tensor(datatype, np.array([math.nan, math.inf, -math.inf, 0.1]))
+        assert writer(described)(content) == b"".join(pieces(described, content)) == b"[NaN,Infinity,-Infinity,0.1]"
 
 
 @pytest.mark.parametrize("count", [0, 1, 20_000])
