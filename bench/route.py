@@ -460,11 +460,13 @@ def mapped(rows: Sequence[Row], tree: Path) -> str:
     route = max(tries, key=lambda files: len(usually.intersection(files)))
     told = [f"### (`{rows[0].name}`)", ""]
     for number, file in enumerate([file for file in route if file in usually], 1):
-        sentence = " ".join(
-            (ast.get_docstring(ast.parse((tree / file).read_text())) or "").partition("\n\n")[0].split()
-        )
-        told.append(f"{number}. `{file}`: {sentence}")
+        told.append(f"{number}. `{file}`: {first_sentence(tree / file)}")
     return "\n".join(told)
+
+
+def first_sentence(file: Path) -> str:
+    """Returns what a module's docstring says before its first empty line."""
+    return " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0].split())
 
 
 def route_files(row: Row) -> list[str]:
@@ -474,12 +476,12 @@ def route_files(row: Row) -> list[str]:
 
 #: A route in docs/architecture.md begins with a heading that ends in its row, and names a file in each item.
 _ROUTE = re.compile(r"^#+ [^\n]*\(`([\w-]+)`\)\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
-_ITEM = re.compile(r"^\d+\. `([^`]+)`", re.MULTILINE)
+_ITEM = re.compile(r"^\d+\. `([^`]+)`(?:: (.*))?", re.MULTILINE)
 
 
-def documented(text: str) -> dict[str, list[str]]:
-    """Returns the routes that a page documents: row -> its files."""
-    return {name: _ITEM.findall(section) for name, section in _ROUTE.findall(text) if name in ROWS}
+def documented(text: str) -> dict[str, dict[str, str]]:
+    """Returns the routes that a page documents: row -> its files, and what the page says of each."""
+    return {name: dict(_ITEM.findall(section)) for name, section in _ROUTE.findall(text) if name in ROWS}
 
 
 def main() -> None:

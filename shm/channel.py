@@ -1,4 +1,6 @@
-"""A channel sends and receives records over a non-blocking SEQPACKET socket. Each datagram has this form:
+"""A channel sends and receives records over a non-blocking SEQPACKET socket.
+
+Each datagram has this form:
 
     datagram   | kind u8 | bytes |
     kind 0x01  the bytes are a whole msgpack array of records

@@ -11,6 +11,7 @@ from bench.route import (
     asked,
     bursts,
     documented,
+    first_sentence,
     mapped,
     recorded,
     route_files,
@@ -78,11 +79,15 @@ def test_a_map_is_read_as_it_is_written() -> None:
     tries = [Row("http-first", way(*files[:1]), way()), row, Row("http-first", row.front, way(*files, "shm/timer.py"))]
     text = mapped(tries, ROOT)
     assert text.count("\n") == 1 + len(files)
-    assert documented(f"# Shape\n{text}\n## Words\n1. `shm/no.py`\n### Row (`none`)\n1. `x`") == {"http-first": files}
+    assert documented(f"# Shape\n{text}\n## Words\n1. `shm/no.py`\n### Row (`none`)\n1. `x`") == {
+        "http-first": {file: first_sentence(ROOT / file) for file in files}
+    }
 
 
 def test_routes_of_the_architecture_are_those_that_requests_take(tried: dict[str, list[Row]]) -> None:
     """Every file that all requests of a row enter is listed, and none that no request enters (some may meet a timer).
+
+    Each is described by the first sentence of its docstring.
 
     ``python -m bench.route --map ROW`` writes a section anew.
     """
@@ -92,6 +97,7 @@ def test_routes_of_the_architecture_are_those_that_requests_take(tried: dict[str
         entered = [set(route_files(row)) for row in tried[name]]
         assert set.intersection(*entered) - set(files) == set(), name
         assert set(files) - set.union(*entered) == set(), name
+        assert files == {file: first_sentence(ROOT / file) for file in files}
 
 
 def test_figures_of_both_count_a_file_once() -> None:
