@@ -73,7 +73,8 @@ class Lease(msgspec.Struct, eq=False):
 def taken_by(segment: int, byte_size: int) -> int:
     """Returns the size in bytes of the block that an arena allocates for a lease of ``byte_size`` bytes.
 
-    ``segment`` is the number of the block's segment. Sizes are rounded up to a power of two in segment 0, and to MiB in others.
+    ``segment`` is the number of the block's segment. Sizes are rounded up to a power of two, at least 4096, in segment 0, and
+    to MiB in others. A block in the reserve is smaller. A kept segment that is used again may be twice as large.
     """
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
@@ -170,7 +171,8 @@ class Arena:
     def loan(self, byte_size: int) -> Lease | None:
         """Allocates a block of at least ``byte_size`` bytes. Returns its lease, or None if the arena has no room now.
 
-        Raises InvalidArgument if the block would not even fit into an empty arena, or Unavailable if the host has no memory left.
+        Raises InvalidArgument if the block would not even fit into an empty arena. Raises Unavailable if the host has no memory
+        or this process no file descriptor left.
         """
         block: _Block | None = None
         if byte_size <= self._buddies.largest:
@@ -451,8 +453,8 @@ class ArenaMap:
     def view(self, place: Slice) -> memoryview:
         """Returns the range ``place`` of a segment as a read-only view.
 
-        Raises Unavailable if ``refuse`` was called for the segment, but not ``open`` after it. Raises InvalidArgument if the
-        range is not inside the segment, or if the segment is not mapped for another reason.
+        Raises Unavailable if the last call for the segment was ``refuse``. Raises InvalidArgument if the range is not inside
+        the segment, or if the segment is not mapped for another reason.
         """
         segment = self._segments.get(place.segment)
         if segment is None:

@@ -191,8 +191,10 @@ class LaneClosed(Record, frozen=True, tag="unlane"):
     """Says that a lane is to end, has ended or could not be opened.
 
     The supervisor sends this record to a worker to end a client's lane. A worker sends this record to the supervisor when a
-    client's lane has ended. ``peer`` is then the lane's number. A front sends this record to the supervisor if its lane to a
-    worker could not be opened. ``peer`` is then the number that the supervisor gave the worker. The supervisor tries again.
+    client's lane has ended or could not be opened. ``peer`` is then the lane's number.
+
+    A front sends this record to the supervisor if its lane to a worker could not be opened. ``peer`` is then the number that
+    the supervisor gave the worker. The supervisor tries again.
     """
 
     peer: int
@@ -216,7 +218,7 @@ class TraceChanged(Record, frozen=True, tag="trace"):
     """
 
     model: str
-    #: The level of traces, as in ``RequestRecord.trace``; 0: nothing is traced.
+    #: The level of traces, as in ``RequestRecord.trace``; 0: no request is sampled.
     level: int
     #: One request in so many.
     rate: int

@@ -54,7 +54,7 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Allocates GPU memory in the current CUDA context. Returns cuMemAlloc's result code, and the address (0 on failure)."""
+        """Allocates GPU memory in the current CUDA context. Returns cuMemAlloc's result code and the address (0 on failure)."""
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value
@@ -331,7 +331,7 @@ class CudaRegion(Leased):
     """A client's registered GPU memory, opened in this worker. Its content can be copied, but not accessed directly.
 
     Offsets count from the region's start. Methods that copy raise InvalidArgument if the bytes to copy are not inside the
-    region, or if the driver refuses the copy. They raise DeviceLost if the device has failed.
+    region, if the region was closed, or if the driver refuses the copy. They raise DeviceLost if the device has failed.
     """
 
     #: Always 0: no page of GPU memory can be missing here.
@@ -348,7 +348,8 @@ class CudaRegion(Leased):
           byte_size: how many bytes of the allocation, from its start, are registered.
           elsewhere: None if the allocation is on the GPU of ``context``. If the allocation is on another GPU, the number of
             that GPU and the number of the GPU of ``context``, as errors name them.
-        Raises: InvalidArgument: the handle cannot be opened, or the allocation has fewer than ``byte_size`` bytes.
+        Raises: InvalidArgument: the handle cannot be opened, ``byte_size`` is not positive, or the allocation has fewer bytes.
+          DeviceLost: the device has failed.
         """
         try:
             pointer, available = context.open(raw_handle)

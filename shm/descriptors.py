@@ -1,6 +1,7 @@
 """The limit of this process's open files, and the file descriptors that are reserved for requests.
 
-A request uses file descriptors for large tensors. A region is refused if its file descriptor would be a reserved one.
+A request uses file descriptors for large tensors. A region, pushed parameters, a client's lane or a connection to the clients'
+socket is refused if its file descriptor would be a reserved one.
 """
 
 from __future__ import annotations

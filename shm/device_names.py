@@ -5,7 +5,7 @@
     cuda:1/2     the third worker on that GPU
     cuda:1#m     the worker on that GPU that serves only model 'm'; likewise cpu:0#m
 
-Each worker has a name of its own.
+Each worker has a name of its own. A worker on several GPUs is named by the first of them.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A parameter set on one worker: name, number of the newest push, size in bytes, and whether the set is on the device."""
+    """A parameter set on one worker: name, number of the push of its values, size in bytes, and whether it is on the device."""
 
     name: str
     #: 0: what the repository has.

@@ -1,8 +1,8 @@
 """Keeps a worker alive when a client truncates a shared-memory object that the worker has mapped.
 
-Each ``Guarded`` protects one mapping. Code that reads or writes a mapping compares ``faults`` before and after. If the number
-has changed, some bytes were read as zeros or not written, and the result is not valid. The handler of SIGBUS is in
-``shm/_guard.c``. If this C extension is missing, ``available`` is False and an access to a missing page kills the process.
+Each ``Guarded`` protects one mapping. Code that has read or written a mapping looks at ``faults``. If it is not 0, some bytes
+were read as zeros or not written, and the result is not valid. The handler of SIGBUS is in ``shm/_guard.c``. If this C
+extension is missing, ``available`` is False and an access to a missing page kills the process.
 
 A GPU's driver may fail for good if it reads or writes a missing page. If ``may_be_missing`` returns True for some memory, the
 driver must use a copy of the memory.
@@ -23,7 +23,7 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether this process has ever read or written a missing page of a ``Guarded`` mapping."""
+    """Returns whether this process has used a missing page of a ``Guarded`` mapping that is not released yet."""
     return available and _guard.any()
 
 
@@ -44,7 +44,8 @@ def install() -> None:
 class Guarded:
     """Protects this process from SIGBUS when it uses a mapped file that a client has truncated, until ``release`` is called.
 
-    A read of a missing page gives zeros, and a write to a missing page has no effect. Call ``guard.install`` first.
+    When a missing page is read or written, the mapping gets zeros from this page to its end, and what is written there no
+    longer reaches the file. Call ``guard.install`` first.
     """
 
     __slots__ = ("_slot",)

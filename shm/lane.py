@@ -10,8 +10,8 @@
 Each end first sends a WireVersion, the version of the record format that it uses. An end that gets another version raises
 InvalidArgument.
 
-If a process may open no more files, it cannot map a segment. It then sends SegmentRefused, and each request or answer with
-tensors in the segment fails. The owner of the segment sends SegmentOpened again before it next uses the segment.
+If a process cannot map a segment, such as at the limit of open files, it sends SegmentRefused, and each request or answer
+with tensors in the segment fails. The owner of the segment sends SegmentOpened again before it next uses the segment.
 
 If the submitter is a client, the worker does not trust the client's records, and refuses records of more than
 ``MAX_CLIENT_RECORD`` bytes. The client has no request arena. Its segments are regions that only requests on this lane can name.
@@ -75,7 +75,7 @@ class LaneEnd:
     """One end of a lane, with its own arena and the mapped arena of the other end. Base class of SubmitterLane and WorkerLane.
 
     For each segment of its arena, an end sends SegmentOpened with the segment's file descriptor. The other end maps the segment
-    until a SegmentClosed comes. If the other end may open no more files, it answers SegmentRefused instead.
+    until a SegmentClosed comes. If the other end cannot map the segment, it answers SegmentRefused instead.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class LaneEnd:
     def _apply_segment(self, record: object, fds: list[int]) -> None:
         """Carries out a SegmentOpened, SegmentClosed or SegmentRefused. ``fds`` are the descriptors that came with the record.
 
-        Raises InvalidArgument if ``record`` has another type or came with the wrong number of descriptors.
+        Raises InvalidArgument if ``record`` has another type, came with the wrong number of descriptors, or opens an invalid
+        segment.
         """
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)

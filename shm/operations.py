@@ -1,6 +1,7 @@
 """The operations that one process of the daemon may ask another process of the daemon to carry out.
 
-Each class is one operation. The docstring of the class says what the process replies when it has carried out the operation.
+A ``tensord.shm.control_records.ControlCall`` has one operation and, if a client asks for the operation, the client as a
+``Peer``. The docstring of an operation says what the ``result`` of the Reply is.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enable
 class LoadModel(Record, frozen=True, tag="c.load"):
     """Asks the supervisor to load a model by name, or to load it again. The empty reply comes once the model is loaded.
 
-    ``config`` is JSON that replaces the model's config.pbtxt, or "" to replace nothing. ``files`` maps paths
-    "<version>/<file-name>" to contents. If ``files`` is not empty, the model has only these files, and ``config`` is required.
+    ``config`` is JSON that replaces the model's config.pbtxt. If it is "", the ``config`` of an earlier load still holds if
+    the model's files are unchanged. ``files`` maps paths "<version>/<file-name>" to contents. If ``files`` is not empty, the
+    model has only these files, and ``config`` is required.
     """
 
     name: str
@@ -43,9 +45,10 @@ class UnloadModel(Record, frozen=True, tag="c.unload"):
 
 
 class ModelReady(Record, frozen=True, tag="c.isready"):
-    """Asks the supervisor whether any worker serves a model version. The reply is JSON, true or false.
+    """Asks the supervisor or a worker whether a model version is served and ready. The reply is JSON, true or false.
 
-    ``version`` 0 means any version.
+    ``version`` 0 means the newest version that is served. If the model's code has ``is_ready()``, the worker calls it, and the
+    supervisor asks all workers that serve the version.
     """
 
     name: str
@@ -134,8 +137,8 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
     """Asks the supervisor or a worker to unregister the region ``name`` of a ``kind``, "system" or "cuda".
 
-    For the supervisor, the ``kind`` "" means any kind. The ``name`` "" means all regions that belong to the client that asks.
-    A worker replies with a number as JSON: how many tensors of unfinished requests are in the region.
+    For the supervisor, the ``kind`` "" means any kind. The ``name`` "" means all regions of the kind that belong to the
+    client that asks. A worker replies with a number as JSON: how many tensors of unfinished requests are in the region.
     """
 
     kind: str
@@ -338,8 +341,8 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 class Settle(Record, frozen=True, tag="c.settle"):
     """Asks a worker or the supervisor to reply once earlier changes have taken effect. The reply is empty.
 
-    A worker replies when it has handled all records that the supervisor sent to it before the Settle. The supervisor replies when
-    all serving fronts have acknowledged all records that the supervisor sent to fronts before the Settle.
+    A worker replies when it has handled all records that the supervisor sent to it before the Settle. The supervisor replies
+    when all serving fronts have acknowledged all records that the supervisor sent to fronts before the Settle.
     """
 
 

@@ -68,7 +68,7 @@ class Numbers(Generic[T]):
           on_number: called after each assignment of a number. The arguments are how many requests or answers have a number now,
             and how many lost their numbers at this assignment.
           count: how many requests or answers may have a number at a time. When one more gets a number, all of them lose theirs.
-            If ``count`` is 0, the method ``number_again`` always returns None.
+            If ``count`` is 0, the method ``number_again`` assigns no number.
         """
         self._on_number = on_number
         self._count = count

@@ -1,4 +1,4 @@
-"""A process's clock for its clients' deadlines. The clock stands still while the process is stopped or too busy to call it."""
+"""A clock for clients' deadlines, which stands still while its process is stopped or too busy to call ``RunningTime.look``."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """A memfd that is mapped in this process. If another process created the memfd, this process can only read it."""
+    """A memfd that is mapped in this process. If another process created the memfd, ``view`` is read-only."""
 
     #: The view of the whole mapping.
     view: memoryview

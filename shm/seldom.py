@@ -57,7 +57,7 @@ class LineRate:
         return left_out
 
     def say_left_out(self) -> str:
-        """Returns a text to append to a log line: for how many lines ``admits`` has returned False since the last call.
+        """Returns a text for a log line: for how many lines ``admits`` has returned False since the last call of this method.
 
         If there are no such lines, the text is "".
         """

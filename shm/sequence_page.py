@@ -1,7 +1,7 @@
 """A sequence page is shared memory in which a worker lists its sequences, and how many more each model version can admit.
 
-Fronts read the page at any time, even after the worker has died. The page is a sealed memfd that only the worker writes. There
-are no locks. The page is an array of 64-bit words:
+Fronts and the daemon's main process read the page at any time, even after the worker has died. The page is a sealed memfd that
+only the worker writes. There are no locks. The page is an array of 64-bit words:
 
     word 0   version of this format (1)                       word 1   how often an entry was moved or removed
     word 2   a random odd multiplier, unknown to clients      word 3   log2 of the number of entries
@@ -15,7 +15,8 @@ are no locks. The page is an array of 64-bit words:
 The entries are a hash table with open addressing. A search begins at the index in the top bits of ``low half * multiplier``.
 The worker may be killed between any two stores. Other processes see its stores in their order, as on x86. In a new entry, the
 low half is written last. To move an entry, the worker copies the entry, increments word 1, and then overwrites the old entry.
-If word 1 changes during a search, the reader searches again.
+An entry whose high half is 0 is being overwritten, and does not count. If word 1 changes during a search, the reader searches
+again.
 """
 
 from __future__ import annotations

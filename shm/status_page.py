@@ -8,8 +8,9 @@ writes. It is an array of 64-bit words. All times are CLOCK_MONOTONIC in ns:
 
 Thread 0 is the main loop. Each thread k < SLOTS that runs models has 512 words, counted here from word 512 * (k + 1) on:
 
-    word 0     how many requests the thread runs now, 0 if none. When a run begins, the worker writes this word last.
-    word 1     from here on two words for each of these requests: the number of its submitter, and the request's id
+    word 0     how many requests are listed from word 1 on. When a run begins, the worker writes this word last.
+    word 1     two words for each request that the thread runs now: the number of its submitter, and the request's id. Only
+               the first IDS_PER_SLOT requests are listed.
     word 510   the ``model_key`` of the model version           word 511   when the run began
 """
 
@@ -85,7 +86,10 @@ class StatusPage(Page):
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:
-        """Maps a worker's status page and takes ownership of ``fd``. Raises InvalidArgument if ``fd`` is no status page."""
+        """Maps a worker's status page and takes ownership of ``fd``.
+
+        Raises InvalidArgument if ``fd`` is no status page. Raises Unavailable if the page cannot be mapped now.
+        """
         return cls(Segment.attach(fd, _BYTE_SIZE))
 
     @property

@@ -98,7 +98,7 @@ class TraceFiles:
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:
-        """Waits until all queued traces are written, or until two seconds have passed."""
+        """Ends the thread once it has written all queued traces. Waits for this at most two seconds."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_CLOSE_SECONDS)

@@ -56,7 +56,8 @@ _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 class Exemplars:
     """The exemplars, as OpenMetrics calls them, that a front stores for its histograms of request durations.
 
-    Each exemplar is the last traced request whose duration is in one bucket. ``buckets``: the buckets' upper bounds in seconds.
+    For each model version, kind of duration and bucket, the exemplar is the last traced request whose duration is in the
+    bucket. ``buckets``: the buckets' upper bounds in seconds.
     """
 
     def __init__(self, buckets: Sequence[float]) -> None:
@@ -65,7 +66,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Makes a request the exemplar of each histogram bucket that counts the request. ``moments``: its timestamps in ns."""
+        """Makes a request the exemplar of the bucket of each of its durations. ``moments``: its timestamps in ns, by name."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -224,7 +225,7 @@ class Tracer:
         Args:
           model: the model that the request is for.
           traceparent: the W3C header that the client sent, or "". If the daemon has an OpenTelemetry collector and the
-            header asks for a trace, the request is traced whatever the sampling rate is.
+            header asks for a trace, the request is traced whatever level, rate and count are set.
           began_ns: when the request began to arrive, in ns of CLOCK_MONOTONIC, or 0 for now.
         """
         sampler = self._samplers.get(model) or self._samplers.get("")
@@ -251,7 +252,7 @@ class Tracer:
         return self._last_id
 
     def close(self) -> None:
-        """Stops sampling requests. Writes and sends the ended traces that are still buffered."""
+        """Stops sampling requests. Writes and sends the ended traces that are still buffered. Waits at most two seconds."""
         for model in list(self._samplers):
             self._forget(model)
         self.on = self.joins = False
@@ -265,13 +266,13 @@ class Sampler:
     """The trace settings of one model, or of all models. It decides which requests are traced, and writes traces to a file."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Takes ownership of ``fds``, which are eventfds that all fronts and workers share. If there are none, nothing is traced.
+        """Takes ownership of ``fds``, eventfds that all fronts and workers share. If there are none, ``hit`` returns False.
 
         The first eventfd counts requests, to select some for tracing. The second one, if there is one, counts the traces that
         are still allowed.
         """
         self.level = settings.level
-        #: None: nothing is traced.
+        #: None: ``hit`` returns False.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None
         self._budget = TraceBudget(fds[1]) if len(fds) > 1 else None
         self._log_frequency = settings.log_frequency
@@ -391,7 +392,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Ends the trace. Writes it to a file, if one is set. Queues it for an OpenTelemetry collector, if one is set."""
+        """Ends the trace. Writes it if the settings name a file and a level. Queues it for a collector, if there is one."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)

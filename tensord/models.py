@@ -131,8 +131,8 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
       outputs: the names of the outputs to return, or none for all outputs.
       own: further fields of the request, such as ``version`` or ``priority``.
-    Raises: InvalidArgument: an input is no array, or the calling code is not the code of a loaded model.
-      ``result()`` raises the errors of the called model.
+    Raises: InvalidArgument: an input is no array, a field in ``own`` is wrong, or the caller is not the code of a loaded
+      model, or is its ``is_ready`` or ``finalize``. ``result()`` raises the errors of the called model.
     """
     from tensord.workers.calls.asking import begin as begun
 
@@ -150,8 +150,9 @@ def stream(
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
       outputs: the names of the outputs to return, or none for all outputs.
       own: further fields of the request, such as ``version`` or ``priority``.
-    Raises: InvalidArgument: an input is no array, or the calling code is not the code of a loaded model. If a response is
-      an error, the iterator raises it as a ServingError, and ends.
+    Raises: InvalidArgument: an input is no array, a field in ``own`` is wrong, or the caller is not the code of a loaded
+      model, or is its ``is_ready`` or ``finalize``. If a response is an error, the iterator raises it as a ServingError, and
+      ends.
     """
     from tensord.workers.calls.asking import stream as streamed
 
@@ -163,8 +164,8 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
     Args:
       config: a configuration in JSON that replaces the model's config.pbtxt, or "" to keep the model's configuration.
-      files: the contents of all files of the model, by ``file:<version>/<name>``. With ``files``, ``config`` must be given,
-        too. None means the files in the model's folder.
+      files: the contents of all files of the model, by ``file:<version>/<name>``: at most 256 files of 128 MiB together. With
+        ``files``, ``config`` must be given, too. None means the files in the model's folder.
 
     Raises: ServingError: the load failed, or the caller is not the code of a model that a server is loading or serving.
     """

@@ -89,7 +89,8 @@ def load(
       config: a configuration file of ``tensord serve``, or None. Variables such as TENSORD_WORKERS_THREADS count as well.
       device: the device to run on, or None for JAX's first device.
 
-    Raises: ServingError: the model cannot be loaded; the message says why.
+    Raises: ServingError: the model cannot be loaded; the message says why.  tensord.config.layers.ConfigurationError: the file
+      ``config`` or a variable TENSORD_... is wrong.
     """
     served = _load(Path(folder).absolute(), version, config, device)
     connection = LocalConnection(lambda *_: served)
@@ -101,7 +102,8 @@ def load(
 def served(repository: Path, model: str, version: int) -> _Served:
     """Loads the model in ``repository``/``model`` and returns it. Code in this process can send requests to the loaded model.
 
-    ``version`` 0 means the newest. Raises: NotFound: there is no such model or version.  ServingError: loading has failed.
+    ``version`` 0 means the newest that the model's version policy chooses. Raises: NotFound: there is no such model or version.
+    ServingError: loading has failed.  tensord.config.layers.ConfigurationError: an environment variable TENSORD_... is wrong.
     """
     if not (repository / model).is_dir():
         raise NotFound(f"{UNKNOWN_MODEL}'{model}' is not found")

@@ -1,7 +1,7 @@
 """Carries out the records that the supervisor sends to a worker. Runs in the worker's event loop.
 
 LaneOpened + fd                 opens a lane to one more submitter
-LaneClosed                      ends a client's lane; the worker sends LaneClosed when any client's lane has ended
+LaneClosed                      ends a client's lane; the worker sends LaneClosed when one has ended or was not opened
 Load, Unload                    loads or unloads a model version; the worker sends Loaded or Unloaded at the end
 CancelLoad                      cancels all loads of a model version; the worker sends Loaded for each load
 ControlCall                     asks for an operation, such as a parameter change; the worker sends the result in a Reply
@@ -202,7 +202,8 @@ class Control:
     def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
         """Reports the outcome of a load to the supervisor. Discards the loaded version if the load was cancelled.
 
-        Otherwise a loaded version is added to the worker's models. Does nothing if ``outcome`` is the error DeviceLost.
+        Otherwise adds a loaded version to the worker's models. If ``record.held``, it gets no requests before a ServeLoaded.
+        Does nothing if ``outcome`` is the error DeviceLost.
         """
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it

@@ -40,7 +40,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes a ``ModelVersion`` of a loaded model, and adds the model's instances to the worker's rate limiter."""
+        """Makes a ``ModelVersion`` of a loaded model. Its instances are in the worker's rate limiter until it is closed."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

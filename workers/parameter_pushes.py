@@ -57,7 +57,10 @@ class ParameterPushes:
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """Begins without pushes. ``thread``: copies and frees parameters. ``agenda``: calls functions at given times."""
+        """Begins without pushes.
+
+        ``thread``: copies, stages and frees parameters. ``agenda``: calls functions on the worker's event loop at given times.
+        """
         self._models = models
         self._regions = regions
         self._thread = thread

@@ -1,6 +1,6 @@
 """The worker process: one loop that receives requests, runs models on the device, and sends answers.
 
-An iteration of the loop waits with epoll until records or functions arrive:
+An iteration of the loop waits with epoll until work is due, or until records or functions arrive:
 
     control channel    records of the supervisor, such as orders to load a model
     lanes              requests, cancellations and returned leases of submitters
@@ -91,7 +91,10 @@ class Worker:
     def __init__(
         self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device, beat_ns: int = _BEAT_NS
     ) -> None:
-        """``channel``: the connection to the supervisor. ``beat_ns``: the longest time in ns ``run`` waits for an event."""
+        """Prepares the worker for ``run``. ``channel``: the connection to the supervisor, which ``close`` closes.
+
+        ``beat_ns``: the longest time in ns that ``run`` waits for an event.
+        """
         self._beat_ns = beat_ns
         self._channel = channel
         self._options = options
@@ -436,7 +439,7 @@ class Worker:
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
         """Begins to receive requests from a submitter on a new lane with the socket ``sock``. ``peer``: the submitter's number.
 
-        ``opened``: the record that came with the socket. If the lane cannot be opened, closes ``sock`` and logs the error.
+        ``opened``: the record that came with the socket. If that fails, closes ``sock`` and calls ``lane_refused``.
         """
         client = opened.client
         try:

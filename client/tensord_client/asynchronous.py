@@ -178,6 +178,8 @@ class AsyncModel(Calls):
         """Returns an object that sends a request at each awaited call, with the input arrays' present values.
 
         Args:
+          inputs: input name -> array, C-contiguous and in this host's byte order. Any other value is converted now, and the
+            result is sent each time.
           out: output name -> the array that each answer's output is written to. A call of the returned object raises
             InvalidArgument if the array has another shape or dtype than the output.
           outputs: the names of the outputs to return. Empty means the names in ``out``, or all outputs if ``out`` is empty.

@@ -100,7 +100,7 @@ class _Scope:
         self._values = values
         #: Names of the values that are not inherited from the scope before.
         self.own = own
-        #: The shared counter of requests; None: nothing is traced.
+        #: The shared counter of requests; None: no request is sampled.
         self.turn = SampleCounter.create(values.rate) if values.level else None
         #: The shared counter of traces left; None: there is no limit.
         self.budget = None if values.count < 0 else TraceBudget.create(values.count)

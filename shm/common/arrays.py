@@ -60,7 +60,8 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
     """Returns the datatype, such as "FP32", for a numpy dtype of any byte order, or None if no datatype fits.
 
-    ``declared`` is the datatype in the model's metadata, or "". If it is "BF16", a uint16 array is BF16.
+    ``declared`` is the datatype in the model's metadata, or "". If it is "BF16", a uint16 array in this host's byte
+    order is BF16.
     """
     found = _DATATYPES.get(dtype)
     if found is not None:

@@ -91,7 +91,7 @@ class Connection(Protocol):
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
         The caller must not change the input arrays until the answer has come. If ``call.detached`` is True, this rule
-        covers only the input arrays that this connection's method ``empty`` made.
+        covers only the input arrays that this connection's methods ``empty`` and ``empty_on`` made.
 
         Raises: ServingError: the request cannot be sent.
         """

@@ -31,9 +31,12 @@ class DerivativeCall:
     def arrays(self, inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Array]:
         """Returns the inputs of the derivative by name: the model's ``inputs``, and the tangents or cotangents in ``more``.
 
-        For ``push_forward``, ``more`` has tangents by the names of the model's inputs. "x" becomes "tangent.x" in the result.
-        For ``pull_back`` and ``parameter_gradient``, ``more`` has cotangents by the names of the model's outputs. "y" becomes
-        "cotangent.y". Raises InvalidArgument if a value cannot be an array, or if a name in ``more`` is missing or unknown.
+        For ``push_forward``, ``more`` has a tangent by the name of each floating input. "x" becomes "tangent.x" in the result.
+        For ``pull_back`` and ``parameter_gradient``, ``more`` has a cotangent by the name of each floating output. "y" becomes
+        "cotangent.y". If the model is itself a derivative, the prefixes are "tangent2." and "cotangent2.". If the derivative
+        has a batch dimension that the model lacks, each array gets a first dimension of 1.
+
+        Raises InvalidArgument if a value cannot be an array, or if a name in ``more`` is missing or unknown.
         """
         found = arrays(inputs, self._inputs)
         if self._of or more:

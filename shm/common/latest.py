@@ -144,7 +144,7 @@ class Latest(Newest[A]):
         self._changed.notify_all()
 
     def get(self, timeout: float | None = None) -> A:
-        """Waits until there is an answer that ``get`` has not returned yet, and returns it.
+        """Waits for an answer to inputs that were put later than those of the last answer returned, and returns it.
 
         If several answers have come, returns only the answer to the inputs that were put last.
 
@@ -152,7 +152,7 @@ class Latest(Newest[A]):
           timeout: the seconds to wait, or None for no limit.
 
         Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was
-          called.
+          called, and there is no such answer.
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:

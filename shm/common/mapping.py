@@ -54,7 +54,7 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def join_pages(view: memoryview) -> None:
-    """Joins the pages of ``view``, a result of ``mapped``, to pages of 2 MiB. All pages must already be allocated.
+    """Joins the pages of ``view``, a writable result of ``mapped``, to pages of 2 MiB. All pages must already be allocated.
 
     Processes that map the same memory later get the large pages, too. If the kernel cannot join pages, no error is raised.
     """
@@ -63,7 +63,7 @@ def join_pages(view: memoryview) -> None:
 
 
 def populate(view: memoryview) -> None:
-    """Makes the page table's entries for ``view``, a result of ``mapped``. The first use of the memory costs no page faults.
+    """Makes the page table's entries for ``view``, a writable result of ``mapped``. Its first use then costs no page faults.
 
     Pages that do not exist are allocated. Before Linux 5.14, this does nothing.
     """

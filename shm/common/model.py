@@ -116,17 +116,17 @@ class Calls:
         """Makes the ``Call`` object of one request to this model. Sends nothing.
 
         Args:
-          inputs: input name -> array. In nested mappings, an input's name is the keys that lead to it, with "/" between them.
+          inputs: input name -> array. Nested mappings are flattened, as ``tensors.flat`` describes.
           outputs: the names of the outputs to return, or none for all of them.
           own: the request's other fields, by their names in ``Own``.
           places: output name -> the caller's array that the output is written to, or None for no such arrays.
           streams: True if the caller accepts any number of responses.
           detached: True if the caller may change the input arrays before the answer has come.
 
-        Raises: InvalidArgument: an input cannot be an array, an item of ``places`` is not a writable array, a field of ``own``
-          has a wrong value, the name of the parameter set is empty or no str, or the model gives several responses and
-          ``streams`` is False.  TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this
-          model.
+        Raises: InvalidArgument: an input cannot be an array, two inputs have the same name, ``outputs`` is a str, an item of
+          ``places`` is not a writable array, a field of ``own`` has a wrong value, the name of the parameter set is empty or
+          no str, or the model gives several responses and ``streams`` is False.  TypeError: ``own`` has a key that ``Own``
+          lacks.  Unavailable: ``close`` was called on this model.
         """
         if self._closed:
             raise Unavailable("the model was closed")
@@ -273,7 +273,8 @@ class Model(Calls):
         """Prepares a request that is sent many times. Each call of the result sends the input arrays' present values.
 
         Args:
-          inputs: input name -> array. Keep the arrays and write new values into them.
+          inputs: input name -> array. Keep the arrays and write new values into them. This works only for arrays that are
+            C-contiguous and in this host's byte order. Any other value is converted now, and the result is sent each time.
           out: output name -> the array that each answer's output is written to. An array of ``Client.empty`` can save a copy.
             If an array has not its output's shape and dtype, this method or a call of the result raises InvalidArgument.
           outputs: the names of the outputs to return. If it is empty, the outputs named in ``out`` are returned. If ``out`` is

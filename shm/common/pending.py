@@ -103,7 +103,8 @@ class Pending(Generic[T]):
     def settle(self, until: float | None) -> None:
         """Waits until neither client nor server uses the arrays of this cancelled request. This base class does not wait.
 
-        Raises DeadlineExceeded if the arrays are in use at the time ``until`` of ``time.monotonic()``. None means no limit.
+        Raises DeadlineExceeded or another ServingError if the arrays are still in use at the time ``until``, in seconds of
+        ``time.monotonic()``. None means no limit.
         """
 
     def made(self, arrived: Any) -> T | ServingError:

@@ -166,7 +166,8 @@ def unload(name: str, dependents: bool = False) -> None:
 
     Implements ``tensord.models.unload_model``. ``dependents``: True to unload also models that were loaded only as members of
     the ensemble ``name``.
-    Raises NotAllowed: the caller is not the code of a model that is being loaded or served.
+    Raises NotAllowed: the caller is not the code of a model that is being loaded or served. Raises ServingError: the daemon
+    refuses.
     """
     _ask(UnloadModel(name, dependents))
 
@@ -175,7 +176,8 @@ def is_ready(name: str, version: int = 0) -> bool:
     """Returns whether version ``version`` of a model answers requests. Version 0 stands for any version.
 
     Implements ``tensord.models.is_ready``.
-    Raises NotAllowed: the caller is not the code of a model that is being loaded or served.
+    Raises NotAllowed: the caller is not the code of a model that is being loaded or served. Raises ServingError: the daemon
+    cannot say.
     """
     return bool(json.loads(_ask(ModelReady(name, version))))
 

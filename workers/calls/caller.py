@@ -2,7 +2,7 @@
 
     execute, and coroutines that it begins      may call and load other models
     threads that the model's code starts        may load other models, and may call them once the model itself is loaded
-    initialize                                  may load other models, but may not call them
+    initialize, create                          may load other models, but may not call them
     auto_complete_config, is_ready, finalize    may neither call nor load other models
 
 The requests that the code works on are known in ``execute`` and its coroutines, but not in threads that the code starts.
@@ -194,7 +194,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Makes this module's function ``current`` return ``caller`` to code that runs in the ``with`` block."""
+    """Makes the function ``current`` return ``caller`` in the ``with`` block. Calls ``caller.port.ran``, if set, afterwards."""
     token = _current.set(caller)
     try:
         yield caller

@@ -2,7 +2,7 @@
 
 Python's functions that start processes are patched. A program that a model's code starts gets an environment variable that
 identifies the model, and processes that the program starts inherit the variable. A process that a model's code forks is
-recorded by its process id.
+recorded by its process id, and programs that it executes get the variable. Descendants of all these processes count, too.
 
 After the unload, the processes have 0.5 s to end by themselves. Then the processes that still run get SIGTERM. Processes that
 still run 3 s later get SIGKILL.

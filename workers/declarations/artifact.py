@@ -4,8 +4,8 @@
     params.*                            the parameters, which are the first argument of each jax.export program
 
 Tensors have the datatypes and shapes of the program. config.pbtxt may give buckets for sizes that vary in the program.
-Tensors are named as in ``tensord.workers.tensors.tensor_trees``. If a program has a single positional argument, the argument's
-number is not part of the names.
+Tensors are named as in ``tensord.workers.tensors.tensor_trees``. If the only argument, apart from parameters, is positional,
+its number is not part of the names.
 """
 
 from __future__ import annotations

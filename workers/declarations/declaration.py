@@ -57,7 +57,8 @@ def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[
 def declare_streams(config: ModelConfig) -> None:
     """Changes ``config`` to say that its model answers each request with any number of responses.
 
-    Raises InvalidArgument if ``config`` has ``sequence_batching`` or an input with ``allow_ragged_batch``.
+    Call it if the model's ``create`` has returned a generator function. Raises InvalidArgument or Unsupported if ``config``
+    does not allow that, for example if it has ``sequence_batching``, ``response_cache`` or ``allow_ragged_batch``.
     """
     config.model_transaction_policy.decoupled = True
     if config.HasField("sequence_batching"):

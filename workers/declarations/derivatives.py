@@ -4,6 +4,7 @@ The model.py of ``M``, or the parameter "derivatives" in its config.pbtxt, says 
     derivatives = True                    derivatives of the function
     derivatives = 2                       also derivatives of these derivatives, such as ``M.pull_back.push_forward``
 
+By default, a model of exported programs has the derivatives with which they were exported. Any other model has none.
 A derivative's program is compiled at load if ``model_warmup`` has a request for the derivative, otherwise at the first request.
 ``tensord.shm.common.derivatives`` describes the inputs and outputs.
 """
@@ -140,7 +141,7 @@ def derivatives(
       described: the tensors that clients send and get.
       apply: the model's function: takes the parameters and a dict of input arrays, and returns a dict of output arrays.
       parameters: the model's parameters.
-      max_byte_size: how many bytes the inputs and outputs of a derivative's batch may have in sum.
+      max_byte_size: if the model has no batch dimension, the most bytes of inputs and outputs in a derivative's batch.
       whole: whether to include the gradient with respect to the parameters.
     """
     own, names, exported = _Declarations(config, module, described), Names(config.name), hasattr(module, "vjp_order")

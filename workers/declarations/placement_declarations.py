@@ -3,7 +3,7 @@
 devices = 4                          how many devices the model runs on
 instance_group { gpus: [ 2, 3 ] }    the GPUs that the model runs on; by default the first GPUs of its worker
 memory_policy = "on_demand"          the parameters may leave the device while there are no requests for the model
-batch_sets = True                    requests with different parameter sets can run in one batch
+batch_sets = True                    requests with different parameter sets can run in one batch: apply(stacked, inputs, index)
 batch_sets = ("adapter",)            the same, but only the parameters below "adapter" differ between parameter sets
 resident_sets = 64                   how many parameter sets the device holds at a time; by default max_batch_size
 

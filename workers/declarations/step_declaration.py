@@ -4,7 +4,7 @@ slots = 64              how many slots there are: each holds one request; a mode
 max_steps = 1024        a request ends after this many steps
 inserts_per_step = 4    requests that may begin between two steps
 step_slots = (4, 64)    a program is compiled for slots 0 to 3, and one for all; while slots 4 to 63 are free, the first runs
-insert_rows = 8         one call of the model's function ``insert`` begins up to 8 requests; by default it begins one
+insert_rows = 8         one call of ``insert`` begins up to 8 requests; by default one, and arrays have no axis for requests
 gather = "concat"       a client that wants no stream gets all responses in one, joined along the first axis
 """
 

@@ -1,8 +1,8 @@
 """A worker's GPU: copies the inputs of a batch to it, copies outputs from it, and limits the GPU memory that XLA may use.
 
-Most inputs are copied to a staging buffer, which is GPU memory. If all inputs to copy are small, the inputs in host memory are
-copied in one transfer (``host_staging.py``). An input in a CUDA region of the same GPU is used without a copy if no other
-request is in the batch and the input is aligned to 256 bytes.
+Most inputs are copied to a staging buffer, which is GPU memory. If they have together at most ``TOGETHER`` bytes, those in
+host memory are copied in one transfer (``host_staging.py``). Two kinds of inputs are used without a copy if they fill a batch
+alone: outputs of other models on the GPU, and tensors in a CUDA region of the same GPU, aligned to 256 bytes and not BOOL.
 Each thread that runs programs has a ``CudaDevice`` with a staging buffer of its own. The thread waits until all inputs of a
 batch are copied before it calls XLA. A batch is computed before the inputs of the next batch are copied.
 """
@@ -121,7 +121,7 @@ class CudaDevice:
 
     @property
     def host(self) -> HostStaging:
-        """Host memory, page-locked if possible, through which small tensors are copied to and from the GPU in one transfer.
+        """Host memory, page-locked if possible, through which small tensors are copied to and from the GPU.
 
         Raises DeviceLost if the GPU has failed.
         """

@@ -1,5 +1,7 @@
-"""Page-locked buffers in host memory. One transfer copies all small tensors in a buffer to a GPU, or from a GPU to the buffer.
+"""Gives threads page-locked buffers in host memory, through which small tensors are copied to and from a GPU.
 
+One transfer copies all inputs in a buffer to the GPU. Outputs are copied in one transfer if the program has packed them
+(``packed_outputs.py``), otherwise one by one.
 Each thread that runs programs on the GPU has a buffer of its own. When the thread ends, another thread may get this buffer.
 A buffer is page-locked when it is created, unless the driver refuses this or ``PinnedBudget`` allows no more locked bytes.
 Transfers also work with a buffer that is not page-locked, but they are slower.

@@ -1,10 +1,10 @@
 """Page-locks host memory, so that the GPU can access tensors in this memory directly.
 
     segments of arenas   locked from when they are made or mapped until they are closed
-    POSIX regions        locked when a client registers them, if all their pages exist
+    regions              POSIX regions and clients' segments: locked when they are mapped, if all their pages exist
 
 A separate thread locks and unlocks memory, because locking gigabytes takes seconds. If memory is not locked, transfers are
-slower. The GPU's driver may access a POSIX region only while the region is locked. ``PinnedBudget`` limits the locked bytes.
+slower. The GPU's driver may access a region in host memory only while it is locked. ``PinnedBudget`` limits the locked bytes.
 """
 
 from __future__ import annotations

@@ -168,9 +168,10 @@ def complete(
     ``inline_byte_size``: the most bytes of all outputs together that go into the record itself.
     ``places``: where each output is written; if None, this function chooses that, and reserves memory in the response arena.
     If this function raises an error, the memory that is reserved for the outputs is released.
-    Raises Internal if an output does not fit into its region, or has a dtype for which there is no datatype.
+    Raises Internal if an output is larger than the client's part of a region, or has a dtype for which there is no datatype.
     Raises InvalidArgument if the outputs are larger than the arena, if an output for which the client wants class labels cannot
-    have any, or if the memory of a region is gone. Raises Unavailable if too many files are open to send an arena segment.
+    have any, if an output would not lie wholly inside its region, or if the memory of a region is gone.
+    Raises Unavailable if the host has no memory left, or if too many files are open to send an arena segment.
     """
     try:
         chosen = _choose(request, result, signature)

@@ -79,8 +79,9 @@ class CachedAnswers:
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
         """Stores the answers of a run in ``cache``, except errors and answers for which a model called another model.
 
-        An answer is not stored if its parameter set got new values after the cache was searched for the request. An ensemble's
-        answer is not stored if any model was loaded or unloaded after the cache was searched.
+        An answer is not stored if the model ran with other parameter values than those in use when the cache was searched for
+        the request. An ensemble's answer is not stored if, since that search, any model was loaded or unloaded, or a parameter
+        set that the request uses got new values.
         """
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):

@@ -1,10 +1,10 @@
 """Serves calls from one model to another. Each call becomes a request in the queue of the called model.
 
-A call is cancelled when all requests for which it was made are cancelled. A call to a model that this worker is still loading
-waits for the load. Calls can deadlock: each waits until another one has ended. Then the newest of these calls fails.
+A call is cancelled when all requests for which it was made are cancelled. A call made for requests, to a model that this worker
+is still loading, waits for the load. Calls can deadlock: each waits until another one has ended. Then the newest fails.
 
 A model may have started a thread that calls other models. The worker does not know whether the model waits for this thread. If
-a deadlock depends on such a call, the newest call fails only when it is at least 5 s old.
+a deadlock depends on such a call, the newest of its calls that is at least 5 s old fails.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class CallCircles:
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
         """Searches for deadlocks among calls from model to model. Returns the newest deadlocked call, and when to search again.
 
+        A deadlock that depends on a thread that a model started counts only for calls that are at least 5 s old.
         The call is None if there is no deadlock. The time is in CLOCK_MONOTONIC ns, or ``NEVER`` if no search is needed until a
         call begins or ends.
         """

@@ -179,7 +179,7 @@ class Dispatcher:
         """Submits a request that came on a client's lane. Clears the fields that only a front may set.
 
         Answers the request with Unavailable if too many requests are in flight on the lane. Also answers with Unavailable if
-        the answers to all clients of the same Unix user take too much memory.
+        the answers to all clients of the same Unix user take too much memory, and those on this lane at least its share.
         """
         assert submitter.segments is not None
         self.lane_requests += 1
@@ -201,7 +201,11 @@ class Dispatcher:
         self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Queues a request made by this worker. Raises InvalidArgument: a property of the request is missing or invalid."""
+        """Queues a request made by this worker.
+
+        Raises InvalidArgument, and releases the request's regions, if a property of the request is missing or invalid, or if
+        the id of its sequence does not fit the model.
+        """
         version.loaded.join(request)
         self._queue(version, request, now_ns)
 
@@ -271,7 +275,7 @@ class Dispatcher:
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
         """Handles the report that a client has taken bytes of a request's responses, so that the model may send more.
 
-        Raises InvalidArgument if the report came on a client's own lane and has more bytes than the worker sent.
+        Raises InvalidArgument if the report came on a client's own lane, and more bytes are taken in all than the worker sent.
         """
         request = submitter.in_flight.get(record.request_id)
         if request is not None:

@@ -410,9 +410,9 @@ def told_by(
 ) -> dict[str, Parameter]:
     """Returns the response parameters of an ensemble (``before``) together with the response parameters of a step (``added``).
 
-    ``name``: the name of the step's model. ``ensemble``: whether the step's model is an ensemble. If False, "." and ``name``
-    are appended to each key of ``added`` first. If ``before`` has the resulting key already, the result has the smaller of two
-    integers. If the two values are not integers, the result has the value of ``added``.
+    These parameters say which parameter sets computed the answer. ``name``: the name of the step's model. ``ensemble``: whether
+    this model is an ensemble. If False, "." and ``name`` are appended to each key of ``added`` first. If ``before`` has the
+    resulting key already, the result has the smaller value if both are integers, otherwise the value of ``added``.
     """
     said = dict(before)
     for key, value in added.items():

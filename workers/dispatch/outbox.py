@@ -1,7 +1,8 @@
 """Sends answers. If the response arena has no room for an answer, the answer waits for room, up to a time limit.
 
-At the end of the time limit, the request is answered with error 503, which says how many bytes are needed and in use. A small
-answer does not wait for a large one, unless the model's answers must be sent in the order of the requests.
+At the end of the time limit, or at once if too many bytes of answers wait already, the request is answered with error 503,
+which says how many bytes are needed and in use. A small answer does not wait for a large one, unless the model's answers must
+be sent in the order of the requests.
 While many bytes of answers to a submitter wait, the submitter's requests whose answers are likely to be large are not run.
 """
 
@@ -209,7 +210,10 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Returns a plan for putting outputs of this layout into the answer to a request, or None if no plan is possible."""
+        """Makes a plan for putting outputs of this layout into answers to such requests. Returns None if no plan is possible.
+
+        Also stores the plan for later requests that have the same ``preparation``, unless the model was loaded again.
+        """
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -219,8 +223,9 @@ class Outbox:
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
         """Answers a request with ``result``. If the response arena has no room, the answer waits for room, up to a time limit.
 
-        Returns ``result``, or the error that the client gets instead of ``result``. ``places``: the memory that was reserved
-        for the request's outputs before the run. None: no memory was reserved.
+        Returns ``result`` if it was sent or waits. Returns an error if the client gets this error instead of ``result``, for
+        example because too many bytes wait already. ``places``: the memory that was reserved for the request's outputs before
+        the run. None: no memory was reserved.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)

@@ -70,7 +70,7 @@ class Poller:
         """
 
     def close(self) -> None:
-        """Frees all data that ``wait`` needs to answer requests. ``wait`` answers no requests from then on."""
+        """Frees all data that ``wait`` needs. The caller must not call ``wait`` again."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         """Waits until there is an event or the time is up. Returns what arrived.

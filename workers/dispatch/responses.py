@@ -1,7 +1,7 @@
 """Sends the responses of models that answer a request with several responses.
 
-A model's thread queues each response by ``put``. The worker's event loop sends the queued responses in order, each over its
-request's lane. If the lane's arena has no room for a response, the event loop tries again later.
+``put`` queues a response. The worker's event loop sends the queued responses in order: each over its request's lane, or to the
+model in this worker that made the request. If the lane's arena has no room for a response, the event loop tries again later.
 
 Any thread may call ``put``, ``sender`` and ``alike``.
 """
@@ -65,7 +65,7 @@ class Responses(ResponseReceiver):
           clock: returns the time of CLOCK_MONOTONIC in ns.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
           withdraw: cancels whatever works on a request that ended because a response to it could not be sent.
-          agenda: tells the worker's event loop when to call ``gather``. If None, the caller calls ``gather`` at ``look_ns``.
+          agenda: tells the worker's event loop when to call ``gather``. If None, the caller must do so at ``look_ns``.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size
@@ -117,10 +117,11 @@ class Responses(ResponseReceiver):
         """Queues a response. The worker's event loop sends the response after the earlier responses of ``sender``.
 
         Args:
-          result: the response or an error. None: the request ends without another response, and ``final`` must be True.
+          result: the response, encoded responses, or an error. None: the request ends without another response, and ``final``
+            must be True.
           final: whether the request ends with this call.
           byte_size: how many bytes ``sender`` has counted for this response as not yet taken by the client.
-          wake: whether this call wakes the event loop. If False, the caller must ensure that the event loop wakes soon.
+          wake: True: the event loop looks at the queue within about 1 ms. False: the caller must ensure that it does so soon.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
@@ -140,8 +141,9 @@ class Responses(ResponseReceiver):
     def returned(self, execution: Execution) -> None:
         """Moves requests from ``execution.requests`` to ``execution.streamed`` after the model has run.
 
-        Moves each request that has a response sender, and each request that was answered already. If a request with a response
-        sender failed, sends the error as the last response. If the client cancelled such a request, sends Cancelled.
+        First sends all responses that ``put`` has queued. Then moves each request that has a response sender, and each request
+        that was answered already. If a request with a response sender failed, sends the error as the last response. If the
+        client cancelled such a request, sends Cancelled.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -301,7 +303,7 @@ class Responses(ResponseReceiver):
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Sends ``result``. Returns how many bytes the client must take, None if the response arena is full, or an error."""
+        """Sends ``result``. Returns how many bytes the client must take, None if the arena is full, or why it failed."""
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:

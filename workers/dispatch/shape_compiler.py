@@ -1,8 +1,9 @@
 """Compiles programs for input shapes that no bucket covers, in a thread. Requests of such a shape wait for the shape's program.
 
 The requests wait outside the queue. Once their program is compiled, they go back into the queue, ahead of later requests. If
-the program is small, the thread also compiles programs that run several of these requests in one call. It does so only when no
-request waits for a program. Everything except the compilation runs in the worker's event loop.
+the program is small and the model has no batch dimension, the thread also compiles programs that run several of these requests
+in one call. It does so only when no request waits for a program. Everything except the compilation runs in the worker's event
+loop.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ class ShapeCompiler:
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
         """Makes the requests in ``batch`` wait for a program. If it is not being compiled yet, has a thread compile it.
 
-        ``wanted``: the batch size and the input shapes of the program. If too many other programs of ``version`` are still to
-        be compiled, this method compiles nothing, and answers the requests with Unavailable.
+        ``wanted``: the batch size and the input shapes of the program. When its compilation begins, queued requests with the
+        same batching key begin to wait, too, unless the model has ragged inputs. If too many other programs of ``version`` are
+        still to be compiled, this method compiles nothing, and answers the requests in ``batch`` with Unavailable. If their key
+        is an ``Unfit``, answers them with its error.
         """
         model = version.jitted
         if model is None:

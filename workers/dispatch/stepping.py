@@ -123,7 +123,8 @@ class StepRows:
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
         """Sends one step's responses to the requests in ``slots``. Each of these requests must have been added by ``join``.
 
-        ``rows``: the outputs of the step for all slots, UINT8[slots, bytes]. ``now_ns``: the present time (CLOCK_MONOTONIC).
+        Calls ``leave`` for all other joined requests. ``rows``: the outputs of the step for all slots of the model,
+        UINT8[slots, bytes]. ``now_ns``: the present time (CLOCK_MONOTONIC).
         Returns the response senders that may be full now (``ResponseSender.is_full``). ``leave`` was called for their requests.
         """
         if slots != self._ready:

@@ -8,7 +8,7 @@ A model's modules are in ``sys.modules`` by these names, here for the seventh pa
     labels                            a placeholder for libraries that import by name, as an unpickler of "labels.Net" does
 
 Import statements in a model's modules call the ``__import__`` in these modules' own builtins. ``sys.path`` is not changed.
-Two models share no code, nor do two versions of a model.
+No two models share these modules, nor do two versions of a model, or two loads of a version.
 """
 
 from __future__ import annotations

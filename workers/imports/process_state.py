@@ -69,7 +69,8 @@ class ProcessState:
         """Returns a function that must be called after each run of a model's code. ``who`` names this model in the log.
 
         The function gives JAX's configuration the values of the first call of ``kept``, puts back lost entries of ``sys.path``,
-        and removes new filters that turn warnings into errors. While a model is being loaded, the function does nothing.
+        and removes new filters that turn warnings into errors. It logs only the first change. While a model is being loaded,
+        the function does nothing.
         """
         logged = False
 

@@ -2,7 +2,8 @@
 
 A worker gives the same answers without these interfaces. ``missing()`` returns a sentence for each interface that JAX lacks.
 
-No other code may import ``jax._src``, ``jaxlib`` or names of JAX that begin with an underscore (``tests/test_imports.py``).
+No other code may import ``jax._src``, ``jax.interpreters`` or names of JAX that begin with an underscore. Two other modules may
+import ``jaxlib``, only for its version and the path of its files (``tests/test_imports.py``).
 
 ``Interface.look`` is None if only compiling or running a program shows whether JAX has the interface. Code that uses such an
 interface must treat every failure of the interface as if JAX lacked the interface.

@@ -60,7 +60,7 @@ def _graph(config: ModelConfig) -> EnsembleGraph:
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
     """Returns a copy of the ensemble ``loaded`` with the properties that depend on its steps' models, such as ``streams``.
 
-    Raises NotFound: a model of a step is not served.
+    Raises NotFound: a model of a step is not served. Raises InvalidArgument: all instances of such a model are passive.
     """
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]

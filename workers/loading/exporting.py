@@ -4,8 +4,10 @@
     <folder>/1/model.jaxexport             (parameters by name, inputs by name) -> outputs by name
     <folder>/1/params.safetensors          the parameters, if there are any
 
-The program takes batches of any size: its batch size is a symbol of jax.export. If the function cannot be exported with such a
-symbol, several programs with fixed batch sizes are exported instead of model.jaxexport: rows1.jaxexport, rows2.jaxexport, ...
+The program takes all batch sizes up to max_batch_size, and all sizes of input axes that vary: these sizes are symbols of
+jax.export. If the function cannot be exported with a symbol for the batch size, and no input axis varies, several programs with
+fixed batch sizes are exported instead of model.jaxexport: rows1.jaxexport, rows2.jaxexport, ...
+``tensord.workers.declarations.artifact`` reads the folder.
 """
 
 from __future__ import annotations
@@ -183,7 +185,10 @@ def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]
 
 
 def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns each input's shape and dtype. ``rows``: the batch size, or the name of a symbol for any batch size."""
+    """Returns each input's shape and dtype. The size of an axis that varies is a symbol.
+
+    ``rows``: the batch size, or the name of a symbol for any batch size. Raises InvalidArgument: an input is BYTES.
+    """
     limits = [f"{_BATCH} <= {config.max_batch_size}"] if config.max_batch_size else []
     named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
     limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(config).items() if axis in named]

@@ -43,7 +43,7 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes the settings with which a worker loads models. Turns on JAX's cache of compiled programs.
+        """Makes the settings with which a worker loads models. Turns on JAX's cache of compiled programs, if it can be used.
 
         Args:
           options: the daemon's configuration.

@@ -114,7 +114,10 @@ class Execution:
 
     @property
     def results(self) -> list[Result]:
-        """One result for each request, in the order of ``self.requests``: the request's outputs, or an error if it failed."""
+        """One result for each request, in the order of ``self.requests``: the request's outputs, or an error if it failed.
+
+        The result of a request that a ``ResponseSender`` answers is ``STREAMED``.
+        """
         if self.cut is not None:
             self.results = self.cut()
         return self._results

@@ -25,7 +25,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """The batching key of a request whose inputs do not fit its sequence's state. Has the error that the client gets."""
+    """The batching key of a request whose inputs do not fit its sequence's state. It equals no other key."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: The error for which the request cannot run.

@@ -1,7 +1,7 @@
-"""Calls ``TritonPythonModel.is_ready()`` of the instances of a Triton Python model, in a separate thread.
+"""Calls ``TritonPythonModel.is_ready()`` of all instances of a Triton Python model, one after another, in a separate thread.
 
-If an instance does not return True within five seconds, the model counts as not ready, as in Triton. ``is_ready`` may run
-while ``execute`` runs, so a model can be ready while it runs a batch.
+If not all of them return True within five seconds, the model counts as not ready, as in Triton. Callers that ask while the
+thread runs get the same answer. ``is_ready`` may run while ``execute`` runs, so a model can be ready while it runs a batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Asks each instance, in a separate thread, whether it is ready. The worker's loop then calls ``answered``.
+        """Asks the instances, in a separate thread, whether they are ready. The worker's loop then calls ``answered``.
 
         ``answered`` gets True if all instances say yes, and False if one does not or if 5 seconds have passed.
         """

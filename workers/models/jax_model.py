@@ -162,9 +162,10 @@ class JaxModel:
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
         """Returns the compiled programs with which C code can run batches of 1, 2, ... ``most`` rows, in this order.
 
-        ``key``: the shapes of the inputs. An item is None if only Python can run batches of that size. The list is empty if
-        only Python can run the model's batches. If one call of a model without batch axis can run several requests, the list
-        has the programs for 1, 2, ... ``grouped_calls.MOST`` requests, and ``most`` is ignored.
+        ``key``: the shapes of the inputs. An item is None if C code cannot run batches of that size, or not yet. The list is
+        empty if only Python can run the model's batches. If one call of a model without batch axis can run several requests,
+        ``most`` is ignored: the list has the programs to call if 1, 2, ... ``grouped_calls.MOST`` requests wait. Such a program
+        may run fewer requests in one call than wait.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.

@@ -44,7 +44,7 @@ class ModelTable:
     def add(self, version: ModelVersion) -> None:
         """Makes a model version, and the models that compute its derivatives, available to requests.
 
-        If the version was added before, replaces the previously loaded model, which ends after its last answer.
+        If an earlier load of the version is served, replaces it. It ends once its requests and live sequences have ended.
         """
         self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)
@@ -108,7 +108,10 @@ class ModelTable:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns version ``number`` of the model ``name``, or None if this version was never added or was removed."""
+        """Returns version ``number`` of the model ``name``, or None if this version was never added or was removed.
+
+        Unlike ``find``, also returns a version that takes no requests.
+        """
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -145,7 +148,7 @@ class ModelTable:
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> bool:
-        """Closes removed and replaced versions that have no requests left. Returns whether this call closed any completely."""
+        """Closes removed and replaced versions without requests or live sequences. Returns whether any closed completely."""
         drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
         return len(self.draining) < drained

@@ -203,7 +203,7 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Replaces the parameter set of the same name by ``parameters``. Returns the replaced memory, which the caller must free.
+        """Replaces the parameter set of the same name by ``parameters``. Returns objects whose memory the caller must free.
 
         ``moves``: if True, requests and sequences that have begun go on with the new parameter set, else with the replaced set.
         """
@@ -231,7 +231,10 @@ class ModelVersion:
         return held
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
-        """Ends all sequences of instance number ``instance``. Returns the sequences' waiting requests, each with its error."""
+        """Ends the sequences that have begun on instance number ``instance``, because their state is lost.
+
+        Returns the waiting requests of these sequences, each with its error.
+        """
         if self.sequences is None:
             return []
         self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
@@ -321,7 +324,10 @@ class ModelVersion:
         self._on_closed.append(call)
 
     def settle(self) -> bool:
-        """Begins to close this version if it is draining and has no requests. Returns True once it has closed completely."""
+        """Begins to close this version if it is draining and has no requests and no live sequences.
+
+        Returns True once it has closed completely.
+        """
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
             del self.loaded.users[self]

@@ -2,8 +2,9 @@
 
 The operator configures how many units of a resource there are. A resource that the operator does not configure has as many
 units as the most demanding instance needs. Free resources are offered first to the waiting instance with the fewest runs. A run
-counts as many times as the instance's ``priority`` says. While an instance waits, others may run. After ``MAX_PASSED`` such
-runs, no instance with more runs gets a resource that the waiting instance needs. Used by the worker's loop only.
+counts as many times as the instance's ``priority`` says. While an instance waits, others may run. After ``MAX_PASSED`` runs of
+instances that began to wait later, no instance with more runs gets a resource that the waiting instance needs. Used by the
+worker's loop only.
 """
 
 from __future__ import annotations

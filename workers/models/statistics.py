@@ -222,7 +222,10 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts a run and its requests, but no request that a ``ResponseSender`` answers. ``failed``: why requests failed."""
+        """Counts a run and its requests, but no request that a ``ResponseSender`` answers. ``now_ns``: when answers were sent.
+
+        ``failed``: the requests that failed, with the reasons. If all requests of a run failed, the run is not counted.
+        """
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests
         if failed:
@@ -388,7 +391,10 @@ class VersionStatistics:
 
     @property
     def histograms(self) -> tuple[array[int], array[int]]:
-        """Returns the counts of all duration histograms, one after another, and the upper bounds in ns, the same for each."""
+        """Returns the counts of all duration histograms, one after another, and the upper bounds in ns, the same for each.
+
+        C code adds to the counts.
+        """
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:

@@ -50,7 +50,10 @@ class DeviceRun(NamedTuple):
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits until the run ends. Returns the results, UINT8[rows, bytes per row]. Errors of the run are raised unchanged."""
+        """Waits until the run ends. Returns the results, UINT8[rows, bytes per row].
+
+        Raises errors of the run unchanged. After such an error, the caller must call ``SteppedModel.lost``.
+        """
         return np.asarray(self.made)
 
 
@@ -116,7 +119,8 @@ class SteppedModel:
     ) -> DeviceRun:
         """Starts a run of the model's ``insert`` function for new requests. Row i of the run's results is for request i.
 
-        ``key`` must return the same value for all requests. ``slots``: each request's slot. ``chosen``: None means ``main``.
+        ``key`` must return the same value for all requests. One call takes at most ``StepDeclaration.insert_rows`` requests (1
+        if it is 0). ``slots``: each request's slot. ``chosen``: the parameter set, or None for ``main``.
         Raises StateLost if the run failed and all slots' state is lost. After any other error, all slots are unchanged.
         """
         key = self._shapes.key(requests[0].arrays)

@@ -90,7 +90,11 @@ class Sample:
         return self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Makes ``self.count`` requests of this sample and runs one step for each. Raises InvalidArgument if a step fails."""
+        """Makes ``self.count`` requests of this sample. Inserts each request into slot 0 and runs one step.
+
+        Raises InvalidArgument if the insertion or the step fails. Call it only during the load of the model, because it drops
+        the state of all slots.
+        """
         for _ in range(self.count):
             request = self.request(model_name)
             try:
@@ -122,7 +126,7 @@ class Sample:
 def samples(
     config: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
 ) -> list[Sample]:
-    """Makes the warmup samples of a model.
+    """Makes the warmup samples of a model, without those that are named after one of its derivatives.
 
     ``folder``: the model's folder, with files in ``warmup/``. ``more``: a row of values for each input that the worker adds.
     Raises InvalidArgument: a sample does not fit the model or cannot be read, or the samples are too large or too many.

@@ -37,7 +37,11 @@ class _Resident(NamedTuple):
 
 
 class DeviceRoom:
-    """Limits the bytes that all parameter sets together take on a device, by evicting sets. Any thread may use it."""
+    """Limits the bytes that parameter sets take on a device, by evicting sets.
+
+    The ``main`` with which a model was loaded does not count, unless the model loads parameters on demand. Any thread may use
+    this object, but only the thread of the worker's event loop may call ``keep`` and ``forget``.
+    """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
         """Makes an object that limits a device's memory for parameter sets. No set is on the device yet.
@@ -142,7 +146,10 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a replaced set for the rollback of a push. Drops the oldest if kept sets exceed the device's byte limit."""
+        """Keeps a replaced set in memory for the rollback of a push.
+
+        If the kept sets together have more bytes than sets may take on the device, drops the oldest ones, perhaps also this.
+        """
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)

@@ -81,7 +81,8 @@ def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[s
     Args:
       content: the parameters' memory, which must not change any more.
       what: names the parameters in errors.
-      leaves: the leaves of the model's tree of parameters. If it is None, the parameters are not compared with a model.
+      leaves: the leaves of the model's tree of parameters, which also limit the header's size. If it is None, the parameters
+        are not compared with a model, and the header may have any size.
     Raises InvalidArgument if ``content`` is not in safetensors' layout, or a datatype or number of dimensions is unsupported.
     Raises InvalidArgument if the model has no leaf with a parameter's name, or has it with another datatype or shape.
     """

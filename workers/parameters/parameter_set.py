@@ -3,8 +3,9 @@
 A ``ParameterSet`` has the values of one push, or the values that were loaded with the model. ``ParameterSets.commit`` makes
 requests use a pushed ``ParameterSet``. The ``ParameterSet`` that requests used before is kept, so that the push can be rolled
 back. A ``ParameterSet`` that is no longer kept is freed when the last batch that uses it has ended.
-If the device has no room for a ``ParameterSet``, the values stay in host memory until a batch needs them. Any thread may look
-up a ``ParameterSet``. Only the thread of the worker's event loop may call ``commit``.
+If another ``ParameterSet`` needs the room, a ``ParameterSet`` leaves the device. Its values stay in host memory until a batch
+needs them. Any thread may look up a ``ParameterSet``. Only the thread of the worker's event loop may call ``commit`` and
+``drop``.
 """
 
 from __future__ import annotations
@@ -300,9 +301,10 @@ class ParameterSets:
           placer: copies parameters from host memory to the device.
           tree: the model's tree of parameters on the device, with None for each parameter in ``stack``. Ignored if ``on_demand``.
           room: limits how much device memory pushed parameters take. If it is None, they may take none.
-          host: a flat list of the model's parameters in host memory. If it is None, no parameters are in host memory.
+          host: a flat list of the model's parameters in host memory. If it is None, no parameters are in host memory. It is
+            required with ``stack`` or ``on_demand``.
           stack: device memory for several sets, so that rows of one batch can use different sets. None if a batch uses one set.
-          on_demand: whether ``main`` may leave the device. If True, ``main`` begins in host memory, and ``host`` is required.
+          on_demand: whether ``main`` may leave the device. If True, ``main`` begins in host memory.
         """
         self.placer = placer
         self.leaves = placer.leaves
@@ -365,7 +367,9 @@ class ParameterSets:
         """Replaces the parameter set of the same name by ``parameters``. Returns objects whose memory the caller must free.
 
         The replaced set is kept, so that the push can be rolled back. If ``stays`` is True, that set stays on the device, for
-        requests that still use it. If ``stays`` is False, the result includes the device memory of the replaced set.
+        requests that still use it. If ``stays`` is False, that set leaves the device, and ``unused`` of the result has its
+        arrays. But if the set is not in host memory, ``leaves`` of the result is the set, and the caller must first call the
+        set's method ``hosted`` and then ``leave``.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()

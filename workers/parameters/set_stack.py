@@ -5,7 +5,7 @@
 
 A set gets a slot when a batch first needs the set. If no slot is free, the least recently used set loses its slot. One compiled
 program serves all combinations of sets. Nothing is copied for a batch whose sets all have slots. The values of all sets,
-including ``main``, are also in host memory.
+including ``main``, are also in host memory. Only one thread at a time may use a stack.
 """
 
 from __future__ import annotations

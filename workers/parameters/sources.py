@@ -220,7 +220,8 @@ def plan(
       leaves: describes the leaves of the model's parameters.
       base: a parameter set, from which leaves are taken that the push lacks; None: the push must have all leaves.
     Raises NotFound: a region or file that the push names does not exist.
-    Raises InvalidArgument: a range lies outside of its region, a path leads out of the model's folder, or a memfd is missing.
+    Raises InvalidArgument: a range lies outside of its region, a path leads out of the model's folder, the memfd is missing, or
+    a leaf's datatype, shape and number of bytes do not agree.
     """
     making, source = Making(operation, pool, limit, leaves, base), operation.source
     try:

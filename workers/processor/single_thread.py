@@ -41,8 +41,9 @@ class SingleThreadDevice:
     """An additional CPU device of the worker, with one thread, for small programs."""
 
     def __init__(self, max_flops: int) -> None:
-        """Opens a CPU device with one thread. Call it before any model is loaded. Errors of JAX are raised unchanged.
+        """Opens a CPU device with one thread. Call it before any model is loaded.
 
+        Raises Missing if JAX lacks the function that opens the device. Errors of JAX are raised unchanged.
         ``max_flops``: the method ``suits`` returns False for a program with more floating-point operations than this.
         """
         self.max_flops = max_flops
@@ -177,7 +178,8 @@ class SmallPrograms:
     ) -> CompiledProgram | None:
         """Compiles a program for the CPU device that has one thread, and runs the program once.
 
-        Returns None if the program is too large for one thread, or if the compilation or the run fails.
+        Returns None if the program is too large for one thread, or if the compilation or the run fails. After a failure,
+        returns None for all later programs of the model.
         Args:
           lowered: the program, lowered for the worker's usual device.
           lower: lowers the same program for the device that a ``Placement`` describes.

@@ -72,7 +72,7 @@ class Inputs(Protocol):
 
     @property
     def fit(self) -> bool:
-        """True if this memory has room for the program's arguments."""
+        """True if the program's arguments can be gathered in this memory. For a GPU, they must have 1 byte to 256 KiB."""
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -97,7 +97,7 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Returns host memory for a program's ``arguments``. ``fit`` of the result is False if the memory is too small."""
+        """Returns host memory for a program's ``arguments``. If ``fit`` is False, they cannot be gathered there."""
 
     @abstractmethod
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:

@@ -1,14 +1,15 @@
 """Caches compiled executables on disk, so that a worker that starts again need not compile them again.
 
     <key>.executable    an executable as JAX serialises it: a pickle of (where, payload, input tree, output tree)
-                        where: True: the CPU device with one thread; False: another device; a tuple: the ids of several devices
+                        where: True: the CPU device with one thread; False: another device; a tuple: the ids of several devices,
+                        in the program's order
     <digest>.program    an entry of JAX's persistent compilation cache: JAX must trace the program again, but not compile it
 
 A pickle can run code when it is loaded, and so can an executable. So a file is read only if no other user can have written it.
 
-JAX's persistent cache has the programs for shapes without a bucket, and the programs that a model runs while it is loaded.
-``JaxCache`` keeps the entries in the same directory. If this JAX version does not let ``JaxCache`` do so, JAX compiles these
-programs at every start.
+JAX's persistent cache has all other programs, such as those for shapes without a bucket and those that a model runs while it
+is loaded. ``JaxCache`` keeps the entries in the same directory. If this JAX version does not let ``JaxCache`` do so, JAX
+compiles these programs at every start.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ class ExecutableCache:
 
         If several workers share the cache's directory, one of them makes a program and the others wait for it.
         Args:
-          usual: the device on which the program normally runs.
-          small: opens programs that were stored for the CPU device with one thread. If it is None, such programs are not used.
+          usual: where the program runs, unless it was stored for the CPU device with one thread and ``small`` is given.
+          small: opens that device. If it is None, programs that were stored for another device than ``usual`` are not used.
           what: names the program in the log.
         Raises Cancelled: the load was cancelled. Errors of ``make`` are raised unchanged.
         """
@@ -179,8 +180,8 @@ class ExecutableCache:
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
         """Loads a compiled program from the cache on disk. Returns None if the cache has no usable program under ``key``.
 
-        ``usual``: the placement of most programs. ``small``: has the placement of programs that were compiled for a CPU device
-        with one thread. If ``small`` is None, such programs are not loaded.
+        ``usual``: the placement of most programs. ``small``: opens the CPU device with one thread, for programs that were
+        compiled for it. If ``small`` is None, only programs that were compiled for the device of ``usual`` are loaded.
         """
         name = _name(key)
         if self._directory is None or (content := self._directory.read(name)) is None:

@@ -108,7 +108,7 @@ class Executables:
         """Compiles the executable of every bucket, or loads it from the cache, and runs the smallest one.
 
         Raises Internal: outputs are not as declared, a batch's rows affect each other, or memory is too small. Raises Cancelled:
-        the load was cancelled.
+        the load was cancelled. Errors of tracing and of the first runs are raised unchanged.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         if self.signature.states or self.sets.stack is not None:
@@ -141,7 +141,8 @@ class Executables:
     def postpone(self, tried: Buckets) -> None:
         """Arranges that each bucket's program is compiled when a batch first needs the program. Evicts no such program.
 
-        Lowers the program for the first bucket in ``tried`` now. Raises Internal or an error of JAX if that program is wrong.
+        Lowers the program for the first bucket in ``tried`` now. Raises Internal: its outputs are not as declared. Errors of
+        tracing are raised unchanged.
         """
         self._postponed = {Wanted(rows, shapes) for rows, shapes in self._buckets.planned()}
         for first in itertools.islice(tried.planned(), 1):

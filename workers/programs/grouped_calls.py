@@ -8,7 +8,7 @@ A program for several requests applies the model's function to each request sepa
 Calls are grouped only for models with little work and small inputs. No request is delayed so that others can join its call.
 
 These programs are compiled for each combination of input shapes: at load if the shapes are known then, else while the model
-serves. On a CPU, one program runs any number of requests up to ``MOST``, in a loop. On a GPU, each number of requests has a
+serves. On a CPU, one program runs any number of requests up to ``MOST``, in a loop. On a GPU, each number in ``LENGTHS`` has a
 program of its own, without a loop.
 
 A model that uses floats of 16 bits or fewer has no grouped calls, because XLA might round such floats differently in a grouped
@@ -232,9 +232,10 @@ class GroupedProgram:
         return copied
 
     def run(self, chosen: ParameterSet | None = None) -> list[Content]:
-        """Runs the program on the requests whose inputs ``self.gather`` copied. Returns the results in host memory.
+        """Runs the program on the inputs that the caller has copied, by ``gather`` or to the addresses in ``memory``.
 
-        Each result holds all outputs of one dtype; row i is of request i. ``chosen``: the parameter set; None: ``main``.
+        Returns the results in host memory. Each result holds all outputs of one dtype; row i is of request i. If there are
+        fewer than ``rows`` requests, the rows after theirs mean nothing. ``chosen``: the parameter set; None: ``main``.
         Raises Unavailable: the device has no room for the parameters. Errors of the program are raised unchanged.
         """
         parameters = (chosen or self._sets.main).on(self._at)

@@ -3,7 +3,8 @@
 program of a model without state    (parameters, inputs)                  -> outputs
 program of a model with state       (parameters, inputs, rows, carry)     -> outputs, carry
 
-``rows``: the sequence to which each row of the batch belongs. ``carry``: the state of all sequences.
+``rows``: where the state of each row's sequence lies in ``carry``, and whether the sequence begins (``rows_argument``).
+``carry``: the state of all sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Lowering:
     """Lowers the function of one model version to programs for given shapes. Any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
-        """Stores the model's function ``apply``. ``pack``: also return outputs of up to 256 KiB in total as one byte array."""
+        """Stores the model's function ``apply``. ``pack``: wrap it with ``packing``, which may add an output."""
         self._signature = signature
         if signature.states:
             apply = stepping(apply, signature)

@@ -83,7 +83,10 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns True on a CPU. On a GPU, returns True if the requests' records hold all inputs and no output stays there."""
+        """Returns whether the pipeline can run ``requests``. On a CPU it always can.
+
+        On a GPU it can if all inputs came inside the requests' records on their lanes, and no output is to stay on the GPU.
+        """
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property
@@ -94,7 +97,11 @@ class PipelineProgram:
         ]
 
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
-        """Makes the argument of ``compute`` from the requests' inputs. Returns this argument and the number of bytes copied."""
+        """Makes the argument of ``compute`` from the requests' inputs. Returns this argument and the number of bytes copied.
+
+        A single request's inputs may be used where they lie.
+        Raises Unavailable: the GPU has no memory left. Raises DeviceLost: the GPU failed.
+        """
         lying: dict[str, Any] = {}
         copied = 0
         alone = len(requests) == 1 and requests[0].rows == self.rows and not requests[0].small
@@ -114,7 +121,8 @@ class PipelineProgram:
     def run(self) -> list[Content]:
         """Runs the programs on the inputs that the caller has written to the addresses in ``self.memory``.
 
-        Returns the outputs in host memory. Errors of programs are raised unchanged.
+        Returns the outputs in host memory. After that the memory of the inputs may be used again. Errors of programs are raised
+        unchanged.
         """
         return self.contents_of(self.compute(self._sent()))
 

@@ -50,7 +50,8 @@ def placed_sets(
       remote: whether the device has memory of its own, as a GPU has.
       on_demand: whether ``main`` may leave the device for other sets while no request needs it.
       fixed: names of constants: values in the model's tree of parameters that are no arrays. ``parameters`` has only arrays.
-    Raises InvalidArgument: ``mixed`` names a leaf that does not exist, or ``on_demand`` is True and ``main`` exceeds ``room``.
+    Raises InvalidArgument: ``mixed`` names a leaf that does not exist, or ``room`` is too small for the sets of ``mixed`` or
+    for ``main`` on demand. Raises Unsupported: ``mixed`` is given, and no leaf can be pushed or two leaves have the same name.
     Raises Internal: there is no memory for the parameters.
     """
     if several is None:

@@ -1,4 +1,4 @@
-"""Describes where a model version's programs run: on the worker's device, or on a CPU device that has only one thread."""
+"""Describes where a model version's programs run: on the worker's device or devices, or on a CPU device with one thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """Returns where this placement's programs run. 0: on the worker's device; 1: on the CPU device with one thread."""
+        """Returns where the programs run. 0: on the worker's device or devices; 1: on the CPU device with one thread."""
         return int(self.is_single_thread)
 
     @property

@@ -56,7 +56,8 @@ def rows_apart(
     """Raises Internal if rows of a batch affect each other. Returns False if memory ran out during the check, else True.
 
     Args:
-      ask: runs the model's program. Returns a sentence if rows affect each other, else None.
+      ask: runs the model's program. Returns a sentence if rows affect each other, else None. Its errors are logged, and not
+        raised, except for Cancelled.
       check: raises an error if the device has failed. This function calls it after an error of ``ask``.
       traced: JAX's trace of the model's program for ``rows`` rows.
       axis: what the message of the Internal error calls axis 0 of the arrays: "batch" or "slots".

@@ -118,6 +118,7 @@ class StepExecutables:
         """Compiles each of the model's programs, or loads it from the cache on disk. Then runs each program once.
 
         Raises Internal if the model's code returns other arrays than declared. Raises Cancelled if the load was cancelled.
+        Errors of tracing and of the first runs are raised unchanged.
         """
         lower = functools.partial(self._lower, _Wanted("step", self._slots))
         step = lower(self._place)

@@ -53,13 +53,14 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Adds a client's POSIX shared memory to the table as a region. Returns the region, and how the worker uses the memory:
+        """Adds a client's POSIX shared memory to the table as a region. Returns the region, and how the worker uses the memory.
 
         "snapshot": it copies the memory before each use. "sealed": it maps the memory, which the client cannot shrink.
-        "guarded": it maps the memory, which the client can shrink. ``fd``: an open descriptor of the memory. If ``fd`` is None,
-        this worker opens the memory by ``record.key`` and checks whether the client may register the memory.
-        Raises AlreadyExists if the region's name is taken. Raises InvalidArgument or Internal if the memory is refused, or cannot
-        be mapped. Raises Unavailable if the process has too many open files.
+        "guarded": it maps the memory, which the client can shrink.
+        ``fd``: a descriptor of the memory, which this method takes over. If ``fd`` is None, this worker opens the memory by
+        ``record.key`` and checks whether the client may register the memory. Otherwise ``record.access`` says how to use it.
+        Raises AlreadyExists if the region's name is taken and ``record.renews`` is False. Raises InvalidArgument or Internal if
+        the memory is refused. Raises Unavailable if the memory cannot be mapped now, or the process has too many open files.
         """
         access = record.access
         try:
@@ -327,7 +328,8 @@ class RegionPolicy:
     def access(self, request: RegisterSystemRegion, status: os.stat_result) -> str:
         """Returns "guarded" if the worker may map a client's memory, or "snapshot" if it must copy the memory at each use.
 
-        ``request.key``: the POSIX name of the memory. ``status``: the owner, group and mode of the memory.
+        The configured rules decide by the POSIX name of the memory (``request.key``) and its owner (``status``). It is always
+        "snapshot" if ``tensord.shm.guard`` is not available.
         """
         if not guard.available:
             return "snapshot"

@@ -22,10 +22,11 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Says where a run of a program has left one output of a request.
+    """Says where a run of a program leaves one output of a request, and where the answer has the output.
 
-    If ``in_lease`` is false, row n of the output begins at byte ``start + n * step`` of the run's buffer number ``content``.
-    If ``in_lease`` is true, the output begins at byte ``start`` of the answer's block in the response arena.
+    Row n of the output has ``byte_size`` bytes, from byte ``start + n * step`` of the run's buffer number ``content`` on. If
+    ``in_lease`` is true, the program has written the output to byte ``start`` of the answer's block in the response arena
+    instead. In a ``SingleRun`` the program has also written each output with a ``region`` to this region.
     """
 
     #: The number of the content among those of the run.

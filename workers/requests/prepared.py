@@ -5,7 +5,8 @@ are checked for each request. Error messages and the order of checks are Triton'
 names and number of the inputs, then the batch size, then datatype, shape and bytes of each input. The inputs' batch sizes,
 datatypes, shapes and bytes are checked from the last input of the request to the first.
 
-Numeric inputs are not copied. BYTES inputs are copied first, so that a client cannot change them while they are checked.
+Numeric inputs are not copied. BOOL inputs are copied. BYTES inputs are copied before they are checked, so that a client cannot
+change them meanwhile.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def validate_inner(
     Args:
       prepared: the part of the request that other requests may have, too.
       own: the rest of the request.
-      arrays: the inputs by name, with a batch axis if the model has one. They are not copied, and nobody may write to them.
+      arrays: the inputs by name, in the shapes that a client would send. They are not copied, and nobody may write to them.
       outputs: the names of the wanted outputs; empty: all.
       sink: gets the responses.
       origin: the request on whose behalf this request is made; None: there is none.

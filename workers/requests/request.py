@@ -98,7 +98,7 @@ class Request(RequestTensors):
           arrays: the inputs as arrays, by name.
           outputs: the requested outputs by name. If it is empty, all outputs are requested.
           regions: one leased region for each input and output that is in a region. A region may be in the list several times.
-          now_ns: the time of arrival, which is used if ``own.received_ns`` is 0.
+          now_ns: the current time of CLOCK_MONOTONIC. It is the time of arrival if ``own.received_ns`` is 0.
           copied_byte_size: how many bytes of the request's tensors were copied so far.
           contents: each input's bytes, by name. No input may then have datatype BYTES or BOOL, or a configured ``reshape``.
           preparation: results stored for all requests with this ``prepared``. None: no stored results are used.
@@ -213,10 +213,11 @@ def traced(requests: Iterable[Request]) -> dict[str, str]:
 
 
 class InnerRequest(Request):
-    """A request that a model or an ensemble's step makes inside the worker, while it works on a client's request.
+    """A request that is made in the worker's own process: by a model, by an ensemble's step or by ``LocalWorker``.
 
-    An ``InnerRequest`` has the ``request_id`` and the ``submitter`` of the client's request. Its inputs are arrays on the
-    worker's device or in host memory. The worker calls ``sink`` with each response. Inputs and responses are not copied.
+    If it is made on behalf of another request (``origin``), it has that request's ``request_id`` and ``submitter``. Its inputs
+    are arrays on the worker's device or in host memory, and are not copied. The worker calls ``sink`` with each response. An
+    array in a response is copied only if it consists of strings, or if the model's code could still change it.
     """
 
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")

@@ -1,8 +1,9 @@
 """The response cache of a worker: stores answers, and finds them again for later requests with equal cache keys.
 
 All models whose configuration enables the response cache share it. Two requests have equal keys if they are for the same load
-of a model, the same outputs and the same parameter values, and if their inputs are equal byte for byte. The cache stores copies
-of all arrays. If the cache is full, it removes the least recently used answers.
+of a model, the same outputs and the same values of the model's parameters, and if their inputs are equal byte for byte. Custom
+parameters of the requests do not count. The cache copies all arrays that somebody could change. If the cache is full, it
+removes the least recently used answers.
 """
 
 from __future__ import annotations

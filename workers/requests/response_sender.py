@@ -2,15 +2,18 @@
 
     model's code: send, send, ..., send(final) ──▶ the worker's event loop ──▶ lane ──▶ submitter
 
-``send`` waits while the client has not taken ``max_ahead`` or more bytes of sent responses. In a thread that runs an event
-loop, ``send`` waits only if its parameter ``wait`` is True.
+If the client still has to take ``max_ahead`` or more bytes of sent responses, ``send`` waits until at most half of
+``max_ahead`` is left. ``send`` does not wait if its parameter ``wait`` is False, or if ``wait`` is None and the calling thread
+runs an event loop.
 
-Each request ends exactly once: when the model sends the last response, says that no response follows, or fails. If the model's
-code can no longer send responses and the request has not ended, the request fails with Internal. If nobody waits for the
-responses to a request any more, they are dropped, and ``is_cancelled`` is True.
+Each request ends exactly once: when the model sends the last response, says that no response follows, or fails, when a response
+cannot be sent, or when the request is cancelled. If the model's code can no longer send responses and the request has not
+ended, the request fails with Internal. If nobody waits for the responses to a request any more, they are dropped, and
+``is_cancelled`` is True.
 
-A ``ResponseKind`` encodes small responses with the same outputs, datatypes and shapes. The worker's event loop makes the
-``ResponseKind`` at the first such response. The thread that calls ``send`` then encodes the later ones.
+A ``ResponseKind`` encodes small responses to one submitter with the same outputs, datatypes and shapes. The worker's event loop
+makes the ``ResponseKind`` at the first such response. The thread that calls ``send`` then encodes later ones that are neither
+the first nor the last response to their request, if ``alike`` returns the ``ResponseKind``.
 """
 
 from __future__ import annotations
@@ -124,7 +127,7 @@ class EncodedResponses:
     def add(self, record: bytes) -> bool:
         """Stores ``record``, an encoded response that the worker's event loop sends. Only the model's thread calls this method.
 
-        Returns True if ``record`` is sure to be sent. If False, the caller must make the event loop call ``take`` again.
+        Returns True if ``take`` is sure to be called after this. If False, the caller must make the event loop call ``take``.
         """
         self._records.append(record)
         return not self.taken
@@ -161,7 +164,8 @@ class ResponseReceiver:
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
         """Returns an encoder of responses that have the same outputs, datatypes and shapes as ``result``.
 
-        Any thread may use the encoder. Returns None if the worker's event loop must encode ``result``. ``sender`` sends it.
+        Any thread may use the encoder. Returns None if the worker's event loop must encode ``result``, as always in this class.
+        ``sender``: the sender of ``result``.
         """
         return None
 
@@ -183,7 +187,7 @@ class ResponseReceiver:
 class ResponseSender:
     """Sends a model's responses to one request, and counts the bytes that the client has not taken yet.
 
-    Any thread may use the properties and the methods from ``send`` to ``when_room``. Only the thread of the worker's loop may
+    Any thread may use the properties and the methods from ``begin`` to ``when_room``. Only the thread of the worker's loop may
     call the other methods.
     """
 
@@ -277,9 +281,9 @@ class ResponseSender:
           result: the outputs by name, in the shapes that the client gets. The caller must not use this dict any more. Or an
             error: more responses may follow the error. Or None to send no response: ``final`` must then be True.
           final: whether no further response follows.
-          wait: whether to wait while the client has not taken ``max_ahead`` or more bytes of earlier responses. ``max_ahead``
+          wait: whether to wait if the client still has to take ``max_ahead`` or more bytes of earlier responses. ``max_ahead``
             is an argument of ``__init__``. None: wait, unless the calling thread runs an asyncio event loop. If ``send`` does
-            not wait and the client has not taken 16 x ``max_ahead`` or more bytes, the request ends with Unavailable.
+            not wait and the client still has to take 16 x ``max_ahead`` or more bytes, the request ends with Unavailable.
         Raises SenderClosed: the responses to the request have ended.
         """
         with self._lock:
@@ -383,7 +387,8 @@ class ResponseSender:
     def when_room(self, call: Callable[[], None]) -> bool:
         """Registers ``call`` for the worker's event loop if ``is_full`` is True. Returns whether ``call`` is registered.
 
-        The event loop calls ``call`` when the client has at most ``max_ahead / 2`` bytes left to take, or the request ends.
+        The event loop calls ``call`` once: when the client has at most ``max_ahead / 2`` bytes left to take, when the request
+        ends, or when it is cancelled. That may happen before this method returns.
         """
         self._on_room.append(call)
         if self.is_full:
@@ -442,7 +447,7 @@ class ResponseSender:
     def posted(self, result: Result | None, final: bool) -> int:
         """Counts the bytes of a response as sent. Returns the number of these bytes; 0 if ``result`` is None.
 
-        ``final``: whether no further response to the request follows.
+        ``final``: whether no further response to the request follows. ``send`` then raises SenderClosed from now on.
         """
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):

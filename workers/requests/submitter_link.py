@@ -6,6 +6,8 @@ bytes of answers, on all lanes of the clients that one user runs.
 These bytes count as requests: records of which a part has not arrived yet, prepared parts, and requests without an answer.
 These bytes count as answers: segments of the lanes' response arenas, answers that wait for room in a response arena, and
 records that wait until the client reads from the lane's socket.
+
+Only the thread of the worker's event loop may use these objects, unless a method is said to be thread-safe.
 """
 
 from __future__ import annotations
@@ -165,7 +167,8 @@ class SubmitterLink(Generic[R]):
     def keep(self, request: Request) -> None:
         """Adds the size of a client's request to the size of all requests of the client's user, until ``forget`` is called.
 
-        If the user's requests would exceed the limits of ``LaneOwner.check_room``, releases the request and raises Unavailable.
+        Call this method before the request is in ``in_flight``. If the user's requests would exceed the limits of
+        ``LaneOwner.check_room``, releases the request and raises Unavailable.
         """
         byte_size = request.kept_byte_size
         try:
@@ -300,7 +303,7 @@ class LaneOwner(Budget):
             )
 
     def reclaim(self) -> bool:
-        """Closes an unused segment, made for one tensor, in this LaneOwner's response arenas. Returns whether it did so."""
+        """Closes an unused segment, made for one answer, in this LaneOwner's response arenas. Returns whether it did so."""
         for submitter in self.submitters:
             if submitter.lane.arena.trim():
                 # The client is told, so that it unmaps it.

@@ -128,7 +128,7 @@ class RequestTimeline:
         return msgspec.structs.replace(answer, trace=self.told()) if self.attaches else answer
 
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
-        """Adds ``child``, the timeline of an inner request. A model made the inner request while it worked on this request.
+        """Adds ``child``, the timeline of an inner request that a model or an ensemble's step made on behalf of this request.
 
         The inner request has ended. ``model``, ``version``: name and version number of the model that ran the inner request.
         ``within``: the span in which the inner request was made; None: the inner request was made in no span.

@@ -69,7 +69,10 @@ class Agenda(Generic[P]):
         return list(taken)
 
     def _clean(self) -> None:
-        """Sets ``due_ns`` to the earliest time in ``_due``. Removes entries of ``_heap`` that are no longer in ``_due``."""
+        """Sets ``due_ns`` to the earliest time in ``_due``. Removes outdated entries from the front of ``_heap``.
+
+        If most entries of ``_heap`` are outdated, removes all of these.
+        """
         heap, due = self._heap, self._due
         # Behind the front outdated entries stay until they are the majority.
         if len(heap) > 4 * len(due) + 64:

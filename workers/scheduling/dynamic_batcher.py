@@ -9,6 +9,9 @@ wait for more requests with that key. A batch of these requests is then due:
     at once, if at least the largest preferred number of rows waits
     when the oldest of them has waited ``delay_ns``, in all other cases
 
+In the first two cases, and if there is no delay, the batch has the largest preferred number of rows that the first requests
+have exactly. If they have none exactly, and in the third case, as many requests as fit run together.
+
 If no number of rows is preferred, the largest number of rows in a batch counts as the preferred number.
 
 Keys do not wait for each other: a full batch runs even if an older request with another key still waits.

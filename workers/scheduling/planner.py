@@ -70,7 +70,11 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
-        """Cancels a waiting request and the waiting requests of its sequence. Returns each cancelled request with its error."""
+        """Cancels a waiting request and the waiting requests of its sequence. Returns each cancelled request with its error.
+
+        A request that runs is not stopped. But if it has a slot of a stepped model, it loses the slot, and takes part in no
+        further step. In both cases the list is empty.
+        """
 
     @abstractmethod
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:

@@ -225,7 +225,7 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Chooses the requests in ``asked`` before the first one that must wait. Returns the sequence of each chosen request.
+        """Chooses the requests in ``asked`` before the first one that cannot run now. Returns the chosen requests' sequences.
 
         ``asked``: the correlation id, START and END of each request. The caller runs the chosen requests, and then passes the
         returned sequences to ``SequenceTable.have_run``. ``now_ns``: the time of CLOCK_MONOTONIC.
@@ -289,8 +289,8 @@ class SequenceBatcher(Planner[S]):
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
         """Ends all sequences that have begun on an instance, because their state is lost.
 
-        Returns the waiting requests of these sequences, each with an error. If a sequence has no waiting and no running request,
-        the next request that a client sends with the sequence's id fails. ``now_ns``: the time of CLOCK_MONOTONIC.
+        Returns the waiting requests of these sequences, each with an error. If a sequence has neither a waiting nor a running
+        request, the next request with the sequence's id fails, unless it has START. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         answers: list[tuple[S, ServingError]] = []
         for live in self.table.begun(instance):

@@ -197,8 +197,8 @@ class SequenceTable(Generic[S]):
         """Queues a request in the sequence with the request's correlation id, and returns this sequence.
 
         If there is no such sequence, START begins one. Raises InvalidArgument: the request has more than one row, has
-        no correlation id, or has no START and its sequence does not exist. Raises Unavailable: too many requests wait, too many
-        sequences exist, a request with START comes while the worker stops, or the state of the sequence was lost.
+        no correlation id, or has no START and its sequence does not exist. Raises Unavailable: too many requests wait, the
+        worker has too many sequences, a request with START comes while the worker stops, or the sequence's state was lost.
         """
         correlation_id, start, end = request.controls
         if request.rows > 1:
@@ -401,7 +401,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a sequence lost its state. The next request that continues the sequence fails with an error."""
+        """Records that a sequence lost its state. The next request with the sequence's id fails, unless it has START."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns

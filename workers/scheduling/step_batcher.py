@@ -121,7 +121,8 @@ class StepBatcher(QueuePlanner[W]):
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
         """Gives a slot in the model's state to each of the next waiting requests, and returns these requests.
 
-        The list is empty if no waiting request may get a slot before the model's next step.
+        The caller inserts these requests together: at most ``insert_rows`` requests with the same batching key. The list is
+        empty if no waiting request may get a slot before the model's next step.
         """
         head = self._queue.head() if self._queue.size and self._free and self._room else None
         if head is None:

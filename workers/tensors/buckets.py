@@ -1,8 +1,10 @@
 """Shape buckets: the few shapes that a model version is compiled for, and how a request is padded to one of them.
 
-The author of a model may list sizes of the batch axis as ``batch_buckets``, and sizes of named axes as ``buckets``, for example
-``buckets = {"sequence": (16, 32, 64)}``. The word "auto" in place of the sizes means powers of two. A program for such a size
-is compiled when a request first needs the program. For a ragged input, a size is the total length of all requests in a batch.
+By default, the sizes of the batch axis are the powers of two up to max_batch_size, and max_batch_size itself. If an input is
+ragged, max_batch_size is the only one. The author of a model may list other sizes as ``batch_buckets``, and sizes of named axes
+as ``buckets``, for example ``buckets = {"sequence": (16, 32, 64)}``. If the sizes of an axis are given as "auto", they are the
+powers of two, and a program for such a size is compiled when a request first needs the program. Axes without sizes are not
+padded. For a ragged input, a size is the total length of all requests in a batch: a listed size, or else a power of two.
 
 Padding is zeros. Outputs are sliced back to the size of the request.
 """

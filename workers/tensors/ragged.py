@@ -192,7 +192,8 @@ def ragged_signature(described: Signature, config: ModelConfig, segments: Mappin
 
     A batch input describes a batch to the model, for example by the number of elements that each request has in a ragged input.
     A batch output holds the results of all requests in a batch, one behind the other. ``segments``: the names of further batch
-    inputs, each with the name of a ragged input. Such a batch input holds the row number of each item of the ragged input.
+    inputs, each with the name of a ragged input. Such a batch input holds, for each element along the varying dims of the
+    ragged input, the number of the element's row in the batch.
     Raises InvalidArgument if ``config`` is inconsistent, for example if a batch input describes an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind

@@ -1,7 +1,8 @@
 """Describes the inputs and outputs of a model version: names, datatypes and dims without the batch dimension.
 
 Inputs and outputs are declared in the file config.pbtxt, in the file model.py, or in both files. A declaration in model.py,
-such as ``inputs = {"input_ids": "INT64[sequence]"}``, can also name an axis: here "sequence". Such an axis varies in size.
+such as ``inputs = {"input_ids": "INT64[sequence]"}``, can also name an axis: here "sequence". Such an axis varies in
+size, unless config.pbtxt gives the size.
 """
 
 from __future__ import annotations

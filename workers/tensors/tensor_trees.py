@@ -43,7 +43,7 @@ def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
     """Returns a dict: tensor name -> declaration. ``declared``: a pytree with the declaration of a tensor in each leaf.
 
     ``what``: the model's name in error messages. ``kind``: "input" or "output".
-    Raises InvalidArgument if two tensors have the same name, or if ``declared`` is a dataclass that is no pytree.
+    Raises InvalidArgument if two tensors have the same name, or if a leaf of a nested ``declared`` is a dataclass object.
     """
     if _is_flat(declared):
         assert isinstance(declared, Mapping)
