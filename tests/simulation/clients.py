@@ -477,10 +477,15 @@ class Clients:
             self.history.blamed.discard(change.model)
         self.scheduler.tell(f"{change} is answered: {error or 'done'}")
         if error and not self.stopped_ns:
-            if not self.history.why_failed(change):
+            if not (self.history.why_failed(change) or self._timed_out(change)):
                 self.scheduler.defect(f"{change} failed without a reason: {error}")
             self.counts["failed change"] += 1
         self._ask_next(change)
+
+    def _timed_out(self, change: Change) -> bool:
+        """Returns whether its client has waited for all its time, while somebody did not run."""
+        troubled = self.history.trouble_ns >= change.begun_ns or any(each.stopped for each in self.scheduler.processes)
+        return troubled and str(change.error).endswith("does not answer: timed out")
 
     def _ask_next(self, change: Change) -> None:
         """Has the client of a change ask the model at once, through every front."""
