@@ -82,7 +82,9 @@ class StatusPage(Page):
 
     @classmethod
     def create(cls) -> StatusPage:
-        return cls(Segment.create(_BYTE_SIZE))
+        segment = Segment.create(_BYTE_SIZE)
+        segment.share(writable=False)
+        return cls(segment)
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:

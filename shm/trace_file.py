@@ -51,12 +51,14 @@ class TraceFiles:
           traces: the JSON objects of one or more traces, separated by commas.
           indexed: True to write a new file ``path``.N, or False to append to the file ``path``.
         """
-        self._left -= len(traces)
-        if self._left < 0:
-            self._complain(f"a front has written trace.max_byte_size ({self._max_byte_size}) bytes of traces")
+        if len(traces) > self._left:
+            self._complain(
+                f"this process writes no more than trace.max_byte_size ({self._max_byte_size}) bytes of traces"
+            )
         elif self._waiting.qsize() >= _MAX_WAITING:
             self._complain(f"{_MAX_WAITING} traces wait to be written")
         else:
+            self._left -= len(traces)
             self._waiting.put((path, traces, indexed))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -83,18 +85,16 @@ class TraceFiles:
     def _create(self, path: str, traces: bytes) -> None:
         """Writes traces to the first of ``path``.0, ``path``.1, ... that does not exist."""
         for index in range(self._next_index.get(path, 0), self._max_files):
-            self._next_index[path] = index + 1
-            try:
+            with contextlib.suppress(FileExistsError):
                 fd = os.open(f"{path}.{index}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-            except FileExistsError:
-                continue
-            try:
-                with open(fd, "wb") as file:
-                    file.write(b"[" + traces + b"]")
-            except OSError:
-                os.unlink(f"{path}.{index}")
-                raise
-            return
+                try:
+                    with open(fd, "wb") as file:
+                        file.write(b"[" + traces + b"]")
+                except OSError:
+                    os.unlink(f"{path}.{index}")
+                    raise
+                self._next_index[path] = index + 1
+                return
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:

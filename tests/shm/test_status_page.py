@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.segment import Segment
 from tensord.shm.status_page import IDS_PER_SLOT, SLOTS, StatusPage, WorkerState
 
 
@@ -21,6 +25,15 @@ def test_what_the_worker_notes_is_what_others_read() -> None:
     assert reader.oldest() == (5, 1)
     assert reader.executing() == {(1, 2), (3, 2**63 - 1), (9, 9)}
     reader.close()
+
+
+def test_nobody_else_writes_to_it() -> None:
+    page = StatusPage.create()
+    with pytest.raises(InvalidArgument, match="mapping it writable"):
+        Segment.attach(os.dup(page.fd), len(page.memory), writable=True)
+    page.beat(7)
+    assert page.last_beat_ns == 7
+    page.close()
 
 
 def test_the_loop_is_executing_while_its_slot_is_in_use() -> None:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def test_indexed_files_are_never_overwritten(tmp_path: Path) -> None:
     assert [(tmp_path / f"t.{index}").read_text() for index in range(3)] == ["[0]", "mine", "[1]"]
 
 
+def test_files_that_cannot_be_written_do_not_count(tmp_path: Path) -> None:
+    files = TraceFiles(1 << 20, 3)
+    for _ in range(4):
+        files.write(str(tmp_path / "later" / "t"), b"lost", indexed=True)
+    files.write(str(tmp_path / "t"), b"written", indexed=False)
+    while not (tmp_path / "t").exists():
+        time.sleep(0.01)
+    (tmp_path / "later").mkdir()
+    for number in range(4):
+        files.write(str(tmp_path / "later" / "t"), b"%d" % number, indexed=True)
+    files.close()
+    assert [file.read_text() for file in sorted((tmp_path / "later").iterdir())] == ["[0]", "[1]", "[2]"]
+
+
 def test_what_cannot_be_written_is_said_and_nothing_else_happens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -68,11 +83,11 @@ def test_what_cannot_be_written_is_said_and_nothing_else_happens(
 
 def test_the_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = TraceFiles(10, 100)
-    for _ in range(4):
-        files.write(str(tmp_path / "t"), b"12345", indexed=False)
+    for traces in (b"longer than all", *[b"12345"] * 4):
+        files.write(str(tmp_path / "t"), traces, indexed=False)
     files.close()
     assert (tmp_path / "t").read_text().count("12345") == 2
-    assert caplog.text.count("traces are dropped: a front has written trace.max_byte_size (10) bytes") == 1
+    assert caplog.text.count("traces are dropped: this process writes no more than trace.max_byte_size (10) bytes") == 1
 
 
 def test_a_full_disk_is_named_once_and_the_file_stays_an_array(
