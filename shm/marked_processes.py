@@ -14,6 +14,8 @@ import signal
 import time
 from typing import NamedTuple
 
+from tensord.shm import descriptors
+
 #: The variable in the environment of a worker and of all that its models start.
 MARK = "_TENSORD_MARK"
 #: Each look may miss processes that were started meanwhile, so there are several.
@@ -31,12 +33,16 @@ class Found(NamedTuple):
 
 
 def look(pid: int) -> Found | None:
-    """Returns the running process with this pid, or None if there is none. Zombies do not count."""
+    """Returns the running process with this pid, or None if there is none. Zombies do not count.
+
+    Raises OSError if this process can open no more files, as the other functions of this module do.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The process's name, which may hold anything, stands in parentheses.
             state, parent, *rest = file.read().decode(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except OSError as error:
+        _check_descriptors(error)
         return None
     return None if state in "ZX" else Found(pid, int(parent), rest[17])
 
@@ -56,7 +62,8 @@ def has(found: Found, mark: str) -> bool:
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:
             return any(each == entry or each.startswith(entry + b".") for each in file.read().split(b"\0"))
-    except OSError:
+    except OSError as error:
+        _check_descriptors(error)
         return False  # it is gone, or somebody else's
 
 
@@ -65,7 +72,8 @@ def send(found: Found, number: int) -> bool:
     try:
         # The pidfd is opened before the second look: by now the pid may be another process's.
         held = os.pidfd_open(found.pid)
-    except OSError:
+    except OSError as error:
+        _check_descriptors(error)
         return False
     try:
         now = look(found.pid)
@@ -74,10 +82,15 @@ def send(found: Found, number: int) -> bool:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(held, number)
         return True
-    except OSError:
-        return False  # somebody else's
+    except PermissionError:
+        return False
     finally:
         os.close(held)
+
+
+def _check_descriptors(error: OSError) -> None:
+    if descriptors.lacked(error):
+        raise error
 
 
 def kill_all(mark: str) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from tensord.config.options import Options
+from tensord.daemon.control import open_files
 from tensord.daemon.processes.child import OF_JAX, Child, MissingParts, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.process_slots import retried
@@ -288,7 +289,7 @@ class Leftovers:
         await asyncio.gather(*self._looks)
 
     async def _end(self, worker: str, mark: str) -> None:
-        if count := await asyncio.to_thread(marked_processes.kill_all, mark):
+        if count := await open_files.awaited(lambda: asyncio.to_thread(marked_processes.kill_all, mark)):
             _log.warning("%s left %d processes behind that its models had started: they are killed", worker, count)
 
     def __repr__(self) -> str:

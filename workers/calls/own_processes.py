@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tensord.shm import marked_processes
+from tensord.shm import descriptors, marked_processes
 from tensord.shm.marked_processes import MARK, Found
 from tensord.workers.calls.caller import ModelPort, caller
 
@@ -76,9 +76,8 @@ class OwnProcesses:
 
     def forked(self, pid: int) -> None:
         """Records a process that the model's code has forked, so that ``close`` ends it."""
-        found = marked_processes.look(pid)
-        with self._lock:
-            if found is not None:
+        with self._lock, contextlib.suppress(OSError):  # no file can be opened: the worker's death ends it
+            if found := marked_processes.look(pid):
                 self._forked[pid] = found
             if len(self._forked) > self._prune_at:
                 self._forked = {pid: each for pid, each in self._forked.items() if marked_processes.look(pid) == each}
@@ -97,7 +96,13 @@ class OwnProcesses:
 
     def _end(self) -> None:
         try:
-            self._end_all()
+            while True:
+                try:
+                    return self._end_all()
+                except OSError as error:
+                    if not descriptors.lacked(error):
+                        raise
+                time.sleep(descriptors.AGAIN_SECONDS)
         finally:
             for pid in list(self._forked):
                 # Nobody else waits for it any more.
