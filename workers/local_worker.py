@@ -59,7 +59,7 @@ class LocalWorker:
         gpu = None if device.platform == "cpu" else 0
         engine = self._engine = Engine(options, self._inbox, self._regions, gpu)
         self._sequences, self._models, self._dispatcher = engine.sequences, engine.models, engine.dispatcher
-        self.took, self.withdraw = self._dispatcher.took, self._dispatcher.withdraw
+        self.took = self._dispatcher.took
         # Programs from JAX's own cache cannot be stored again; whether that cache is on is up to the process.
         theirs_is_on = jax.config.values["jax_compilation_cache_dir"]
         kept = None if theirs_is_on else cache_directory(options.executables.cache_directory)
@@ -73,6 +73,9 @@ class LocalWorker:
         self._asked: dict[LocalRequest, None] = {}
         self.numbers = itertools.count(1)
         self._closing = False
+        #: Held while something is posted that must be answered, and where ``_closing`` is set: nothing is posted after that. The
+        #: garbage collector may close the worker in any thread, also in one that holds it.
+        self._posting = threading.RLock()
         self._loading = threading.Lock()
         self._thread = threading.Thread(target=self._main, name="tensord", daemon=True)
         self._thread.start()
@@ -114,8 +117,7 @@ class LocalWorker:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._check_open()
-        self._inbox.post(run)
+        self._post(run)
         return future.result()
 
     def ask(
@@ -135,8 +137,12 @@ class LocalWorker:
           arrays: the inputs by name, in the shapes that clients send. Nobody may write to these arrays any more.
           outputs: the names of the wanted outputs. If it is empty, all outputs are wanted.
         """
-        self._check_open()
-        self._inbox.post(lambda: self._enter(answers, prepared, own, arrays, outputs))
+        self._post(lambda: self._enter(answers, prepared, own, arrays, outputs))
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._posting:
+            self._check_open()
+            self._inbox.post(call)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -144,9 +150,10 @@ class LocalWorker:
 
     def close(self) -> None:
         """Waits for the answers to all requests in flight, then ends the models and the worker's thread. Idempotent."""
-        if not self._closing:
-            self._closing = True
-            self._inbox.post(self._remove_all)
+        with self._posting:
+            if not self._closing:
+                self._closing = True
+                self._inbox.post(self._remove_all)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -205,13 +212,19 @@ class LocalWorker:
             _log.exception("validating a request for model '%s' failed", prepared.model)
             answers.fail(Internal(f"the request failed with {type(error).__name__}"))
 
+    def withdraw(self, answers: LocalRequest) -> None:
+        """Cancels a request. Call it in the worker's loop, after ``ask``."""
+        if answers.request is not None:  # it was validated
+            self._dispatcher.withdraw(answers.request)
+
     def _remove_all(self) -> None:
         for version in list(self._models):
             version.planner.stop()
             self._models.remove(version.name, version.version, lambda: None)
 
     def _end(self) -> None:
-        self._closing = True
+        with self._posting:
+            self._closing = True
         # Requests that came while the loop ended are answered with an error.
         self._inbox.drain()
         for answers in self._asked:

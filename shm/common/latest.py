@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from .errors import Cancelled, DeadlineExceeded, ServingError
+from .errors import Cancelled, DeadlineExceeded
 from .forks import forgotten_by_children
+from .tensors import array
 
 #: One request is executed while the next waits at the server: so the model never waits for the next inputs.
 _UNDER_WAY = 2
@@ -46,7 +47,7 @@ class Newest(Generic[A]):
         #: Futures of the requests in flight, by number.
         self._under_way: dict[int, Any] = {}
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
-        self._newest: A | ServingError | None = None
+        self._newest: A | BaseException | None = None
         self._taken = self._came
 
     def put(self, inputs: Mapping[str, Any]) -> None:
@@ -76,15 +77,14 @@ class Newest(Generic[A]):
         with self._changed:
             del self._under_way[number]
             if not future.cancelled():
-                error = future.exception()
-                self._keep(number, error if isinstance(error, ServingError) else future.result())
+                self._keep(number, future.exception() or future.result())
             # One that is cancelled ends with its event loop.
             if self._waiting is not None and not (self._closed or future.cancelled()):
                 number, inputs = self._waiting
                 self._waiting = None
                 try:
                     self._under_way[number] = asked = self._submit(inputs)
-                except ServingError as error:
+                except Exception as error:
                     self._keep(number, error)
             self._notify()
         if asked is not None:
@@ -107,7 +107,7 @@ class Newest(Generic[A]):
     def _take(self) -> A:
         self._taken = self._came
         newest, self._newest = self._newest, None
-        if isinstance(newest, ServingError):
+        if isinstance(newest, BaseException):
             raise newest
         assert newest is not None
         return newest
@@ -179,9 +179,14 @@ class Latest(Newest[A]):
         self.close()
 
 
-def _copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of nested inputs, with copies of all arrays."""
-    return {
-        name: _copied(value) if isinstance(value, Mapping) else np.array(value) if hasattr(value, "dtype") else value
-        for name, value in inputs.items()
-    }
+def _copied(value: Any, name: str = "") -> Any:
+    """Returns nested inputs with copies of all arrays on the host. Raises InvalidArgument as ``array`` of tensors.py does."""
+    if isinstance(value, Mapping):
+        return {key: _copied(each, str(key)) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        copies = [_copied(each, name) for each in value]
+        return value._make(copies) if hasattr(value, "_fields") else copies
+    if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
+        made = array(name, value, None)
+        return np.array(made) if isinstance(made, np.ndarray) else made
+    return value

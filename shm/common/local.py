@@ -38,8 +38,8 @@ class Served(Protocol):
         ``request`` is the attribute ``request`` of the LocalRequest that ``begin`` got.
         """
 
-    def withdraw(self, request: Any) -> None:
-        """Tells the worker that nobody waits for an answer. ``request`` is the attribute ``request`` of the LocalRequest."""
+    def withdraw(self, request: LocalRequest) -> None:
+        """Tells the worker that nobody waits for an answer to a request that ``begin`` got."""
 
     def end_sequence(self, sequence_id: int | str) -> None:
         """Ends a sequence without a further request. It does nothing if there is no such sequence."""
@@ -120,8 +120,7 @@ class LocalRequest(Pending[Answer]):
 
     def withdraw(self) -> None:
         """Tells the worker that nobody waits for the answer any more."""
-        if self.request is not None:
-            self._served.withdraw(self.request)
+        self._served.withdraw(self)
 
 
 class LocalConnection:
@@ -133,7 +132,8 @@ class LocalConnection:
         If loading fails, ``load`` raises an exception with the attributes ``code`` and ``message``.
         """
         self._load = load
-        self._lock = threading.Lock()
+        #: Held while a model is loaded, and when all are closed.
+        self._loading = threading.Lock()
         self._models: dict[tuple[str, int], Served] = {}
         self._closed = False
         self._process = os.getpid()
@@ -141,6 +141,7 @@ class LocalConnection:
         #: Requests that have ended and whose callbacks are to be called; None: their thread is to end.
         self._ended: queue.SimpleQueue[LocalRequest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def open(self, model: str, version: int = 0) -> Description:
         """Loads a model if needed, and returns its description. If ``version`` is 0, it is the newest version.
@@ -154,14 +155,19 @@ class LocalConnection:
             raise Unavailable(
                 "a process that was forked off has not the models of its parent: connect in it, or spawn it"
             )
-        with self._lock, in_our_words():
+        with in_our_words():
+            name, order = original(model)
+            found = self._models.get((name, version)) or self._loaded_once(name, version)
+            return found.derivative(model) if order else found
+
+    def _loaded_once(self, name: str, version: int) -> Served:
+        with self._loading:
             if self._closed:
                 raise Unavailable(CLOSED)
-            name, order = original(model)
             found = self._models.get((name, version))
             if found is None:
                 found = self._models[name, version] = self._load(name, version)
-            return found.derivative(model) if order else found
+            return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
         """Loads a model if needed, and returns its configuration with defaults filled in. ``version`` 0 means the newest."""
@@ -180,7 +186,7 @@ class LocalConnection:
     def call_back(self, request: LocalRequest) -> None:
         """Calls the callbacks of an ended request in another thread."""
         if self._thread is None:
-            with self._lock:
+            with self._starting:
                 if self._thread is None:
                     self._thread = threading.Thread(
                         target=_call_back, args=(self._ended,), name="tensord-answers", daemon=True
@@ -200,10 +206,9 @@ class LocalConnection:
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence in all loaded versions of the model, without a further request."""
-        with self._lock:
-            loaded = [each for (name, _), each in self._models.items() if name == model]
-        for each in loaded:
-            each.end_sequence(sequence_id)
+        for (name, _), each in list(self._models.items()):
+            if name == model:
+                each.end_sequence(sequence_id)
 
     def parameters(self, model: str, version: int) -> Any:
         """Always raises Unsupported, because only models that a daemon serves have parameter sets."""
@@ -215,13 +220,15 @@ class LocalConnection:
         """Waits until all requests are answered, then unloads all models. Later requests raise Unavailable. Idempotent."""
         if os.getpid() != self._process:
             return
-        with self._lock:
+        with self._loading:
             self._closed = True
             models, self._models = self._models, {}
-            thread, self._thread = self._thread, None
         for model in models.values():
             model.close()
         self.deadlines.close()
+        # Only now does no request end any more.
+        with self._starting:
+            thread, self._thread = self._thread, None
         if thread is not None:
             self._ended.put(None)
             if thread is not threading.current_thread():

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -74,6 +74,69 @@ def test_an_answer_that_is_overtaken_is_left_out(library: Any) -> None:
         model.answer(0)
         with pytest.raises(library.DeadlineExceeded):
             live.get(timeout=0)
+
+
+class Place(NamedTuple):
+    at: Any
+    speed: float
+
+
+def test_what_is_stored_is_a_copy(library: Any) -> None:
+    """In lists and tuples as well, and of others' arrays; what lies on a GPU stays there."""
+    asked: list[Any] = []
+
+    class Other:
+        """An array of another library."""
+
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+            return self.array
+
+    class OnDevice:
+        place = "somewhere"
+        dtype = np.dtype(np.float32)
+        __dlpack__ = None
+
+    def submit(inputs: Any) -> Future[Any]:
+        asked.append(inputs)
+        return Future()
+
+    value, on_device = np.zeros(2), OnDevice()
+    inputs = {"a": [value, Place(value, 0.5)], "b": {"c": (Other(value), "text")}, "d": on_device}
+    with library.Latest(submit) as live:
+        for _ in range(3):
+            live.put(inputs)
+        value[:] = 7
+        live._under_way[1].set_result({})
+        stored = asked[2]
+        assert stored["d"] is on_device
+        assert stored["b"]["c"][1] == "text"
+        assert stored["a"][1].speed == 0.5
+        for each in (stored["a"][0], stored["a"][1].at, stored["b"]["c"][0]):
+            assert each.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("error", [MemoryError("none"), tensord_client.NotFound("it")])
+def test_whatever_fails_is_told(library: Any, error: Exception) -> None:
+    """A request, and the next one that is sent as it ends."""
+    futures: list[Future[Any]] = []
+
+    def submit(inputs: Any) -> Future[Any]:
+        if len(futures) == 2:
+            raise error
+        futures.append(Future())
+        return futures[-1]
+
+    with library.Latest(submit) as live:
+        for number in range(3):
+            live.put({"x": number})
+        futures[0].set_exception(error)
+        with pytest.raises(type(error)):
+            live.get(timeout=0)
+        assert live.behind == 0
+        assert live.missed == 1
 
 
 def test_an_error_is_the_newest(library: Any) -> None:
