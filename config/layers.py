@@ -24,6 +24,7 @@ import msgspec
 
 from tensord.config import accounts, control_groups, core_list, header_pattern, rate_limits, restrictions
 from tensord.config.options import Options, Section
+from tensord.shm.errors import InvalidArgument
 
 PREFIX = "TENSORD_"
 #: The variable that names the file to load; the command line itself reads it.
@@ -32,7 +33,7 @@ CONFIG_VARIABLE = "TENSORD_CONFIG"
 DEFAULTS = Path(__file__).with_name("default.toml")
 
 
-class ConfigurationError(Exception):
+class ConfigurationError(InvalidArgument):
     """Raised if the configuration is wrong. The message names the source, the key, the expected values and the given value."""
 
 

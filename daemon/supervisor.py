@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from tensord.config import log
-from tensord.config.layers import ConfigurationError, Configured
+from tensord.config.layers import Configured
 from tensord.config.options import Log, Options
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.clients.client_socket import ClientSocket
@@ -513,7 +513,7 @@ class Supervisor:
         try:
             new = await self.configuration.read()
             found = await self.models.scan(new.options.repository)
-        except (ConfigurationError, ServingError, OSError) as error:
+        except (ServingError, OSError) as error:
             _log.error("reload refused, the former configuration stays in force: %s", error)
             self.configuration.refused()
             self._notifier.ready(f"reload refused: {error}")

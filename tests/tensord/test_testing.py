@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import tensord_client
 
 from tensord import testing
 from tests import run_folder
@@ -93,6 +94,19 @@ def test_which_version(tmp_path: Path) -> None:
             assert model({"x": [[1.0] * 4]})["y"][0, 0] == factor + 1
     with pytest.raises(testing.NotFound, match="model 'scale' has no version 3, it has 1, 2"):
         testing.load(tmp_path / "scale", 3)
+
+
+def test_a_wrong_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = scale_model(tmp_path) / "scale", tmp_path / "tensord.toml"
+    config.write_text("[workers]\nthreads = 'many'\n")
+    with pytest.raises(testing.InvalidArgument, match=r"tensord\.toml.* workers\.threads"):
+        testing.load(model, config=config)
+    monkeypatch.setenv("TENSORD_WORKERS_THREADS", "some")
+    with (
+        tensord_client.connect(str(tmp_path)) as client,
+        pytest.raises(tensord_client.InvalidArgument, match="TENSORD_WORKERS_THREADS"),
+    ):
+        client.model("scale")
 
 
 def test_a_generator_waits_for_who_takes_its_responses(tmp_path: Path) -> None:
