@@ -11,8 +11,7 @@ while a load runs, the load is cancelled. Whoever waits for the cancelled load g
 if an unload was requested.
 
 If the last worker that serves a version dies, requests for the version wait for the next worker. If two workers die while they
-load this version and no other, no worker loads it for 5 s. Then one worker tries again. Each further death doubles the delay,
-to at most 300 s.
+load this version and no other, no worker loads it for 5 s. Then one worker tries. Each further death doubles this, up to 300 s.
 """
 
 from __future__ import annotations
