@@ -30,7 +30,7 @@ from tensord.workers.requests.timeline import TENSORS, TIMESTAMPS
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
 from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.repositories import write_model
-from tests.workers.worker_loop import OPTIONS, WorkerLoop
+from tests.workers.worker_loop import OPTIONS, WorkerLoop, ever_queued
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
 
@@ -233,6 +233,11 @@ def taken(loop: WorkerLoop, answer: WholeAnswer) -> dict[str, Array]:
 def version(loop: WorkerLoop, model: str) -> ModelVersion:
     (found,) = [each for each in loop.worker._models if each.name == model]
     return found
+
+
+def queue_of(loop: WorkerLoop, model: str) -> int:
+    """Returns how many requests of a model were ever queued in Python."""
+    return ever_queued(version(loop, model).queue)
 
 
 def copied(loop: WorkerLoop, model: str, once: Callable[[], object], times: int = 3) -> list[int]:
@@ -517,6 +522,27 @@ def test_a_region_that_lost_its_memory(loop: WorkerLoop, client: Object, models:
     client.bytes[2 * SIZE :] = 0
     assert copied(loop, "double", lambda: ask(loop, "double", x, into(2 * SIZE)), 1) == [0]
     np.testing.assert_array_equal(client.read(2 * SIZE), X * 2 + 1)
+
+
+def test_a_region_that_was_read_lost_its_memory(loop: WorkerLoop, client: Object, models: Path) -> None:
+    """The program has made an output in the arena, of what was not there: nothing of it stays on loan."""
+    loop.load(models / "double")
+    x = client.write(2 * SIZE, X)
+    asked = queue_of(loop, "double")
+
+    def answer() -> WholeAnswer:
+        loop.submit("double", [Tensor("x", "FP32", (COUNT,), x)])
+        (found,) = loop.answers(1)
+        return found
+
+    for _ in range(20):
+        taken(loop, answer())
+    assert queue_of(loop, "double") < asked + 20
+    os.ftruncate(client.fd, 2 * SIZE)
+    for _ in range(3):
+        assert "lost its memory" in answer().message
+        assert leases(loop) == 0
+    os.ftruncate(client.fd, OBJECT)
 
 
 @pytest.mark.parametrize("how", ["scribbled on", "truncated"])

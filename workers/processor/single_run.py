@@ -124,16 +124,10 @@ class SingleRun:
                     return None
                 content = self._lane.view(Slice(segment, offset, byte_size))
             arguments[name] = np.frombuffer(content, dtype).reshape(shape)
-        made: Outcome | None
         if self._leased_byte_size or self._placed:
-            made = self._run_placed(arguments, chosen)
-        else:
-            outputs = _waited_for(self._executable.computed(self._executable.parameters(chosen), arguments, {}))
-            made = -1, 0, 0, [outputs[name] for name in self._inside]
-        if self._regions:
-            # After the last byte was read and written: a page that was missing meanwhile makes the answer void.
-            check_intact(self._regions)
-        return made
+            return self._run_placed(arguments, chosen)
+        inside = self._run_into(arguments, chosen, {})
+        return None if inside is None else (-1, 0, 0, inside)
 
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
         memory, lane = self._executable.memory_of_outputs, self._lane
@@ -168,6 +162,9 @@ class SingleRun:
         del outputs
         for name, memory in memories.items():
             executable.give_up(addresses[name], memory)
+        if self._regions:
+            # After the last byte was read and written: a page that was missing meanwhile makes the answer void.
+            check_intact(self._regions)
         # None: XLA has written an output elsewhere.
         return inside if len(written) == len(addresses) else None
 
