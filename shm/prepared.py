@@ -12,12 +12,12 @@ meaning on a lane, it sends the meaning over this lane, in a Prepare or PrepareA
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from tensord.shm.channel import Channel
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import PreparedAnswer, PreparedRequest, PreparedTensor, RequestedOutput
+from tensord.shm.messages import Parameter, PreparedAnswer, PreparedRequest, PreparedTensor, RequestedOutput
 from tensord.shm.record import Record, encoder
 
 #: The most kinds of one sender that have a number at the same time.
@@ -33,12 +33,17 @@ R = TypeVar("R")
 def memory_of(prepared: PreparedRequest) -> int:
     """Returns about how many bytes of memory a received prepared request takes."""
     tensors: list[PreparedTensor | RequestedOutput] = [*prepared.inputs, *prepared.outputs]
-    parameters, size = prepared.parameters, sys.getsizeof
+    size = sys.getsizeof
     texts = sum([size(tensor.name) for tensor in tensors]) + size(prepared.model)
     regions = sum([size(tensor.region.region) for tensor in tensors if tensor.region is not None])
     inputs = sum([size(tensor.datatype) + _AXIS * len(tensor.shape) for tensor in prepared.inputs])
-    named = size(parameters) + sum(map(size, parameters)) + sum(map(size, parameters.values()))
-    return _TENSOR * len(tensors) + texts + regions + inputs + named
+    return _TENSOR * len(tensors) + texts + regions + inputs + memory_of_parameters(prepared.parameters)
+
+
+def memory_of_parameters(parameters: Mapping[str, Parameter]) -> int:
+    """Returns about how many bytes of memory the parameters of a request or of a response take."""
+    size = sys.getsizeof
+    return size(parameters) + sum(map(size, parameters)) + sum(map(size, parameters.values()))
 
 
 class Numbered(Generic[T]):

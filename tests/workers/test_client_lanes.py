@@ -558,6 +558,23 @@ def test_requests_on_all_lanes_of_a_user_are_bounded(loop: WorkerLoop) -> None:
     assert owner.request_byte_size == 0
 
 
+def test_a_lane_that_has_prepared_too_much_takes_nothing_off_its_owners_account(loop: WorkerLoop) -> None:
+    other, many = [loop.open_client(CLIENT + n, uid=77) for n in range(2)]
+    loop.worker.iterate()
+    owner = loop.worker._owners[Peer("unix", uid=77).owner]
+    large = Prepare(0, PreparedRequest("addsub", parameters={"x": "x" * 999_000}))
+    for number in range(17):
+        for datagram in parts(large, number):
+            many.send_bytes(datagram)
+            loop.worker.iterate()
+    assert ended(loop, many)
+    assert loop.closed() == [CLIENT + 1]
+    many.close()
+    assert owner.request_byte_size == 0
+    add(loop, other)
+    leave(loop, other)
+
+
 def test_a_record_that_does_not_become_whole_ends_its_lane(
     loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tensord.shm.arrays import Array, Strings, byte_content
+from tensord.shm.prepared import memory_of_parameters
 from tensord.workers.requests.result import Response
 
 #: The bytes that an entry counts besides its tensors: many small answers must not hold more memory than was asked for.
@@ -103,7 +104,7 @@ class _CachedAnswer(NamedTuple):
 class ResponseCache:
     """Stores answers by the requests' inputs, up to a number of bytes. Only the thread of the worker's loop may use it.
 
-    An entry counts the bytes of its inputs and outputs, and ``ENTRY_BYTE_SIZE`` in addition.
+    An entry counts the bytes of its inputs and outputs, the memory of the response's parameters, and ``ENTRY_BYTE_SIZE``.
     """
 
     def __init__(self, max_byte_size: int) -> None:
@@ -133,7 +134,10 @@ class ResponseCache:
         known = self._entries.get(question.digest)
         if known is not None and known.question.same(question):
             return Insertion.KNOWN
+        parameters = dict(answer.parameters) if isinstance(answer, Response) else {}
         byte_size = ENTRY_BYTE_SIZE + question.byte_size + sum(map(_byte_size, answer.values()))
+        if parameters:
+            byte_size += memory_of_parameters(parameters)
         if byte_size > self.max_byte_size:
             return Insertion.TOO_LARGE
         if known is not None:
@@ -143,7 +147,6 @@ class ResponseCache:
         copies = tuple([each._replace(content=each.content.copy()) for each in question.inputs])
         kept = question._replace(inputs=copies)
         outputs = {name: private(array) for name, array in answer.items()}
-        parameters = dict(answer.parameters) if isinstance(answer, Response) else {}
         self._entries[question.digest] = _CachedAnswer(kept, Response(outputs, parameters), byte_size)
         self.byte_size += byte_size
         return Insertion.KEPT

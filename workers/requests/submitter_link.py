@@ -135,11 +135,11 @@ class SubmitterLink(Generic[R]):
             more = size - self._prepared_sizes.get(record.number, 0)
             self._prepared_size += more
             self._prepared_sizes[record.number] = size
+            self._hold(more)
             if self._prepared_size > _MAX_PREPARED:
                 raise InvalidArgument(
                     f"{self._prepared_size} bytes of prepared requests, at most {_MAX_PREPARED} are kept for a lane"
                 )
-            self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
         """Counts the first ``byte_size`` bytes of a large record, of which the rest has not arrived yet.

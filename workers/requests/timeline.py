@@ -136,11 +136,13 @@ class RequestTimeline:
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
             return
-        self._characters += child._characters + sum(len(tensor.content) for tensor in child._tensors)
-        if self._characters > _MAX_CHARACTERS:
-            child._tensors.clear()
         child._moments.insert(0, (trace_stamps.REQUEST_START, child._moments[0][1]))
         made = child.told()
+        characters = child._characters + sum(len(tensor.content) for tensor in made.tensors)
+        if self._characters + characters > _MAX_CHARACTERS:
+            made = _without_tensors(made)
+        else:
+            self._characters += characters
         moments = made.moments and (*made.moments, (trace_stamps.REQUEST_END, time.monotonic_ns()))
         self._children.append(msgspec.structs.replace(made, moments=moments, model=model, version=version))
         self._within.append(within)
@@ -157,6 +159,10 @@ class RequestTimeline:
             parameters=self.parameters,
             spans=_closed(self._spans, self._within) if self._spans else (),
         )
+
+
+def _without_tensors(told: Timeline) -> Timeline:
+    return msgspec.structs.replace(told, tensors=(), children=tuple(map(_without_tensors, told.children)))
 
 
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:

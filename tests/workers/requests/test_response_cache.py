@@ -95,6 +95,7 @@ def test_what_could_never_fit_drives_nobody_out() -> None:
     cache.insert(asked(x=X), answer(1))
     assert cache.insert(asked(x=np.zeros(2 * ENTRY_BYTE_SIZE, np.uint8)), answer(2)) is Insertion.TOO_LARGE
     assert cache.insert(asked(x=X + 1), {"y": np.array([b"s" * 2048], object)}) is Insertion.TOO_LARGE
+    assert cache.insert(asked(x=X + 2), Response({}, {"p": "s" * 2048})) is Insertion.TOO_LARGE
     assert cache.find(asked(x=X)) is not None
 
 

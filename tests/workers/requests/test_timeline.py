@@ -37,6 +37,20 @@ def test_requests_that_were_made_for_it_are_told_with_it_up_to_a_bound() -> None
     assert 0 < characters <= 1 << 20
 
 
+def test_the_bound_holds_for_requests_within_requests() -> None:
+    timeline = RequestTimeline(TENSORS, 5)
+    for _ in range(40):
+        outer, inner = RequestTimeline(TENSORS, 6), RequestTimeline(TENSORS, 7)
+        inner.executed((8, 8, 8), {"x": np.full((16384,), 1e300)}, {})
+        outer.add("inner", 1, inner)
+        timeline.add("outer", 1, outer)
+    trace = timeline.attach(AnswerRecord(1, LAST)).trace
+    assert trace is not None
+    assert len(trace.children) == 40
+    tensors = [tensor for outer in trace.children for inner in outer.children for tensor in inner.tensors]
+    assert 0 < sum(len(tensor.content) for tensor in tensors) <= 1 << 20
+
+
 class Elsewhere:
     """A tensor on a GPU, as far as a trace needs it. ``content`` None: its memory cannot be read any more."""
 
