@@ -185,7 +185,7 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
         _check_sums(model, "" if source.is_archive else sha256)
     except InvalidArgument:
         shutil.rmtree(whole)  # what is wrong is not gone on with
-        shutil.rmtree(model)
+        shutil.rmtree(model, ignore_errors=True)  # an archive is not unpacked before its checksum fits
         raise
 
 
@@ -193,8 +193,8 @@ def swap(model: Path, folder: Path) -> None:
     """Renames the folder ``model`` to ``folder``. A folder that was at ``folder`` is moved to the parent of ``model``.
 
     If the file system cannot exchange two folders by one rename, ``folder`` does not exist for an instant.
-    Raises OSError if a rename fails. Then ``folder`` is as it was before the call. Also raises OSError if the finished rename
-    cannot be flushed to disk.
+    Raises OSError if a rename fails. Then ``folder`` is as it was before the call. If the finished rename cannot be flushed to
+    disk, only prints a warning.
     """
     if not os.path.lexists(folder):
         model.rename(folder)
@@ -205,9 +205,14 @@ def swap(model: Path, folder: Path) -> None:
         except BaseException:
             aside.rename(folder)
             raise
-    descriptor = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        descriptor = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # such as EINVAL of a file system that flushes no folders
+        print(f"'{folder.parent}' cannot be flushed to disk: {error.strerror}", file=sys.stderr)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -325,8 +330,6 @@ class Source:
         if self.is_archive:
             return (_file("", self.shown.rpartition("/")[2], self._ask(self._files.info, self._path)),)
         found = self._ask(self._files.find, self._path, withdirs=True, detail=True)
-        if not found:
-            raise NotFound(f"{self.shown}: there is no such folder, or nothing is in it")
         if len(found) > MAX_ENTRIES:
             raise InvalidArgument(f"{self.shown}: it has {len(found)} files; a model has at most {MAX_ENTRIES}")
         root, files = self._path.rstrip("/"), []
@@ -340,6 +343,8 @@ class Source:
                 if kind not in ("directory", "file"):
                     raise InvalidArgument(f"{self.shown}: '{name}' is neither a file nor a folder")
                 files.append(_file(path, name, info) if kind == "file" else File(path, f"{name}/", 0, "folder"))
+        if not files:
+            raise NotFound(f"{self.shown}: there is no such folder, or no file of a model is in it")
         return tuple(sorted(files, key=lambda file: file.name))
 
     def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
@@ -411,7 +416,8 @@ class _Coming(Callback):  # type: ignore[misc]
             raise InvalidArgument(f"it has more than {self._max_byte_size} bytes (--max-byte-size)")
         if time.monotonic() - self._said > 10:
             self._said = time.monotonic()
-            print(f"{self._file.name}: {self.value >> 20} of {self._file.byte_size >> 20} MiB", file=sys.stderr)
+            of = f" of {self._file.byte_size >> 20}" if self._file.byte_size >= 0 else ""
+            print(f"{self._file.name}: {self.value >> 20}{of} MiB", file=sys.stderr)
 
 
 def _file(path: str, name: str, info: Mapping[str, Any]) -> File:

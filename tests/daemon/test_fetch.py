@@ -203,7 +203,7 @@ def test_an_ensemble_is_checked_beside_its_members(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["/nowhere/m", "models/m"], 1, "/nowhere/m: there is no such folder, or nothing is in it"),
+        (["/nowhere/m", "models/m"], 1, "/nowhere/m: there is no such folder, or no file of a model is in it"),
         (["--sha256", "12", "/nowhere/m", "models/m"], 2, "'12' has not 64 hexadecimal digits"),
         (["systemd", "/proc/models/m"], 1, "'/proc/models'"),
     ],

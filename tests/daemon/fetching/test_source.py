@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec.asyn
 import pytest
@@ -109,6 +110,22 @@ def test_a_server_that_says_no_size(served: Callable[[Answers], str], tmp_path: 
     assert fetched(source, tmp_path) == CONTENT
     with pytest.raises(InvalidArgument, match=r"it has more than 1000 bytes \(--max-byte-size\)"):
         fetched(source, tmp_path, 1000)
+
+
+@pytest.mark.parametrize("length", [False, True])
+def test_what_has_come_so_far_is_said(
+    served: Callable[[Answers], str],
+    tmp_path: Path,
+    length: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of how much, where the server says its size."""
+    ticks = itertools.count(0, 60)
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=ticks.__next__))
+    source = Source(served(lambda request: answer(request, ranges=False, length=length, content=bytes(3 << 20))))
+    source.download(source.files(), [tmp_path / "file"], tmp_path, 1 << 30)
+    assert capsys.readouterr().err.splitlines()[-1] == f"m.tar: 3{' of 3' if length else ''} MiB"
 
 
 def test_tries_again(served: Callable[[Answers], str], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -198,6 +199,23 @@ def test_takes_the_place_of_a_link(there: Path, tmp_path: Path) -> None:
     assert contents(release) == {"1/model.py": b"former"}
 
 
+def test_a_file_system_that_flushes_no_folders(
+    there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is in its place by then, and the fetch has succeeded."""
+    fsync = os.fsync
+
+    def refused(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refused)
+    assert fetch(there, tmp_path / "models" / "m").startswith("m: version 1 is in")
+    assert os.listdir(tmp_path / "models") == ["m"]
+    assert capsys.readouterr().err == f"'{tmp_path}/models' cannot be flushed to disk: Invalid argument\n"
+
+
 def test_a_swap_that_is_ended_leaves_nothing_to_go_on_with(
     there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +276,16 @@ def test_checksums(there: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "m").exists()
 
 
+def test_the_checksum_of_an_archive(there: Path, tmp_path: Path) -> None:
+    """It is compared before anything is unpacked."""
+    archive = Path(shutil.make_archive(str(tmp_path / "m"), "tar", there))
+    with pytest.raises(InvalidArgument, match=r"'m\.tar' has the SHA-256 [0-9a-f]+; it should have 000000"):
+        fetch(archive, tmp_path / "models" / "m", "0" * 64)
+    assert os.listdir(tmp_path / "models" / ".m.fetch") == ["lock"], "what is wrong is not gone on with"
+    fetch(archive, tmp_path / "models" / "m", hashlib.sha256(archive.read_bytes()).hexdigest())
+    assert contents(tmp_path / "models" / "m") == contents(there)
+
+
 def test_a_checksum_for_a_folder_without_a_list(there: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="--sha256 of a folder is that of its SHA256SUMS, which it does not have"):
         fetch(there, tmp_path / "m", "0" * 64)
@@ -276,6 +304,10 @@ def test_no_name_for_a_model(there: Path, tmp_path: Path) -> None:
         fetch(there, tmp_path / ".m")
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="there is no such folder, or nothing is in it"):
-        Source(str(tmp_path / "nowhere")).files()
+@pytest.mark.parametrize("name", ["nowhere", "empty", "left_out"])
+def test_nothing_there(tmp_path: Path, name: str) -> None:
+    """A folder may also hold only what no model needs, such as what Python has compiled."""
+    (tmp_path / "empty").mkdir()
+    written(tmp_path / "left_out", {"__pycache__/model.cpython-311.pyc": b"", "._model.py": b""})
+    with pytest.raises(NotFound, match="there is no such folder, or no file of a model is in it"):
+        fetch(tmp_path / name, tmp_path / "models" / "m")
