@@ -32,7 +32,7 @@ _CUT = "the server at {} ended in the middle of the responses"
 
 
 class Unreached(Unavailable):
-    """Raised if the server cannot be reached, or if the server's answer is not valid HTTP."""
+    """Raised if the server cannot be reached, ends the connection without an answer, or sends what is not valid HTTP."""
 
 
 class Pool:
@@ -330,7 +330,7 @@ class HttpRequest(Pending[Any]):
         elif self._deaths > 1:
             self._end_early(Unavailable(f"the server at {self._pool.address} ended twice before it answered"))
         else:
-            self._try_again(Unavailable(f"the server at {self._pool.address} ended before it answered"))
+            self._try_again(Unreached(f"the server at {self._pool.address} ended before it answered"))
 
     def _try_again(self, otherwise: ServingError) -> None:
         now = time.monotonic()

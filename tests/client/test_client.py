@@ -288,6 +288,21 @@ def test_waiting_for_a_server(serve: Callable[..., Server], folder: Path, addres
     assert server.connections
 
 
+def test_a_proxy_whose_server_is_not_there_yet_is_waited_for(serve: Callable[..., Server]) -> None:
+    """It takes connections, and ends them."""
+    left = [3]
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        left[0] -= 1
+        return None if left[0] > 0 else usual(path, connection)
+
+    server = serve(answer)
+    with pytest.raises(tensord_client.Unavailable, match="no tensord was found: .* ended before it answered"):
+        tensord_client.connect(server.address.path)
+    with tensord_client.connect(server.address.path, wait=PATIENCE):
+        assert server.asked == ["/v2/health/live"] * 3
+
+
 def test_a_folder_is_a_repository_if_a_model_lies_in_it(folder: Path) -> None:
     """Else it is one in which a daemon's sockets do not lie yet, which this process must not serve for good."""
     (folder / "10").mkdir()
