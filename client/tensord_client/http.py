@@ -34,7 +34,6 @@ from tensord_client.errors import (
     InvalidArgument,
     ServingError,
     Unavailable,
-    Unsupported,
     from_code,
     from_status,
 )
@@ -135,13 +134,15 @@ class HttpConnection:
         body: Sequence[Buffer] = (),
         deadline: float | None = None,
         patience: float | None = None,
+        exchange: type[_Get] | None = None,
     ) -> tuple[Any, dict[bytes, bytes]]:
         head = f"{method} {path}".encode() + self._fields + fields
         if method != "GET":
             head += b"Content-Length: %d\r\n" % sum(map(len, body))
         # What is small leaves in one piece.
         pieces = [b"".join((head, b"\r\n", *body[:1])), *body[1:]]
-        found: tuple[Any, dict[bytes, bytes]] = self._send(_Get(pieces, deadline, method == "GET"), patience).result()
+        made = (exchange or _Get)(pieces, deadline, method == "GET")
+        found: tuple[Any, dict[bytes, bytes]] = self._send(made, patience).result()
         return found
 
     def open(self, model: str, version: int = 0) -> Description:
@@ -168,11 +169,12 @@ class HttpConnection:
         )
 
     def config(self, model: str, version: int) -> dict[str, Any]:
-        """Returns a model's configuration, or {} if the server gives none. ``version`` 0 means the newest."""
-        try:
-            return cast("dict[str, Any]", self.get(f"{_path(model, version)}/config"))
-        except (Unavailable, Unsupported):
-            return {}
+        """Returns a model's configuration, or {} if the server gives none. ``version`` 0 means the newest.
+
+        Raises ServingError if the model is not ready, or no answer came.
+        """
+        path = f"{_path(model, version)}/config"
+        return cast("dict[str, Any]", self._request("GET", path, exchange=_Config)[0])
 
     def parameters(self, model: str, version: int) -> ModelParameters:
         """Returns an object to list and change a model's parameter sets.
@@ -357,6 +359,12 @@ class _Get(HttpExchange):
         if response.status != 200:
             raise _error(response)
         return _json(response, response.text) if response.text else None, response.fields
+
+
+class _Config(_Get):
+    def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
+        # Who needs a key for it, or has no such thing, serves the model all the same.
+        return ({}, response.fields) if response.status in (403, 501) else super().read(response)
 
 
 class _Infer(HttpExchange):

@@ -371,11 +371,15 @@ class LaneConnection(Sender):
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Asks the daemon over HTTP for a model's configuration with defaults filled in. Returns {} if the request fails."""
+        """Asks the daemon over HTTP for a model's configuration with defaults filled in. Returns {} if it gives none.
+
+        Also returns {} if the daemon serves no HTTP that this process can reach.
+        """
         try:
-            return self.http().config(model, version)
+            over_http = self.http()
         except ServingError:
             return {}
+        return over_http.config(model, version)
 
     # ------------------------------------------------------------------------------------------------- parameter sets
 

@@ -297,7 +297,7 @@ def test_a_proxy_whose_server_is_not_there_yet_is_waited_for(serve: Callable[...
         return None if left[0] > 0 else usual(path, connection)
 
     server = serve(answer)
-    with pytest.raises(tensord_client.Unavailable, match="no tensord was found: .* ended before it answered"):
+    with pytest.raises(tensord_client.Unavailable, match=r"no tensord was found: .* ended before it answered"):
         tensord_client.connect(server.address.path)
     with tensord_client.connect(server.address.path, wait=PATIENCE):
         assert server.asked == ["/v2/health/live"] * 3
@@ -322,6 +322,33 @@ def test_a_folder_is_a_repository_if_a_model_lies_in_it(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ connections
+
+
+@pytest.mark.parametrize("address", ["http.sock", "clients.sock"])
+def test_a_model_whose_configuration_cannot_be_had_now_is_not_ready(
+    serve: Callable[..., Server], folder: Path, address: str
+) -> None:
+    """Such as one whose load begins behind its metadata: without it, it would be taken for one without rows and sequences."""
+    status = ["200 OK"]
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if not path.endswith("/config"):
+            return usual(path, connection)
+        return said({"max_batch_size": 8} if status[0] == "200 OK" else {"error": "not ready"}, status[0])
+
+    http = serve(answer).address
+    listening, thread = clients_socket(folder / "clients.sock", {"hello": 1, "lanes": False, "http": [str(http)]})
+    with listening, tensord_client.connect(folder / address) as client:
+        model = client.model("m")
+        assert (model.max_batch_size, model.config) == (8, {"max_batch_size": 8})
+        status[0] = "503 Service Unavailable"
+        for ask in (lambda: client.model("m"), lambda: model.config):
+            with pytest.raises(tensord_client.Unavailable, match="not ready"):
+                ask()
+        status[0] = "403 Forbidden"  # an operator may keep it for those with a key
+        assert (client.model("m").max_batch_size, model.config) == (0, {})
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join()
 
 
 def test_shapes_of_arrays(serve: Callable[..., Server]) -> None:
