@@ -34,7 +34,7 @@ from tensord_client.asynchronous import AsyncClient, AsyncModel
 from tensord_client.common.arrays import Array, datatype_of
 from tensord_client.common.results import Answer
 from tensord_client.common.tensors import Tensor, cast, flat
-from tensord_client.errors import InvalidArgument, NotFound, ServingError, Unavailable
+from tensord_client.errors import InvalidArgument, ServingError
 
 #: A model, or one version of it, in the path of the address that a robot connects to; "/" is the model of --model.
 _PATH = re.compile(r"/(?:([^/]+)(?:/versions/(\d{1,18}))?/?)?")
@@ -169,7 +169,8 @@ class RobotGateway(gateway.Gateway):
         try:
             robot.policy = await self.model((name, int(found[2] or 0)))
         except ServingError as error:
-            return robot.respond({NotFound: 404, Unavailable: 503}.get(type(error), 500), gateway.told(error) + "\n")
+            status = {"NOT_FOUND": 404, "UNAVAILABLE": 503}.get(error.code, 500)
+            return robot.respond(status, gateway.told(error) + "\n")
         return None
 
     async def make(self, name: str, version: int) -> Policy:

@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from tensord_client import errors, gateway
+from tensord_client import gateway
 from tensord_client import tesseract_wire as wire
 from tensord_client.asynchronous import AsyncClient, AsyncModel
 from tensord_client.common.arrays import Array
@@ -60,7 +60,7 @@ _Hold = Callable[[int], None]
 _Part = Callable[[Any], dict[str, Array]]
 _Paths = Mapping[str, str]
 _Tensors = Mapping[str, Tensor]
-_STATUS = {InvalidArgument: 422, NotFound: 404, errors.Unavailable: 503, errors.DeadlineExceeded: 504}
+_STATUS = {"INVALID_ARGUMENT": 422, "NOT_FOUND": 404, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504}
 
 
 class TesseractModel:
@@ -224,7 +224,7 @@ class TesseractGateway(gateway.Gateway):
         except HTTPException as error:
             status, text = error.status_code, error.detail
         except ServingError as error:
-            status, text = _STATUS.get(type(error), 500), gateway.told(error)
+            status, text = _STATUS.get(error.code, 500), gateway.told(error)
         except RecursionError:
             status, text = 422, "the request has too many lists and maps in each other"
         except ClientDisconnect:
