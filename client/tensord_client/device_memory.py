@@ -131,7 +131,7 @@ class DeviceArray:
         kind, number = value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (1, 0)
         with self.memory.driver.on(self._ordinal):
             if int(kind) != dlpack.CUDA:
-                made = np.ascontiguousarray(np.asarray(value))
+                made = np.asarray(value, order="C")
                 self._check(made.shape, made.dtype == self.dtype, made.dtype)
                 self.memory.driver.to_device(self._address, made.ctypes.data, self.nbytes)
                 return

@@ -193,8 +193,9 @@ def for_client(values: Array, tensor: Tensor | None) -> Array:
     """Returns ``values`` as float32 if ``tensor`` describes a BF16 output. Otherwise returns ``values`` unchanged."""
     if tensor is None or tensor.datatype != "BF16":
         return values
-    made: Array = (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return made
+    made: Array = values.view(np.uint16).astype(np.uint32)
+    made <<= 16  # in place, which leaves a scalar an array
+    return made.view(np.float32)
 
 
 def notify(state: bytes) -> None:

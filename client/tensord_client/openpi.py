@@ -373,7 +373,7 @@ class Policy:
         """Converts a model's answer to what a robot gets: arrays and texts by name."""
         told: dict[str, Any] = {}
         for name, value in answer.items():
-            value = value[0] if self.model.max_batch_size else value
+            value = value[0, ...] if self.model.max_batch_size else value
             if value.dtype.kind == "O":
                 with contextlib.suppress(UnicodeDecodeError):
                     value = np.array([each.decode() for each in value.ravel()], object).reshape(value.shape)

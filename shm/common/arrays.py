@@ -54,7 +54,7 @@ def _bfloat16() -> np.dtype:
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     """Rounds float32 numbers to BF16. Returns their bits as a uint16 array."""
     bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.asarray((bits + 0x7FFF + (bits >> 16 & 1)) >> 16, np.uint16)
 
 
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:

@@ -48,14 +48,20 @@ with tensord_client.connect(sys.argv[1]) as client:
     del capsule
     gc.collect()
     assert exported() is None
-    for wrong in (values.astype(np.float64), values[:1], client.empty((2, 2), np.float32, device="cuda:0")):
+    scalar = client.empty((), np.float32, device="cuda:0")
+    for one in (np.float32(3), np.array(4, np.float32), values.T[1, 1]):
+        scalar.copy_from(one)
+        assert (scalar.numpy().shape, scalar.numpy()) == ((), one)
+    x.copy_from(np.asfortranarray(values))
+    np.testing.assert_array_equal(x.numpy(), values)
+    for wrong in (values.astype(np.float64), values[:1], values[0, 0], client.empty((2, 2), np.float32, device="cuda:0")):
         try:
             x.copy_from(wrong)
         except tensord_client.InvalidArgument as error:
             assert "cannot be copied to float32[2, 4]" in error.message, error.message
         else:
             raise AssertionError(wrong)
-    del wrong
+    del wrong, scalar
     for device, kind in (("cuda:7", tensord_client.Unavailable), ("tpu:0", tensord_client.InvalidArgument)):
         try:
             client.empty((2, 4), np.float32, device=device)

@@ -307,6 +307,17 @@ def test_bfloat16_and_texts_of_answers() -> None:
     assert (told["s"], told["t"], told["u"]) == ("go", ["a", "b"], b"\xff")
 
 
+@pytest.mark.parametrize("batch", [0, 4])
+def test_scalars_of_answers(batch: int) -> None:
+    row = (-1,) if batch else ()
+    taken = policy((), (("y", "BF16", row), ("z", "FP32", row), ("s", "BYTES", row)), batch)
+    answer = {"y": np.array(0x3FC0, np.uint16), "z": np.array(2, np.float32), "s": np.array(b"go", object)}
+    told = taken.actions({name: value.reshape((1,) if batch else ()) for name, value in answer.items()})
+    for name, value in (("y", 1.5), ("z", 2)):
+        assert told[name] == array(np.float32(value).tobytes(), shape=())
+    assert told["s"] == "go"
+
+
 def test_metadata_are_the_model_s_own() -> None:
     own = {"parameters": {"openpi_metadata": {"string_value": '{"reset_pose": [0, 1.5], "tensord": 1}'}}}
     told = policy((("x", "FP32", (3,)),), (("y", "BYTES", (1,)),), config=own).metadata

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.shm.arrays import DTYPES, array, byte_content, datatype_of
+from tensord.shm.common.arrays import bfloat16_bits
 from tensord.shm.datatypes import ELEMENT_SIZES, byte_size, element_count, from_model_config, to_model_config
 from tensord.shm.errors import InvalidArgument
 
@@ -24,6 +25,15 @@ def test_fixed_size_datatypes_are_views(datatype: str) -> None:
     assert datatype_of(values.dtype) == datatype
     assert byte_size(datatype, (2, 3)) == 6 * size
     assert from_model_config(to_model_config(datatype)) == datatype
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_bfloat16_bits(shape: tuple[int, ...]) -> None:
+    values = np.full(shape, 0.1, np.float32)
+    bits = bfloat16_bits(values)
+    assert isinstance(bits, np.ndarray)
+    assert bits.dtype == np.uint16
+    np.testing.assert_array_equal(bits.view(DTYPES["BF16"]), values.astype(DTYPES["BF16"]))
 
 
 @given(st.lists(st.one_of(st.binary(max_size=40), st.text(max_size=10)), max_size=12))
