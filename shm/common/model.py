@@ -149,7 +149,7 @@ class Calls:
             for name, place in places.items():
                 if not (place.flags.writeable if isinstance(place, np.ndarray) else hasattr(place, "place")):
                     raise InvalidArgument(f"the place of output '{name}' is no array that can be written to")
-            call.places = places
+            call.places = dict(places)
         return call
 
     def sequence_id(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -612,11 +613,16 @@ def test_prepared_calls_and_places(client: Any) -> None:
 
 @pytest.mark.parametrize("count", [3, 5000])
 def test_any_array_that_can_be_written_to_is_a_place(client: Any, count: int) -> None:
-    """It is copied to where the server cannot write to it, however the answer came, and holds nothing of the server's."""
+    """It is copied to where the server cannot write to it, however the answer came, and holds nothing of the server's.
+
+    Any mapping names places, and may be others' afterwards.
+    """
     model = client.model("echo_int64", timeout=PATIENCE)
     x = np.arange(count)
     for y in (np.zeros(count, np.int64), np.zeros(2 * count, np.int64)[::2], client.empty(count, np.int64)):
-        call = model.prepare({"x": x}, out={"y": y})
+        out = {"y": y}
+        call = model.prepare({"x": x}, out=MappingProxyType(out))
+        out.clear()
         for i in range(80):
             x[:] = np.arange(count) + i
             assert call()["y"] is y
