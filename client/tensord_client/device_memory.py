@@ -14,6 +14,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,12 @@ import numpy as np
 
 from tensord_client.common import dlpack
 from tensord_client.common.results import Array
-from tensord_client.errors import CLOSED, InvalidArgument, ServingError, Unavailable
+from tensord_client.errors import CLOSED, DeadlineExceeded, InvalidArgument, ServingError, Unavailable
 
 #: DLPack's number of the legacy default stream, on which this module copies.
 _DEFAULT_STREAM = 1
+#: Seconds to wait for the daemon where it unregisters the memory of collected arrays, of all of them together.
+_LONGEST = 10.0
 
 
 class CudaLibrary:
@@ -182,8 +185,8 @@ class DeviceMemory:
     A child process has none of its parent's arrays after a fork.
     """
 
-    def __init__(self, post: Callable[[str, bytes], object]) -> None:
-        """Starts without arrays. ``post(path, body)`` sends a POST request with a JSON body to the daemon."""
+    def __init__(self, post: Callable[..., object]) -> None:
+        """Starts without arrays. ``post`` is the method ``post`` of the connection to the daemon."""
         self._post = post
         self._lock = threading.Lock()
         self._driver: CudaLibrary | None = None
@@ -240,11 +243,18 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Unregisters the memory of garbage-collected arrays at the daemon, and frees it."""
+        """Unregisters the memory of garbage-collected arrays at the daemon, and frees it.
+
+        If the daemon has not answered after ``_LONGEST`` seconds, the rest is left to the next call.
+        """
+        deadline = time.monotonic() + _LONGEST
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:
-                self._post(f"/v2/cudasharedmemory/region/{name}/unregister", b"")
+                self._post(f"/v2/cudasharedmemory/region/{name}/unregister", b"", 0.0, deadline)
+            except DeadlineExceeded:  # workers may have it still
+                self.returned.appendleft((name, ordinal, address))
+                return
             except ServingError:
                 pass  # the daemon is gone, and has forgotten it
             with self.driver.on(ordinal):
@@ -253,11 +263,12 @@ class DeviceMemory:
     def close(self) -> None:
         """Frees the GPU memory of garbage-collected arrays. Later calls of ``empty`` raise Unavailable. Idempotent.
 
-        Arrays that are still in use keep their memory until the process ends.
+        Arrays that are still in use, and those that the daemon does not unregister in time, keep their memory until the process
+        ends. Raises Unavailable if memory cannot be freed.
         """
         with self._lock:
-            self._is_closed = True
-            if self._driver is not None and self._pid == os.getpid():
+            is_first, self._is_closed = not self._is_closed, True
+            if is_first and self._driver is not None and self._pid == os.getpid():
                 self._collect()
 
 

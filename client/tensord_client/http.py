@@ -122,9 +122,12 @@ class HttpConnection:
         """
         return self._request("GET", path, deadline=deadline, patience=patience)[0]
 
-    def post(self, path: str, body: bytes) -> Any:
-        """Posts ``body``, a JSON text. Returns the answer's JSON, or None if it is empty. Raises ServingError on failure."""
-        return self._request("POST", path, b"Content-Type: application/json\r\n", [body])[0]
+    def post(self, path: str, body: bytes, patience: float | None = None, deadline: float | None = None) -> Any:
+        """Posts ``body``, a JSON text. Returns the answer's JSON, or None if it is empty. Raises ServingError on failure.
+
+        ``patience`` and ``deadline`` are those of ``get``.
+        """
+        return self._request("POST", path, b"Content-Type: application/json\r\n", [body], deadline, patience)[0]
 
     def _request(
         self,
@@ -268,12 +271,17 @@ class HttpConnection:
         """Does nothing, because a client cannot end a sequence over HTTP. The server ends idle sequences."""
 
     def close(self) -> None:
-        """Closes all HTTP connections. Requests that are in flight or wait for a connection fail with Cancelled. Idempotent."""
-        if self._on_devices is not None:
-            self._on_devices.close()
-        self._pool.close()
-        if self._waiting is not None:
-            self._waiting.close()
+        """Closes all HTTP connections. Requests that are in flight or wait for a connection fail with Cancelled. Idempotent.
+
+        Raises Unavailable if a GPU's memory cannot be freed. The connections are closed all the same.
+        """
+        try:
+            if self._on_devices is not None:
+                self._on_devices.close()
+        finally:
+            self._pool.close()
+            if self._waiting is not None:
+                self._waiting.close()
 
     # --------------------------------------------------------------------------------------------------------- the codec
 

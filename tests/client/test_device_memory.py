@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess
 from tests.repositories import scale_model
 
 #: Asks the daemon whose socket and address it is told.
@@ -114,11 +115,73 @@ with tensord_client.connect(sys.argv[1]) as client:
 print("good")
 """
 
+#: Uses a server of its own on the socket that it is told. The server goes away, or hangs, or memory cannot be freed.
+ENDING = """
+import gc, sys, threading
+from pathlib import Path
+import numpy as np
+import pytest
+import tensord_client
+from tensord_client import device_memory
+from tests.client.test_client import Server, usual
+
+_, path, end = sys.argv
+asked, hold = [], threading.Event()
+
+def answer(path, connection):
+    if path.endswith("/unregister"):
+        asked.append(path)
+        if end == "hangs":
+            hold.wait()
+    return usual(path, connection)
+
+def refused(self, address):
+    raise tensord_client.Unavailable("cuMemFree_v2 failed")
+
+server, device_memory._LONGEST = Server(Path(path), answer), 0.1
+client = tensord_client.connect(path, patience=1e9)
+arrays = [client.empty((2, 4), np.float32, device="cuda:0") for _ in range(3)]
+memory, pool = arrays[0].memory, client._connection._pool
+if end == "gone":
+    server.close()
+if end == "refuses":
+    device_memory.CudaLibrary.free = refused
+arrays.clear()
+gc.collect()
+assert len(memory.returned) == 3
+if end == "refuses":
+    with pytest.raises(tensord_client.Unavailable, match="cuMemFree_v2 failed"):
+        client.close()
+else:
+    client.close()
+client.close()
+# What workers may have still is kept. Where nobody is there, nobody has it.
+assert (len(asked), len(memory.returned), pool.is_closed) == {
+    "gone": (0, 0, True), "hangs": (1, 3, True), "refuses": (1, 2, True)
+}[end]
+hold.set()
+server.close()
+print("good")
+"""
+
 
 @pytest.fixture
 def stub(tmp_path: Path) -> CudaStub:
     (folder := tmp_path / "cuda").mkdir()
     return CudaStub(folder, devices=1, delay_us=200)
+
+
+def ran(script: str, stub: CudaStub, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, **stub.environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
 
 
 def test_arrays_on_a_gpu(stub: CudaStub, tmp_path: Path) -> None:
@@ -130,12 +193,11 @@ def test_arrays_on_a_gpu(stub: CudaStub, tmp_path: Path) -> None:
     }
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0"}
     with DaemonProcess(folder, [repository], sections, environment=environment) as daemon:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, sections["clients"]["socket"], f"127.0.0.1:{daemon.port}"],
-            env={**os.environ, **stub.environment},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
+        ran(SCRIPT, stub, sections["clients"]["socket"], f"127.0.0.1:{daemon.port}")
+
+
+@pytest.mark.parametrize("end", ["gone", "hangs", "refuses"])
+def test_a_client_is_closed_wherever_its_arrays_cannot_be_given_back(stub: CudaStub, tmp_path: Path, end: str) -> None:
+    """No such daemon is waited for as requests wait for one, which is for ever here; connections end in each case."""
+    with tempfile.TemporaryDirectory(prefix="tensord-test-") as folder:
+        ran(ENDING, stub, f"{folder}/http.sock", end)
