@@ -313,9 +313,10 @@ class FrontProcess(Child):
 
     def send(self, record: Record, *fds: int) -> None:
         super().send(record, *fds)
-        # Before it leaves, and before any other process can know of it.
-        self._sent += 1
-        self._counters.note_sent(self.row, self._sent)
+        # Before it leaves, and before any other process can know of it. The row of a dead front is its replacement's.
+        if self.returncode is None:
+            self._sent += 1
+            self._counters.note_sent(self.row, self._sent)
 
     def ask(self, edition: int) -> None:
         """Asks the front to acknowledge all published records up to the number ``edition``. Call this after they were sent."""

@@ -133,6 +133,21 @@ async def test_nobody_waits_for_the_dead(owner: Owner) -> None:
     assert {"m/1", "m/3"} <= (await owner.known(third)).keys()
 
 
+async def test_what_is_sent_to_the_dead_is_not_counted(owner: Owner) -> None:
+    """As the answer to a call of it is, which ends later. Its row in the counters is that of its replacement."""
+    _, second = await owner.all_ready(2)
+    second.kill()
+    assert await owner.died.get() is second
+    owner.fronts.start("http", 1)
+    counters, row = owner.fronts.counters("http-1")
+    third = counters.front(row)
+    third.read = 3  # as many as a front has been sent that starts
+    assert not third.is_behind()
+    for _ in range(10):
+        second.send(READY)
+    assert not third.is_behind()
+
+
 async def test_connections_of_the_dead_do_not_count(owner: Owner) -> None:
     first, second = await owner.all_ready(2)
     port = int(owner.fronts.urls("http")[0].rpartition(":")[2])
