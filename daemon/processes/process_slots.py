@@ -16,7 +16,7 @@ from tensord.daemon.processes.child import CAUSES, Child
 from tensord.shm import child_process
 from tensord.shm.descriptors import AGAIN_SECONDS
 
-#: A process that lived this long was healthy: its death starts a new series.
+#: A process that came up and lived this long was healthy: its death starts a new series.
 HEALTHY_NS = 60 * 10**9
 #: The longest wait in seconds after the death of a process that had come up.
 SERVED_MAXIMUM = 1.0
@@ -95,7 +95,7 @@ class ProcessSlots:
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
-        """Returns how many processes of this name have died in a row. A process that lived for 60 s resets the count."""
+        """Returns how many processes of this name have died in a row. A process that came up and lived for 60 s resets it."""
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
 
@@ -183,10 +183,10 @@ class Backoff:
     def died(self, lived_ns: int, served: bool) -> float:
         """Returns how many seconds to wait before a dead process is replaced. The delay doubles at each call, to a maximum.
 
-        ``lived_ns``: how many nanoseconds the process ran. If it ran 60 s or more, the delay is the shortest again.
-        ``served``: whether the process was ever ready. If so, the delay is at most 1 s.
+        ``lived_ns``: how many nanoseconds the process ran. ``served``: whether the process was ever ready. If so, the delay is
+        at most 1 s, and the shortest again if the process ran 60 s or more.
         """
-        if lived_ns >= HEALTHY_NS:
+        if served and lived_ns >= HEALTHY_NS:
             self.deaths = 0
         maximum = min(self._maximum, SERVED_MAXIMUM) if served else self._maximum
         # 2**20 is beyond any maximum; without the bound a long series would overflow.

@@ -126,7 +126,10 @@ def test_series() -> None:
     delays = [backoff.died(0, False) for _ in range(6)]
     for delay, full in zip(delays, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0], strict=True):
         assert 0.9 * full <= delay <= full
-    assert backoff.died(HEALTHY_NS, False) <= 0.1
+    # One that hung at its start lived long, and was not healthy.
+    assert backoff.died(HEALTHY_NS, False) >= 0.9
+    assert backoff.deaths == 7
+    assert backoff.died(HEALTHY_NS, True) <= 0.1
     assert backoff.deaths == 1
 
 
