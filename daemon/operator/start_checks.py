@@ -78,8 +78,8 @@ def _unresolved_names(options: Options) -> Iterator[str]:
                 continue
             try:
                 socket.getaddrinfo(address.strip("[]"), served.port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                yield f"{section}.address: '{address}': {error.strerror}"
+            except (OSError, UnicodeError) as error:
+                yield f"{section}.address: '{address}': {getattr(error, 'strerror', 'it is no host name')}"
 
 
 def _sockets(options: Options) -> Iterator[tuple[str, str]]:

@@ -135,8 +135,9 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 def _listen_tcp(address: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ListenError(f"cannot listen on {shown(address, port)}: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", "it is no host name")
+        raise ListenError(f"cannot listen on {shown(address, port)}: {reason}") from None
     refused = ListenError(f"cannot listen on {shown(address, port)}: the name has no address")
     for family, kind, proto, _, where in found:
         try:

@@ -142,6 +142,7 @@ def test_what_would_end_a_start_is_found_before(tmp_path: Path) -> None:
         f"--http-address=unix:{tmp_path}/no/h": f"http.address: '{tmp_path}/no/h' cannot be made: {no_folder}",
         f"--control-socket={tmp_path}/no/c": f"supervisor.control_socket: '{tmp_path}/no/c' cannot be made: {no_folder}",
         "--grpc-address=no.such.host.invalid": "grpc.address: 'no.such.host.invalid': ",
+        "--grpc-address=a..b": "grpc.address: 'a..b': it is no host name",
         # The service manager makes that folder.
         "--http-address=unix:/run/tensord-of-nobody/h": "",
     }
@@ -155,7 +156,7 @@ def test_what_would_end_a_start_is_found_before(tmp_path: Path) -> None:
     lines = [line.removeprefix("tensord:").strip() for line in done.stderr.splitlines()]
     for sentence in filter(None, wrong.values()):
         assert [line for line in lines if line.startswith(sentence)], sentence
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "tensord.toml"]
     done = tensord("serve", *config, models, *FREE_PORTS, "--device=cpu")
     assert (done.returncode, done.stderr) == (2, f"tensord: {cannot}\n")

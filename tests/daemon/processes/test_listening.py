@@ -99,6 +99,9 @@ def test_a_file_is_never_taken_away(tmp_path: Path) -> None:
 def test_names_and_addresses() -> None:
     with pytest.raises(ListenError, match=r"cannot listen on no\.such\.host\.invalid:80"):
         listening.listen("no.such.host.invalid", 80, "http")
+    for address in ("a..b", "a" * 64):
+        with pytest.raises(ListenError, match=f"^cannot listen on {address}:80: it is no host name$"):
+            listening.listen(address, 80, "http")
     assert listening.shown("::1", 80) == "[::1]:80"
 
 
