@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
-#: Seconds between two looks at lanes on which something is in flight.
-_LANES_POLL_SECONDS = 0.05
+#: Seconds between two looks whether requests are refused, and at lanes on which something is in flight.
+_POLL_SECONDS = 0.05
 
 
 class DrainPhase(enum.Enum):
@@ -45,7 +45,9 @@ class Drain:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self.phase = DrainPhase.NONE
-        self._draining: asyncio.Task[str] | None = None
+        self._draining: asyncio.Task[None] | None = None
+        #: The names of the processes that the drain still waits for.
+        self._busy: set[str] = set()
         #: The time of the drain, in seconds, and when it is over, loop time.
         self.seconds = self._refuses_at = 0.0
 
@@ -84,14 +86,19 @@ class Drain:
         """Waits until the daemon refuses new requests and every earlier request is answered.
 
         Raises Unavailable if no drain has begun, or if an operator ends the drain during the wait. Raises Unavailable if
-        requests are still unanswered ``supervisor.exit_timeout`` seconds after the daemon began to refuse new requests.
+        requests are still unanswered ``supervisor.exit_timeout`` seconds after this call, or after the daemon began to refuse
+        new requests, whichever is later. The drain goes on then.
         """
         draining = self._draining
         if draining is None:
             raise Unavailable("the server is not being drained")
-        await asyncio.wait((draining,))
-        if sentence := "the drain was ended" if draining is not self._draining else draining.result():
-            raise Unavailable(sentence)
+        while not (self.refuses or draining.done()):
+            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.wait((draining,), timeout=self._supervisor.options.supervisor.exit_timeout)
+        if draining is not self._draining:
+            raise Unavailable("the drain was ended")
+        if self.phase is not DrainPhase.DRAINED:
+            raise Unavailable(self._late())
 
     def end(self) -> None:
         """Ends the drain. Requests are accepted again, and the daemon is ready if its models are."""
@@ -105,40 +112,39 @@ class Drain:
         self._supervisor.refuse_requests(False)
         self._supervisor.models.drain(False)
 
-    async def _drain(self, seconds: float) -> str:
+    async def _drain(self, seconds: float) -> None:
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
         self.phase = DrainPhase.REFUSING
         self._supervisor.refuse_requests(True)
         await self._supervisor.fronts.settled()
-        timeout = self._supervisor.options.supervisor.exit_timeout
         _log.info("draining: new requests are refused; finishing those in flight")
-        waiting = {child: self._waits(child) for child in (*self._supervisor.fronts, *self._supervisor.workers.ready())}
-        tasks = {asyncio.ensure_future(wait): child for child, wait in waiting.items()}
+        children = (*self._supervisor.fronts, *self._supervisor.workers.ready())
+        self._busy = {child.name for child in children}
+        timeout = self._supervisor.options.supervisor.exit_timeout
+        late = asyncio.get_running_loop().call_later(timeout, lambda: _log.warning("draining: %s", self._late()))
         try:
-            _, late = await asyncio.wait(tasks, timeout=timeout) if tasks else ((), ())
+            await asyncio.gather(*map(self._waits, children))
         finally:
-            for task in tasks:
-                task.cancel()
-        if late:
-            names = ", ".join(sorted(tasks[task].name for task in late))
-            sentence = f"requests are still in flight after {timeout:g} s: {names}"
-            _log.warning("draining: %s", sentence)
-            return sentence
+            late.cancel()
         self.phase = DrainPhase.DRAINED
         _log.info("drained: nothing is in flight")
-        return ""
+
+    def _late(self) -> str:
+        timeout = self._supervisor.options.supervisor.exit_timeout
+        return f"requests are still in flight after {timeout:g} s: {', '.join(sorted(self._busy))}"
 
     async def _waits(self, child: Child) -> None:
         """Waits until a child process has no unanswered request, or has ended."""
         try:
             if isinstance(child, FrontProcess):
                 await child.result_of(AwaitIdle())
-                return
-            while await child.result_of(EndIdleLanes()) != b"0":
-                await asyncio.sleep(_LANES_POLL_SECONDS)
+            else:
+                while await child.result_of(EndIdleLanes()) != b"0":
+                    await asyncio.sleep(_POLL_SECONDS)
         except ServingError as error:
             _log.debug("%s is not waited for: %s", child.name, error)
+        self._busy.discard(child.name)
 
     def __repr__(self) -> str:
         return f"<Drain {self.phase.value}>"

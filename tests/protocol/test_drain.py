@@ -38,11 +38,11 @@ AT_ONCE = (
 class Drained(DaemonProcess):
     """A daemon with one model, and tensorctl for it."""
 
-    def __init__(self, folder: Path, drain_time: float) -> None:
+    def __init__(self, folder: Path, drain_time: float, **more: float) -> None:
         self.control = folder / "control.sock"
         supervisor = {"control_socket": str(self.control), "drain_time": drain_time}
         clients = {"socket": str(folder / "clients.sock")}
-        super().__init__(folder, [folder / "models"], {"supervisor": supervisor, "clients": clients})
+        super().__init__(folder, [folder / "models"], {"supervisor": supervisor | more, "clients": clients})
 
     def tensorctl(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(self.control), *arguments]
@@ -68,8 +68,8 @@ def serve(leaves_nothing: None, tmp_path: Path) -> Iterator[Any]:
     repositories.scale_model(tmp_path / "models")
     running: list[Drained] = []
 
-    def start(drain_time: float = 0.0) -> Drained:
-        daemon = Drained(tmp_path, drain_time)
+    def start(drain_time: float = 0.0, **more: float) -> Drained:
+        daemon = Drained(tmp_path, drain_time, **more)
         daemon.start()
         running.append(daemon)
         daemon.wait_ready()
@@ -126,6 +126,25 @@ def test_what_is_in_flight_is_finished_and_nothing_new_begun(serve: Any, tmp_pat
     assert daemon.told("undrain") == (0, "")
     assert (daemon.ready, daemon.phase, daemon.infer("scale", BODY)[0]) == (True, "serving", 200)
     assert daemon.told("undrain") == (0, "")
+
+
+def test_a_drain_that_takes_longer_ends_all_the_same(serve: Any, tmp_path: Path) -> None:
+    """Who waits for it is told after ``exit_timeout`` what is in flight; it goes on, and who asks again waits again."""
+    repositories.sleepy_model(tmp_path / "models")
+    daemon: Drained = serve(exit_timeout=0.5)
+    delay = [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "data": [0]}]
+    told = {"began": str(tmp_path / "began"), "until": str(tmp_path / "until")}
+    asking = threading.Thread(target=daemon.infer, args=("sleepy", delay), kwargs={"parameters": told})
+    asking.start()
+    wait_until((tmp_path / "began").exists, "the request to run", daemon)
+    late = "tensorctl: requests are still in flight after 0.5 s: http-0\n"
+    for _ in range(2):
+        assert daemon.told("drain", "--time", "0", "--wait") == (1, late)
+        assert daemon.phase == "draining"
+    (tmp_path / "until").touch()
+    asking.join(PATIENCE)
+    wait_until(lambda: daemon.phase == "drained", "the drain to end", daemon)
+    assert daemon.told("drain", "--time", "0", "--wait") == (0, "")
 
 
 def test_a_front_that_is_replaced_refuses_as_well(serve: Any) -> None:
