@@ -284,8 +284,9 @@ class Parameters:
             content.fingerprint = await self._fingerprint(key, wanted.source)
             content.file = wanted.source
 
-        if key in self._lacking and key[1] not in self._models.lifecycle.ready_models().get(key[0], []):
-            return await self._brought_back(key, wanted, content, memory)
+        not_served = key in self._lacking and key[1] not in self._models.lifecycle.ready_models().get(key[0], [])
+        if not_served and await self._brought_back(key, wanted, content, memory):
+            return content
 
         def check() -> None:
             found = self.sets.find(key, wanted.set)
@@ -309,27 +310,30 @@ class Parameters:
             content.close()
             raise
 
-    async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
+    async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> bool:
+        """Has the version served with what is pushed. Returns False if it lacks nothing by now, or is gone."""
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
             raise Unavailable(
                 f"{of} is not served: {self._lacking[key]}; parameters that are pushed whole, as a body or a tree, bring it back"
             )
         async with self._turn(key[0]):
+            if key not in self._lacking:
+                return False
             with descriptors.needed(f"parameters of {of}"):
                 content.memory = os.dup(memory)
             content.byte_size = os.fstat(memory).st_size
             self.sets.put(key, wanted.set, content)
             for found in self.sets.of(key).values():
                 found.newest.deaths = 0  # which of them it was is not known
-        del self._lacking[key]
-        self._models.fill(*key)
+            del self._lacking[key]
+            self._models.fill(*key)
         while True:
             version = self._models.lifecycle.version(*key)
             if version is None or version.state is IndexState.UNAVAILABLE:
                 raise InvalidArgument(f"{of} is not served: {'it is gone' if version is None else version.reason}")
             if version.state is IndexState.READY:
-                return content
+                return True
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:

@@ -540,6 +540,32 @@ async def test_a_whole_push_brings_back_what_lacked_another_one(tmp_path: Path) 
             assert len(w.lifecycle.version("m", 1).ready) == workers  # type: ignore[union-attr]
 
 
+async def test_of_two_that_would_bring_it_back_one_does(tmp_path: Path) -> None:
+    """The other one is a push as any. A version that is unloaded before either has its turn is gone for both."""
+    for unloaded in (False, True):
+        async with world(tmp_path, workers=1, kept=20) as w:
+            await w.push(b"21 bytes are too many")
+            w.dies(1)
+            second = await w.joins(9)
+            async with w.parameters._turn("m"):
+                pushes = [asyncio.ensure_future(w.push(content)) for content in (b"bring back", b"then these")]
+                await asyncio.sleep(0)
+                if unloaded:
+                    w.lifecycle.unload("m", 2)
+                    w.parameters.forget("m", 1)
+            if not unloaded:
+                while not any(isinstance(record, Load) for record in second.sent[2:]):
+                    await asyncio.sleep(0)
+                w.parameters.loaded(second, Loaded("m", 1))  # type: ignore[arg-type]
+            results = await asyncio.gather(*pushes, return_exceptions=True)
+            if unloaded:
+                assert [type(result) for result in results] == [NotFound, NotFound]
+                assert not list(w.parameters.sets)
+            else:
+                assert [result["number"] for result in results] == [2, 3]
+                assert w.held == [(3, b"then these")]
+
+
 async def test_what_does_not_fit_does_not_bring_it_back(tmp_path: Path) -> None:
     async with world(tmp_path, workers=1, kept=20) as w:
         await w.push(b"21 bytes are too many")
