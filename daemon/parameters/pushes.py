@@ -128,11 +128,11 @@ class Parameters:
         Returns JSON: model, version, set, number of the push and size of the values in bytes. Raises Replaced if another push
         into the same set has the number of this push or a higher number. Raises another ServingError if the push was refused.
         """
-        push_checks.check_owner(self._owners, peer)
-        push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
-        key = wanted.model, self._resolved(wanted.model, wanted.version, lacking=True)
-        byte_size = os.fstat(memory).st_size if memory >= 0 else 0
         try:
+            push_checks.check_owner(self._owners, peer)
+            push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
+            key = wanted.model, self._resolved(wanted.model, wanted.version, lacking=True)
+            byte_size = os.fstat(memory).st_size if memory >= 0 else 0
             if self._coming_byte_size and self._coming_byte_size + byte_size > self.sets.limit:
                 raise Unavailable(
                     f"{self._coming_byte_size} bytes of pushed parameters wait for their turn, {byte_size} more are beyond the "
@@ -147,7 +147,9 @@ class Parameters:
                 if self._claimed.get((key, wanted.set)) == number:
                     del self._claimed[key, wanted.set]
         except ServingError as error:
-            self.outcomes[key[0], "overtaken" if isinstance(error, Replaced) else "refused"] += 1
+            # A name that no model has would be a label of its own.
+            if wanted.model in self._models.lifecycle.models:
+                self.outcomes[wanted.model, "overtaken" if isinstance(error, Replaced) else "refused"] += 1
             raise
         self.outcomes[key[0], "pushed"] += 1
         if self._lacking.pop(key, None):

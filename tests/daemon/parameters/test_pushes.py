@@ -702,6 +702,7 @@ async def test_models_that_are_not_there(tmp_path: Path) -> None:
             wanted = PushParameters(model, version, "main", FileSource("p.npz"))
             with pytest.raises(NotFound, match=f"Request for unknown model: '{model}'"):
                 await w.parameters.push(wanted, PEER, -1)
+        assert w.parameters.outcomes == {("m", "refused"): 1}
         assert json.loads(w.parameters.listed(ListParameters()))[0]["model"] == "m"
 
 
@@ -709,6 +710,7 @@ async def test_owners_of_pushes_over_unix_sockets(tmp_path: Path) -> None:
     async with world(tmp_path, parameter_owners=("1001",)) as w:
         with pytest.raises(Unsupported, match="user 1000 may not change parameters"):
             await w.push(b"from the wrong user")
+        assert w.parameters.outcomes == {("m", "refused"): 1}
         for peer in (Peer("unix", uid=1001), Peer("unix", uid=os.geteuid()), Peer("operator"), Peer("tcp")):
             memory = sealed(b"from a right one")
             await w.parameters.push(PushParameters("m", 0, "main", MemorySource(16)), peer, memory)
