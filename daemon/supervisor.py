@@ -158,6 +158,7 @@ class Supervisor:
             self._worker_said,
             self._worker_died,
             lambda worker: self.models.worker_dismissed(worker.incarnation),
+            lambda: self.phase is DaemonPhase.STOPPING,
         )
         self.models = Models(
             options, self, runtime_directory.of_service(environment), runtime_directory.state_of_service(environment)
@@ -485,7 +486,7 @@ class Supervisor:
     def _needs(self, child: Child) -> bool:
         """Returns whether a dead child process should be replaced now."""
         if isinstance(child, WorkerProcess):
-            return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
+            return not child.stopping and self.workers.is_vacant(child.name)
         return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
     def _gives_up(self, child: Child) -> bool:

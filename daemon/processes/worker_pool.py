@@ -51,6 +51,7 @@ class WorkerPool:
         said: Callable[[WorkerProcess, Record], None],
         died: Callable[[WorkerProcess, Device], None],
         dismissed: Callable[[WorkerProcess], None],
+        closed: Callable[[], bool],
     ) -> None:
         """Stores the arguments. No worker runs yet.
 
@@ -61,10 +62,11 @@ class WorkerPool:
           said: called with a worker and a record that the worker has sent. Not called for the record Reply.
           died: called with a worker and the worker's device after the worker has ended for any reason.
           dismissed: called with a worker when ``isolate`` or ``restart`` begins to stop the worker.
+          closed: returns whether the daemon stops and needs no further worker.
         """
         self._options = options
         self._next_incarnation = next_incarnation
-        self._said, self._died, self._dismissed = said, died, dismissed
+        self._said, self._died, self._dismissed, self._closed = said, died, dismissed, closed
         self.by_incarnation: dict[int, WorkerProcess] = {}
         #: The name of every slot that models share, whether it is filled now or not -> its device.
         self._shared_slots: dict[str, Device] = {}
@@ -104,9 +106,9 @@ class WorkerPool:
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
     def is_vacant(self, name: str) -> bool:
-        """Returns True if a worker of this name should run, but none runs, or only one that is stopping."""
+        """Returns True if a worker of this name should run, none but a stopping one runs, and the daemon does not stop."""
         there = any(worker.name == name and not worker.stopping for worker in self)
-        return name in self.slots and not there
+        return name in self.slots and not there and not self._closed()
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
         """Starts the workers for ``wanted`` that do not run yet, and stops all other workers that serve only one model.
@@ -150,8 +152,8 @@ class WorkerPool:
         """Replaces a worker, and waits until the new worker is ready and has loaded its models.
 
         The old worker first finishes the requests that it accepted. Later requests for its models wait for the new worker.
-        If the new worker dies, waits for its replacement. Raises InvalidArgument if no worker of this name is ready. Raises
-        Unavailable if, during the wait, ``isolate`` decides that no worker of this name should run.
+        Raises InvalidArgument if no worker of this name is ready. Raises Unavailable if the new worker dies before that, or if
+        none is needed any more.
         """
         old = self.named(name)
         _log.info("%s (process %d) is restarted on request", name, old.pid)
@@ -159,11 +161,13 @@ class WorkerPool:
         while old.alive:
             await asyncio.sleep(_LOOK_SECONDS)
         retried(f"{name} cannot be started", self._fill, name)
-        while (new := next((worker for worker in self if worker.name == name), None)) or self.is_vacant(name):
-            if new is not None and new.ready and not new.owed:
-                return
+        while self.is_vacant(name):
             await asyncio.sleep(_LOOK_SECONDS)
-        raise Unavailable(f"the new {name} died")
+        new = next((worker for worker in self if worker.name == name), None)
+        while new is not None and new.alive and not (new.ready and not new.owed):
+            await asyncio.sleep(_LOOK_SECONDS)
+        if new is None or not new.alive:
+            raise Unavailable(f"the new {name} {'is needed no more' if new is None else new.describe_exit()}")
 
     def _end(self, worker: WorkerProcess) -> None:
         """Asks a worker to finish its requests and to exit, or kills it if it is not ready."""

@@ -16,6 +16,7 @@ from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.shm.control_records import ChildReady, Load, Loaded, Unload, Unloaded
+from tensord.shm.errors import Unavailable
 
 FAKE = "tests.daemon.fake_worker"
 DEVICES = [Device("cpu:0", {}), Device("cpu:1", {})]
@@ -25,6 +26,8 @@ class Owner:
     """Stands for the supervisor and notes what it is told of workers."""
 
     options = Options()
+    #: Whether the daemon stops.
+    stops = False
 
     def __init__(self) -> None:
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
@@ -36,6 +39,7 @@ class Owner:
             self._said,
             lambda worker, device: hear(("died", worker.name, device.name)),
             lambda worker: hear(("dismissed", worker.name)),
+            lambda: self.stops,
         )
 
     def _said(self, worker: WorkerProcess, record: Any) -> None:
@@ -87,6 +91,33 @@ async def test_life_of_two() -> None:
     for worker in worker_pool:
         worker.kill()
     assert len(await owner.hear(2)) == 2
+    assert not worker_pool.by_incarnation
+
+
+async def test_a_restart_ends_with_the_new_worker_or_the_daemon() -> None:
+    """
+    1. A worker is restarted, and the new one dies before it is ready.
+    2. A worker is restarted, and the daemon stops before the old one has ended.
+    Result: who asked for it is told, and no worker is started that nobody asks to stop.
+    """
+    owner = Owner()
+    worker_pool = owner.worker_pool
+    worker_pool.start_all([(DEVICES[0], spawn_worker(FAKE, DEVICES[0]))])
+    assert await owner.hear(1) == [("joined", "worker-0", "cpu:0")]
+    worker_pool._program = "tests.no_such_program"
+    with pytest.raises(Unavailable, match=r"^the new worker-0 exited with status 1$"):
+        await worker_pool.restart("worker-0")
+    died = ("died", "worker-0", "cpu:0")
+    assert await owner.hear(3) == [died, died, ("dismissed", "worker-0")]
+    worker_pool._program = FAKE
+    worker_pool.start("worker-0", DEVICES[0])
+    assert await owner.hear(1) == [("joined", "worker-0", "cpu:0")]
+    restarting = asyncio.ensure_future(worker_pool.restart("worker-0"))
+    assert await owner.hear(1) == [("dismissed", "worker-0")]
+    owner.stops = True
+    with pytest.raises(Unavailable, match=r"^the new worker-0 is needed no more$"):
+        await restarting
+    assert await owner.hear(1) == [died]
     assert not worker_pool.by_incarnation
 
 
