@@ -110,6 +110,7 @@ class RegionRegistry:
         region = self._region(request, peer, sealed)
         self._regions[request.name] = region
         try:
+            self._watch(region, region, end)
             self._check_reserve(region)
             await self._spread(region)
         except BaseException:
@@ -119,7 +120,8 @@ class RegionRegistry:
         if self._placed(region):
             self._fronts.publish(RegionPlace(request.name, region.device))
         region.changed.set()
-        self._watch(region, end)
+        if region.watch is not None:
+            region.watch.resume()
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> RegisteredRegion:
         if isinstance(request, RegisterCudaRegion):
@@ -136,6 +138,7 @@ class RegionRegistry:
         if region.watch is not None:
             region.watch.pause()
         try:
+            self._watch(region, renewal, end)
             await self._spread(renewal, renews=True)
         except BaseException:
             # Workers that have the new region lack the old one, and those that joined meanwhile have neither.
@@ -143,25 +146,27 @@ class RegionRegistry:
             region.state = RegionState.REGISTERED
             lacking = [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]
             await asyncio.gather(*(self._restore_one(region, worker, renews=True) for worker in lacking))
-            if region.watch is not None:
-                region.watch.resume()
             renewal.close()
             raise
         else:
             region.close()
             region.request, region.peer, region.registered_at = renewal.request, renewal.peer, renewal.registered_at
-            region.fd, renewal.fd = renewal.fd, -1
+            region.fd, region.watch = renewal.fd, renewal.watch
             # Some of the workers that have it may have died since.
             region.holders = renewal.holders & {worker.incarnation for worker in self._workers.ready()}
             region.state = RegionState.REGISTERED
-            self._watch(region, end)
             _log.info("region '%s' was registered again by its owner", name)
         finally:
+            if region.watch is not None:
+                region.watch.resume()
             region.changed.set()
 
-    def _watch(self, region: RegisteredRegion, end: int) -> None:
+    def _watch(self, region: RegisteredRegion, by: RegisteredRegion, end: int) -> None:
+        """Has ``by`` watch for the end of ``region``, in a pause until workers have it."""
         if end >= 0:
-            region.watch = EndWatch(end, lambda: self._reclaim(region))
+            with descriptors.needed(f"shared memory region '{region.request.name}'"):
+                by.watch = EndWatch(end, lambda: self._reclaim(region))
+            by.watch.pause()
 
     def _reclaim(self, region: RegisteredRegion) -> None:
         """Begins to unregister a region because the client that registered it has exited or closed its connection."""

@@ -32,6 +32,7 @@ from tensord.shm.operations import (
     UnregisterRegion,
 )
 from tests.generated import examples
+from tests.open_files import no_descriptors_left
 
 TCP = Peer("tcp", "127.0.0.1:4711")
 ALICE = Peer("unix", "", os.getpid(), 1001, 1001)
@@ -439,6 +440,28 @@ async def test_a_region_goes_with_its_end(memory: int, kind: str) -> None:
     while registry.statistics().get("uid 1001"):
         await asyncio.sleep(0.001)
     os.close(process)
+    registry.close()
+
+
+@pytest.mark.parametrize("kind", ["system", "cuda"])
+async def test_a_region_whose_end_cannot_be_watched_is_refused(memory: int, kind: str) -> None:
+    """It is on no worker then, and one that is registered again is as it was: it goes with the end that it had."""
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], RegionsOptions(reclaim="owner"))
+    ask = request if kind == "system" else cuda
+    ends = [os.pipe() for _ in range(2)]
+    with no_descriptors_left(whatever_closes=True), pytest.raises(Unavailable, match="as many files open as it may"):
+        await registry.register(ask("a"), ALICE, ends[0][0])
+    assert (holder.regions, registry.statistics()) == ({}, {})
+    await registry.register(ask("a"), ALICE, ends[0][0])
+    with no_descriptors_left(whatever_closes=True), pytest.raises(Unavailable, match="as many files open as it may"):
+        await registry.register(ask("a"), ALICE, ends[1][0])
+    registry.check_invariants()
+    os.close(ends[0][1])
+    while holder.regions:
+        await asyncio.sleep(0.001)
+    for fd in (ends[0][0], *ends[1]):
+        os.close(fd)
     registry.close()
 
 
