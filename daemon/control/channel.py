@@ -73,8 +73,8 @@ class ControlChannel:
 
     def finish(self) -> None:
         """Receives the last records of the peer process, which is dead, calls ``on_record`` for each, and closes this."""
-        if not self._closed:
-            self._readable()
+        while not self._closed and self._readable():
+            pass
         self.close()
 
     def _flush(self) -> None:
@@ -89,23 +89,26 @@ class ControlChannel:
             self._writing = True
             self._loop.add_writer(self._channel.fileno(), self._flush)
 
-    def _readable(self) -> None:
+    def _readable(self) -> bool:
+        """Receives records. Returns whether more may wait."""
         try:
             for _ in range(_BATCH):
                 received = self._received()
                 if received is None:
-                    return
+                    return False
                 records, fds = received
                 for record in records:
                     self._on_record(record, fds)
                     fds = []
                     if self._closed:
-                        return
+                        return False
+            return True
         except ChannelClosed:
             self._lost()
         except InvalidArgument as error:
             _log.error("closing a control channel: %s", error.message)
             self._lost()
+        return False
 
     def _received(self) -> tuple[list[Any], list[int]] | None:
         try:

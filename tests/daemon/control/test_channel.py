@@ -105,6 +105,19 @@ async def test_a_lost_peer_is_told_once() -> None:
     assert ends.closed == 1
 
 
+async def test_all_that_a_dead_peer_has_sent_is_heard() -> None:
+    """More than the loop takes at a time."""
+    ends = Ends()
+    sent = [Stop(number) for number in range(150)]
+    for record in sent:
+        ends.peer.put(record)
+        assert ends.peer.flush()
+    ends.peer.close()
+    ends.connection.finish()
+    assert (ends.records, ends.closed) == (sent, 1)
+    ends.end()
+
+
 async def test_records_that_have_lost_their_descriptors() -> None:
     """A call is answered, any other record comes without them, and the connection goes on."""
     ends = Ends()
