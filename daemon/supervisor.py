@@ -538,7 +538,7 @@ class Supervisor:
 
     def refuse_requests(self, refuses: bool) -> None:
         """Sets whether the fronts refuse new requests and clients get no new lanes."""
-        self.lanes.draining = refuses
+        self.lanes.drain(refuses)
         self.fronts.publish(RequestsRefused(refuses))
 
     async def _drain(self) -> None:

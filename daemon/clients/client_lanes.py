@@ -89,8 +89,7 @@ class ClientLanes:
         #: Lanes that were refused, ever.
         self.refused = 0
         self._turns = itertools.count()
-        #: True if no lane is opened, because the daemon is being drained.
-        self.draining = False
+        self._draining = False
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -139,8 +138,7 @@ class ClientLanes:
             raise Unsupported(
                 "clients get no lanes on this server, because inference needs a key (http.restricted_api): ask over HTTP"
             )
-        if self.draining:
-            raise Unavailable("the server is draining: it opens no lanes")
+        self._check_drain()
         loop = asyncio.get_running_loop()
         ended = {number for number in wanted.ended if number in connection.lanes.values()}
         for number in ended:
@@ -163,10 +161,20 @@ class ClientLanes:
         return state
 
     async def _change(self, seconds: float) -> None:
-        """Waits until a model, a worker or a lane changes, for at most ``seconds``."""
+        """Waits until a model, a worker or a lane changes, for at most ``seconds``. Raises Unavailable if a drain begins."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
+        self._check_drain()
+
+    def _check_drain(self) -> None:
+        if self._draining:
+            raise Unavailable("the server is draining: it opens no lanes")
+
+    def drain(self, draining: bool) -> None:
+        """Sets whether clients get no lanes, because the daemon is being drained. Clients that wait for lanes are refused."""
+        self._draining = draining
+        self._wake()
 
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState

@@ -140,7 +140,7 @@ def test_http_is_served_beside_the_socket(start: Start, tmp_path: Path) -> None:
 
 
 def test_what_there_is_no_lane_for(start: Start, tmp_path: Path) -> None:
-    """Models that are unknown, did not load, or are being loaded; a client waits for the last as long as it says."""
+    """Models that are unknown, failed, or are being loaded; a client waits for the last as long as it says, or until a drain."""
     for name in ("fails", "never"):
         write_model(tmp_path / "models", name)
     # The load that never ends is waited for as long when it stops.
@@ -165,6 +165,12 @@ def test_what_there_is_no_lane_for(start: Start, tmp_path: Path) -> None:
             leaving.send(open={"model": "never", "wait": 1000})
             assert counted(daemon) == (2, 2)
         daemon.wait(lambda: counted(daemon) == (1, 0), "end of the client")
+        # A drain ends the wait.
+        with client(daemon) as waiting:
+            waiting.send(open={"model": "never", "wait": 1000})
+            assert "wire" in asking.ask(hello={})  # so the daemon has read what was sent before
+            daemon.tensorctl("drain", seconds=0, wait=False)
+            assert waiting.receive()["error"] == "the server is draining: it opens no lanes"
 
 
 def test_lanes_end_with_their_connection(start: Start) -> None:
