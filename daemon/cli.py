@@ -232,8 +232,8 @@ def _checked_from(name: str | None) -> Path | None:
         if name is not None and name not in (str(os.geteuid()), os.environ.get("USER")):
             _fail(f"--user={name}: only root can run as another user")
         return None
-    service = service_user.installed()
     try:
+        service = service_user.installed()
         if service is not None and name in (None, service.user):
             click.echo(f"as user {service.user}, in {service.folder or '/'}", err=True)
             sys.exit(service_user.check_inside(service, sys.argv[2:], os.environ))

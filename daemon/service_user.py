@@ -35,7 +35,7 @@ _OF_SYSTEMD, _NO_EXEC = 200, 203
 
 
 class Unusable(Exception):
-    """Raised if ``tensord check`` cannot run as the requested user, who does not exist or may not execute tensord."""
+    """Raised if ``tensord check`` cannot run as the service or the requested user does. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Service:
 def installed() -> Service | None:
     """Returns how systemd runs tensord.service. Returns None if the service is not installed or systemctl fails.
 
-    Raises OSError if a file of the service's unit cannot be read.
+    Raises Unusable if a file of the service's unit cannot be read, as one that was removed since systemd read it.
     """
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
@@ -65,7 +65,10 @@ def installed() -> Service | None:
     if done.returncode != 0 or found.get("LoadState") != "loaded":
         return None
     files = [found.get("FragmentPath", ""), *shlex.split(found.get("DropInPaths", ""))]
-    texts = [Path(file).read_text(errors="replace") for file in filter(None, files)]
+    try:
+        texts = [Path(file).read_text(errors="replace") for file in filter(None, files)]
+    except OSError as error:
+        raise Unusable(f"{error.filename} of {UNIT}: {error.strerror} (systemctl daemon-reload)") from None
     return Service(
         found.get("User") or "root",
         # "!" before it: it may be missing.

@@ -148,6 +148,12 @@ def test_root_checks_as_the_service(place: Path, python: str) -> None:
     done = check(python, programs, "../tensord.toml")
     assert done.returncode == 2
     assert f"tensord: tensord.service cannot use {python} (status=203/EXEC): install" in done.stderr
+    drop_in.unlink()
+    done = check(python, programs)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"tensord: {drop_in} of tensord.service: No such file or directory (systemctl daemon-reload)\n",
+    )
     write_program(programs / "systemctl", "exit 1\n")
     done = check(python, programs, "--user=no-such-user", "../tensord.toml")
     assert (done.returncode, done.stderr) == (2, "tensord: there is no user or group 'no-such-user' on this host\n")
