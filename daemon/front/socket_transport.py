@@ -101,7 +101,7 @@ class SocketTransport(asyncio.Transport):
             self._left_unread(events)
         elif self._watched & _IN:
             # What comes is not wanted now. The client's end is, and it stands behind what is unread.
-            self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
+            self._look_for((_OUT if self._unsent else 0) | _LEFT)
 
     def _left_unread(self, events: int) -> None:
         if events & _BROKEN:
@@ -162,6 +162,9 @@ class SocketTransport(asyncio.Transport):
             self._closing = True
             if not self._unsent:
                 self._end(None)
+        if not self._ending:
+            # The end stays, and epoll would report it in each iteration of the loop.
+            self._look_for((_OUT if self._unsent else 0) | _BROKEN)
 
     def is_reading(self) -> bool:
         return self.reading

@@ -250,6 +250,26 @@ async def test_where_half_closed_clients_are_answered_the_end_comes_behind_what_
     assert pair.kept.received == b"read in the end"
 
 
+@pytest.mark.parametrize("stays_open", [False, True])
+@pytest.mark.parametrize("paused", [False, True])
+async def test_the_end_is_told_once_while_an_answer_is_unsent(pair: Pair, stays_open: bool, paused: bool) -> None:
+    """It stands behind all that came, for as long as the client takes the answer."""
+    pair.kept.stays_open = stays_open
+    if paused:
+        pair.transport.pause_reading()
+        pair.client.send(b"not wanted")
+        await asyncio.sleep(0.001)
+    pair.transport.write(LARGE)
+    pair.client.shutdown(socket.SHUT_WR)
+    while "eof" not in pair.kept.told:
+        await asyncio.sleep(0.001)
+    for _ in range(5):
+        await asyncio.sleep(0.001)
+    assert pair.kept.told == ["made", "pause", "eof"]
+    assert await pair.receive(len(LARGE)) == LARGE
+    await pair.until("pause", "eof", "resume", *([] if stays_open else ["lost"]))
+
+
 async def test_half_closed(pair: Pair) -> None:
     """The protocol may stay, and answer; the end is told once, whatever it asks for then."""
     pair.kept.stays_open = True
