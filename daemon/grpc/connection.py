@@ -366,6 +366,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.http2.end()
         if options.max_connection_age and now - self._opened_at > options.max_connection_age:
             self.announce_end()
+            self._ending_at = self._ending_at or now  # its client said by GOAWAY before that it ends
             if options.max_connection_age_grace and now - self._ending_at > options.max_connection_age_grace:
                 self.abort()
 

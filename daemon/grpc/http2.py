@@ -95,7 +95,7 @@ class Http2:
         self.streams: dict[int, Stream] = {}
         self.numbers = StreamNumbers()
         # --- receiving
-        #: When anything last came from the client. Times are the front's, in seconds, here and below.
+        #: When anything last came from the client, or was not read of it. Times are the front's, in seconds, here and below.
         self.heard_at = 0.0
         #: The beginning of a frame, or what is left for the next iteration; and since when the frame is incomplete.
         self._buffer = b""
@@ -614,7 +614,8 @@ class Http2:
         Args:
           now: seconds of the front's clock.
           seconds: how many seconds have passed since the last check.
-          unread: whether reading from the client is paused. If it is paused, an incomplete frame is not late.
+          unread: whether reading from the client is paused. If it is paused, an incomplete frame is not late, nor is the
+            client silent.
         Raises Violation if the client sends too many frames, or if a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):
@@ -622,7 +623,7 @@ class Http2:
         self._floods.second(seconds)
         self._look_for_floods()
         if unread:
-            self._half_since = self._continued_since = self._data_since = now
+            self.heard_at = self._half_since = self._continued_since = self._data_since = now
             return
         options = self.serving.options
         if (self._buffer and now - self._half_since > options.head_timeout) or (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import cast
 from unittest.mock import Mock
@@ -65,6 +66,35 @@ def test_any_sign_of_life_is_one() -> None:
         assert pings(made) == 2
 
     connection(OPTIONS, True, test)
+
+
+def test_a_client_that_takes_a_large_answer_is_not_silent() -> None:
+    """Nothing is read from it meanwhile, so it cannot be heard, nor its answer to the PING."""
+
+    def test(made: Http2Connection, transport: Mock) -> None:
+        transport.get_write_buffer_size.side_effect = itertools.count(1 << 30, -(1 << 20))
+        made.check(1101)
+        made._paused_since = 1101.0
+        for now in range(1102, 1400):
+            made.check(now)
+        assert (pings(made), transport.abort.called) == (1, False)
+        made._paused_since = 0.0
+        made.check(1500)
+        assert pings(made) == 2
+
+    connection(OPTIONS, True, test)
+
+
+def test_an_old_connection_has_its_grace_also_where_its_client_ends_it() -> None:
+    def test(made: Http2Connection, transport: Mock) -> None:
+        made.http2.phase = ConnectionPhase.ENDING
+        for now in (1011, 1016):
+            made.check(now)
+            assert not transport.abort.called
+        made.check(1017)
+        assert transport.abort.called
+
+    connection(Grpc(max_connection_age=10.0, max_connection_age_grace=5.0), True, test)
 
 
 def test_without_calls() -> None:
