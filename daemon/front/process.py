@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -29,6 +30,7 @@ from tensord.daemon.control.channel import ControlCalls, ControlChannel
 from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.answered import Answered
+from tensord.daemon.front.each import call_each
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.opening import Opening
@@ -177,10 +179,8 @@ class Front(ABC):
             now = self.clock.look()
             # What has come by now is read first: a client is not late because this process did not run.
             await asyncio.sleep(_READ_SECONDS)
-            self._certificates.look()
-            for connection in list(self.open_connections):
-                connection.check(now)
-            self.lingering.check(now)
+            checks = [partial(each.check, now) for each in (*self.open_connections, self.lingering)]
+            call_each([self._certificates.look, *checks], "a check of a connection or of the certificates")
 
     async def drain(self, grace_ns: int) -> None:
         """Stops accepting connections, and ends each open connection once its client has all answers.

@@ -100,6 +100,19 @@ def front() -> Iterator[BusyFront]:
     made.free()
 
 
+def test_a_check_that_fails_costs_no_other_its_check(
+    front: BusyFront, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_CHECK_SECONDS", 0.01)
+    broken = Mock(**{"check.side_effect": ZeroDivisionError})
+    front.open_connections.add(broken)
+    front._certificates.look.side_effect = ZeroDivisionError  # type: ignore[attr-defined]
+    uvloop.run(front.run_checks())
+    assert front.checked
+    assert front.lingering.check.called  # type: ignore[attr-defined]
+    assert caplog.text.count("a check of a connection or of the certificates failed") >= 2
+
+
 def test_what_came_by_the_last_call_is_read_before_a_connection_is_ended(front: BusyFront) -> None:
     uvloop.run(front.drain(10_000_000_000))
     assert front.ended[-1] == (True, True)
