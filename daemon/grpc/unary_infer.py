@@ -2,7 +2,7 @@
 
 A request of a sequence waits while an earlier large request of the same sequence and connection is still arriving. It also
 waits while an earlier request of the same sequence and connection waits for arena memory. Once the earlier request was sent to
-a worker, the waiting request is sent. If the earlier request cannot be sent, the waiting request is refused with CANCELLED.
+a worker, the waiting request is sent. If the earlier request cannot be sent, those behind it are refused with CANCELLED.
 """
 
 from __future__ import annotations
@@ -110,10 +110,7 @@ class UnaryInfer(InferCall):
 
     def miss(self, sequence: Sequence) -> None:
         """Answers the request with an error, because an earlier request of the same ``sequence`` did not run."""
-        if isinstance(self._message, ArrivingMessage):
-            self._message.drop()
-        self._message = None
-        self.stream.finish(CANCELLED, f"a request of sequence {sequence[1]} before this one did not run")
+        self.stream.refuse(CANCELLED, f"a request of sequence {sequence[1]} before this one did not run")
 
     def placed(self) -> None:
         self.stream.connection.steps.leave(self, self._asked is not None)
@@ -211,14 +208,13 @@ class UnaryInfer(InferCall):
 class StepOrder:
     """Sends the requests of each sequence to workers in order, if the requests came in unary calls on one gRPC connection."""
 
-    __slots__ = ("_broken", "_due", "_loop", "unsent")
+    __slots__ = ("_due", "_loop", "unsent")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         #: Calls that may be steps and whose requests cannot be sent at once, in order; whether each waits for one before it.
-        self.unsent: dict[UnaryInfer, bool] = {}
-        #: Sequences of which one has left that will not be sent.
-        self._broken: set[Sequence] = set()
+        #: None: it has left without being sent, and those behind it are not sent either.
+        self.unsent: dict[UnaryInfer, bool | None] = {}
         self._due = False
 
     def waits(self, step: UnaryInfer) -> bool:
@@ -236,31 +232,35 @@ class StepOrder:
     def leave(self, step: UnaryInfer, sent: bool) -> None:
         """Removes the call ``step`` from the connection's queue of calls whose requests were not sent to a worker yet.
 
-        ``sent``: whether the call's request was sent. If it was not, later requests of the same sequence are refused.
+        ``sent``: whether the call's request was sent. If it was not, the requests of the same sequence behind it are refused.
         """
-        if self.unsent.pop(step, None) is None or not self.unsent:
+        if self.unsent.get(step) is None:
             return
-        if not sent and step.sequence is not None:
-            self._broken.add(step.sequence)
-        if not self._due:
+        if sent or step.sequence is None or len(self.unsent) == 1:
+            del self.unsent[step]
+        else:
+            self.unsent[step] = None
+        if self.unsent and not self._due:
             self._due = True
             self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         ahead: set[Sequence] = set()
-        for step, waiting in list(self.unsent.items()):
-            sequence = step.sequence
-            if sequence is None or step not in self.unsent:
+        broken: set[Sequence] = set()
+        for step in list(self.unsent):
+            if step not in self.unsent or (sequence := step.sequence) is None:
                 continue
-            if waiting and sequence not in ahead:
-                if sequence in self._broken:
-                    del self.unsent[step]
-                    step.miss(sequence)
-                else:
-                    step.resume()
+            waits = self.unsent[step]
+            if sequence in broken and waits is not None:
+                step.miss(sequence)
+            elif waits and sequence not in ahead:
+                step.resume()
             if step in self.unsent:
-                ahead.add(sequence)
-        self._broken.clear()
+                if self.unsent[step] is not None:
+                    ahead.add(sequence)
+                else:
+                    del self.unsent[step]
+                    broken.add(sequence)
         self._due = False
 
     def __repr__(self) -> str:

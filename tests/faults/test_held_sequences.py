@@ -275,3 +275,18 @@ def test_who_waits_for_a_step_that_is_cancelled_does_not_run(daemon: DaemonProce
             assert value_of(client.answer(client.call(gated(4, 30)))) == 31 + 4
     finally:
         gate.touch()
+
+
+def test_a_step_that_is_arriving_behind_one_that_is_cancelled_does_not_run(daemon: DaemonProcess) -> None:
+    """All three were arriving. The first one is whole later, and what comes then goes on from what it left."""
+    with FrameClient(int(daemon.grpc_url.split(":")[1])) as client:
+        steps = [prefixed(gated(number, 40, MIB)) for number in (1, 2, 3)]
+        first, cancelled, behind = calls = [client.open() for _ in steps]
+        for call, step in zip(calls, steps, strict=True):
+            client.data(call, step[:500])
+        client.send(frames.frame(frames.RST_STREAM, 0, cancelled, frames.CANCEL.to_bytes(4, "big")))
+        answer = client.answer(behind)
+        assert (answer.status, answer.text) == (1, "a request of sequence 40 before this one did not run")
+        client.data(first, steps[0][500:], end=True)
+        assert value_of(client.answer(first)) == 1
+        assert value_of(client.answer(client.call(gated(4, 40)))) == 31 + 4

@@ -28,6 +28,7 @@ class Call:
     def miss(self, sequence: Sequence) -> None:
         assert sequence == self.sequence
         self._told.append(f"not {self._name}")
+        self._order.leave(self, False)
 
 
 class Scene:
@@ -121,6 +122,26 @@ def test_one_that_fails_when_it_is_its_turn(scene: Scene) -> None:
     scene.small("third")
     scene.order.leave(first, True)
     assert scene.turn() == ["second", "not third"]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_whoever_is_behind_one_that_fails_does_not_run_though_an_earlier_one_is_still_to_be_sent(
+    scene: Scene, is_whole: bool
+) -> None:
+    """Nor does one that is still arriving, or that is whole just before those behind are told."""
+    first, second, third = scene.large("first"), scene.large("second"), scene.large("third")
+    other = scene.large("other", 2)
+    scene.small("fourth")
+    scene.order.leave(second, False)
+    assert not is_whole or scene.order.waits(third)
+    assert scene.turn() == ["not third", "not fourth"]
+    # What comes later is behind the first one alone.
+    assert scene.small("fifth")[1]
+    scene.order.leave(first, True)
+    assert scene.turn() == ["fifth"]
+    scene.order.leave(third, False)
+    scene.order.leave(other, True)
+    assert not scene.order.unsent
 
 
 @given(st.data())
