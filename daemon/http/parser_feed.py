@@ -85,8 +85,6 @@ class Messages:
         self.came_at = 0.0
         #: The received bytes of a head that is not complete.
         self.head_size = 0
-        #: A message has begun and has not ended.
-        self.inside = False
         #: Messages that began, and chunks of bodies, since these were set to 0.
         self.begun = self.chunk_count = 0
         #: The framing of the body that is arriving, if it comes in chunks.
@@ -101,6 +99,8 @@ class Messages:
         """Replaces the parser by a new one, which takes the next bytes for the beginning of a request."""
         self.parser = httptools.HttpRequestParser(self)
         self.body_left = 0
+        #: A message has begun and has not ended.
+        self.inside = False
 
     def close(self) -> None:
         """Drops the HTTP parser. Tells the processes that watch the client's connection that the connection has been closed."""
@@ -294,7 +294,7 @@ class ParserFeed:
         self._rest = b""
         #: The last bytes of a head that is not complete.
         self._head_tail = b""
-        #: True if the last byte that was read is a carriage return, whose line feed may come next.
+        #: True if the last byte that was read is a carriage return before a message, whose line feed may come next.
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
@@ -312,6 +312,7 @@ class ParserFeed:
         self._feed(data, between)
         if order.closing or order.flow.resting:
             return
+        self._half_line = not messages.inside and data.endswith(b"\r")
         if messages.head_size:
             # It ended with a part of a head.
             if between:
@@ -327,8 +328,7 @@ class ParserFeed:
     def _feed(self, data: bytes, between: bool) -> None:
         order, messages = self._order, self.messages
         messages.begun = 0
-        half_line, self._half_line = self._half_line, data.endswith(b"\r")
-        if data[:1] == b"\n" and not half_line:
+        if data[:1] == b"\n" and not self._half_line:
             self._refuse_empty_line()
         while not order.closing:
             try:

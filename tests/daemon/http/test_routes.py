@@ -143,6 +143,8 @@ def test_head_is_refused_elsewhere(client: Client) -> None:
 
 _LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 _INFER = b"POST /v2/models/x/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n{\nG}"
+#: Large, and refused with 400 once it is whole.
+_LARGE = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n" + b"\r" * (1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,9 @@ def test_an_empty_line_before_a_request_is_passed_over(client: Client, packets: 
 
 
 @pytest.mark.parametrize(
-    "before", [b"", _LIVE, _INFER, b"\r\n", _LIVE + b"\r\n"], ids=["first", "head", "body", "empty", "both"]
+    "before",
+    [b"", _LIVE, _INFER, b"\r\n", _LIVE + b"\r\n", _LARGE],
+    ids=["first", "head", "body", "empty", "both", "large body"],
 )
 @pytest.mark.parametrize("apart", [False, True], ids=["in one packet", "in the next one"])
 @pytest.mark.parametrize("feeds", [b"\n", b"\n\n"])
