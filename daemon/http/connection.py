@@ -105,6 +105,7 @@ class Http1Connection(asyncio.Protocol):
         received = len(data) - head_size
         if order.closing:
             return False
+        order.origin_lines = head.origin_lines
         if received == length:
             order.times.body_since = 0.0
             small = head.text_size >= 0

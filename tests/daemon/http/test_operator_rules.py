@@ -122,3 +122,22 @@ def test_generate_takes_headers_too(forwarding: FrontProcess, endpoint: bytes) -
             400,
             "Header 'timeout' is reserved for Triton usage and cannot be forwarded.",
         )
+
+
+@pytest.mark.parametrize("size", [100, 1 << 20], ids=["small", "large"])
+def test_a_page_may_read_why_a_request_whose_head_was_seen_before_is_refused(size: int) -> None:
+    """On a new connection, and on one where the last new head was that of another page."""
+    asked = {page: binary_request(bytes(size), f"Origin: {page}") for page in ("http://a", "http://b")}
+    with front_process(http={"cors_origins": list(asked), "body_timeout": 1.0}) as front:
+        worker = front.worker()
+        front.model(worker)
+        with front.client() as client, front.client() as other:
+            for page in [*asked] * 2:
+                client.send(asked[page])
+                worker.echo(worker.next())
+                assert client.answer().headers["access-control-allow-origin"] == page
+            for late in (client, other):
+                late.send(asked["http://a"][:-1])
+            for late in (client, other):
+                answer = late.answer()
+                assert (answer.status, answer.headers["access-control-allow-origin"]) == (408, "http://a")
