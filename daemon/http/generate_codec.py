@@ -105,7 +105,8 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
 class JoinedAnswers:
     """Joins all responses to a generate request into one answer.
 
-    Each output is concatenated along its first axis. ``max_byte_size``: the most bytes of all outputs together.
+    Each output is concatenated along its first axis; outputs without axes become a list. ``max_byte_size``: the most bytes of
+    all outputs together.
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:
@@ -139,7 +140,7 @@ class JoinedAnswers:
                     "use generate stream"
                 )
             _, _, sizes, parts = self._outputs[tensor.name]
-            sizes.append(tensor.shape[0])
+            sizes.append(tensor.shape[0] if tensor.shape else 1)
             parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:

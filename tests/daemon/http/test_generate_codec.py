@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.http.generate_codec import decode
+from tensord.daemon.http.generate_codec import JoinedAnswers, decode
+from tensord.daemon.http.json_text import ResponseLayout
 from tensord.shm.common.scheduling import Scheduling
+from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import PreparedAnswer, PreparedTensor
 
 
 def described(**shapes: tuple[str, list[int]]) -> bytes:
@@ -107,3 +110,28 @@ def test_refusals(body: bytes, text: str) -> None:
 def test_halves_are_refused_in_json() -> None:
     with pytest.raises(InvalidArgument, match="receiving FP16 data via JSON is not supported"):
         decode(b'{"x": 1}', described(x=("FP16", [1])))
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, {"n": [], "of_one": [], "pair": []}),
+        (1, {"n": 0, "of_one": 5, "pair": [1, 2]}),
+        (3, {"n": [0, 1, 2], "of_one": [5, 5, 5], "pair": [1, 2, 1, 2, 1, 2]}),
+    ],
+)
+def test_responses_are_joined_along_their_first_axes_and_numbers_without_one_to_a_list(
+    count: int, expected: dict[str, Any]
+) -> None:
+    shapes: dict[str, list[int]] = {"n": [], "of_one": [1], "pair": [2]}
+    outputs = [{"name": name, "datatype": "UINT8", "shape": shape} for name, shape in shapes.items()]
+    joined = JoinedAnswers(ModelState("m", 4, "READY", metadata=json.dumps({"outputs": outputs}).encode()), 100)
+    prepared = PreparedAnswer(4, tuple(PreparedTensor(name, "UINT8", tuple(shapes[name])) for name in shapes))
+    for number in range(count):
+        joined.add(prepared, (bytes([number]), b"\5", b"\1\2"), lambda place: memoryview(b""))
+    whole, contents = joined.whole()
+    assert json.loads(ResponseLayout(whole, "m", "").encode(contents)) == {
+        "model_name": "m",
+        "model_version": "4",
+        **expected,
+    }
