@@ -44,7 +44,7 @@ class CrossOrigin:
         return CORSMiddleware(
             application,
             allow_origins=self._origins,
-            allow_methods=("GET", "HEAD", "POST"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=(_EXPOSED,),
         )

@@ -70,10 +70,11 @@ def test_who_may_read_an_answer(
     assert "access-control-allow-origin" not in answers(daemon, method, path, "", body)[1]
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE"])
 @pytest.mark.parametrize("origin", [PAGE, OTHER])
-def test_preflights(daemon: DaemonProcess, origin: str) -> None:
+def test_preflights(daemon: DaemonProcess, origin: str, method: str) -> None:
     asked = {
-        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Method": method,
         "Access-Control-Request-Headers": "content-type,inference-header-content-length",
     }
     status, headers = answers(daemon, "OPTIONS", INFER, origin, **asked)
@@ -81,4 +82,4 @@ def test_preflights(daemon: DaemonProcess, origin: str) -> None:
     assert headers.get("access-control-allow-origin") == allowed(daemon, origin)
     if status == 200:
         assert "inference-header-content-length" in headers["access-control-allow-headers"]
-        assert "POST" in headers["access-control-allow-methods"]
+        assert method in headers["access-control-allow-methods"]
