@@ -127,14 +127,9 @@ class Routes:
     def application(self) -> Starlette:
         """Creates the ASGI application that serves all routes."""
         routes = [
-            Route(
-                path,
-                _guarded(method, handler, self._access.rule(call), call in _HEADS),
-                methods=[method],
-                include_in_schema=served,
-            )
+            self._route(endpoint, served)
             for served, table in ((True, self.table()), (False, [*self.refused(), *self.undescribed()]))
-            for method, path, handler, call in table
+            for endpoint in table
         ]
         application = Starlette(
             routes=routes,
@@ -147,6 +142,14 @@ class Routes:
         )
         application.router.redirect_slashes = False
         return application
+
+    def _route(self, endpoint: Endpoint, served: bool) -> Route:
+        method, path, handler, call = endpoint
+        rule = self._access.rule(call)
+        route = Route(path, handler if rule is None else _guarded(handler, rule), include_in_schema=served)
+        # Starlette would take HEAD wherever it takes GET.
+        route.methods = {method, "HEAD"} if call in _HEADS else {method}
+        return route
 
     # ------------------------------------------------------------------------------------------------ health
 
@@ -366,12 +369,9 @@ def _traced(request: Request) -> str:
     return name
 
 
-def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
+def _guarded(handler: Handler, rule: Rule) -> Handler:
     async def handle(request: Request) -> Response:
-        if request.method != method and not (request.method == "HEAD" and heads):
-            raise HTTPException(405)
-        if rule is not None:
-            rule.check(request.scope["headers"])
+        rule.check(request.scope["headers"])
         return await handler(request)
 
     return handle
@@ -424,13 +424,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    found: set[str] = set()
-    for route in request.app.routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods - {"HEAD"}
-            if request.url.path.startswith("/v2/health/") or request.url.path.endswith("/ready"):
-                found |= {"HEAD"}
-    return sorted(found)
+    found = [route.methods for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted(set().union(*found))
 
 
 async def _gone(request: Request, error: Exception) -> Response:
