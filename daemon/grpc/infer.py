@@ -80,8 +80,7 @@ class Infer:
             ``start`` and ``end`` are ignored.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC. If it is 0, the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC. If it is 0, the message was complete just now.
-        Raises RefusedRequest if the message is no valid request, or cannot be sent.
-        Raises RefusedRequest or Unavailable if too many requests are in flight.
+        Raises RefusedRequest if the message is no valid request, or cannot be sent, such as if too many requests are in flight.
         """
         sampled = lease = None
         if isinstance(message, ArrivingMessage):
@@ -179,12 +178,10 @@ class Infer:
         if trace is not None:
             asked.trace, asked.context = trace, trace.context
             trace.sent(record)
-            try:
-                submitter.send(asked, state)
-            except ServingError as error:
-                raise RefusedRequest(error, text, trace, known.decoded.model) from None
-            return asked
-        submitter.send(asked, state)
+        try:
+            submitter.send(asked, state)
+        except ServingError as error:
+            raise RefusedRequest(error, text, trace, known.decoded.model) from None
         return asked
 
     def _ask_read(

@@ -126,9 +126,6 @@ class UnaryInfer(InferCall):
             self._asked = CallRequest.refused(self, refused)
             self._refuse(refused.error, refused.trace)
             return
-        except ServingError as error:
-            self._refuse(error)
-            return
         finally:
             steps, sent = self.stream.connection.steps, self._asked
             if steps.unsent and (sent is None or sent.record.request_id):

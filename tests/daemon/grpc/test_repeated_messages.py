@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 from pathlib import Path
@@ -12,8 +13,9 @@ from tritonclient.grpc import service_pb2
 
 from tensord.daemon.front.status import INTERNAL, INVALID_ARGUMENT, OK
 from tensord.daemon.grpc import frames
-from tensord.shm.control_records import ModelGone, TraceChanged
+from tensord.shm.control_records import ControlCall, ModelGone, TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
+from tensord.shm.operations import RecentErrors
 from tensord.shm.trace_counters import SampleCounter
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
 from tests.daemon.grpc.test_infer import BEGIN, END, traces
@@ -246,9 +248,12 @@ def test_a_known_message_among_too_many(path: str) -> None:
         known(front, client, worker)
         first = client.call(message(b"abcd"), path)
         submit = worker.next()
-        other = client.answer(client.call(message(b"efgh"), path))
+        other = client.answer(client.call(message(b"efgh", "7"), path))
         text = "1 requests are in flight, at most 1 are allowed"
         assert (other.text if path == INFER else other.streamed()[0].error_message) == text
+        front.send(ControlCall(1, RecentErrors()))
+        (error,) = json.loads(front.receive().result)
+        assert (error["error"], error["model"], error["id"]) == (text, "echo", "7")
         worker.complete(submit.request_id, outputs=y_of(b"ab"))
         assert client.answer(first).status == OK
 
