@@ -6,6 +6,7 @@ written as Triton writes them, though JSON has no such literals.
 
 from __future__ import annotations
 
+import codecs
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,21 +51,23 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """Yields a tensor as a flat JSON array, in pieces. Encoding a piece takes about 1 ms, or longer for a very long string.
+    """Yields a tensor as a flat JSON array, in pieces. Encoding one piece takes about 1 ms.
 
     ``content``: the tensor's bytes. Raises InvalidArgument if JSON cannot express the tensor.
     """
-    separator = b"["
-    for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
-        yield separator + text[1:-1]
-        separator = b","
-    yield b"[]" if separator == b"[" else b"]"
+    texts = _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content)
+    yield b"[" + next(texts, b",")[1:]
+    yield from texts
+    yield b"]"
+
+
+# Pieces begin with the comma before the next element.
 
 
 def _number_pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
     values = _values(tensor, content)
     for start in range(0, len(values), PIECE_COUNT):
-        yield _numbers(values[start : start + PIECE_COUNT])
+        yield b"," + _numbers(values[start : start + PIECE_COUNT])[1:-1]
 
 
 def _string_pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
@@ -72,13 +75,31 @@ def _string_pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Itera
     start = at = 0
     while at < len(content):
         (length,) = _LENGTH.unpack_from(content, at)
-        elements.append(bytes(content[at + 4 : at + 4 + length]))
+        element, is_long = content[at + 4 : at + 4 + length], length > _PIECE_BYTE_SIZE
         at += 4 + length
-        if at - start > _PIECE_BYTE_SIZE or len(elements) == PIECE_COUNT // 4:
-            yield _strings(elements, tensor.name)
+        if not is_long:
+            elements.append(bytes(element))
+        if elements and (is_long or at - start > _PIECE_BYTE_SIZE or len(elements) == PIECE_COUNT // 4):
+            yield b"," + _strings(elements, tensor.name)[1:-1]
             elements, start = [], at
+        if is_long:
+            yield from _long_string(element, tensor.name)
+            start = at
     if elements:
-        yield _strings(elements, tensor.name)
+        yield b"," + _strings(elements, tensor.name)[1:-1]
+
+
+def _long_string(element: bytes | memoryview, name: str) -> Iterator[bytes]:
+    begin, start = b',"', 0
+    while start < len(element):
+        end = start + _PIECE_BYTE_SIZE
+        try:
+            text, size = codecs.utf_8_decode(element[start:end], "strict", end >= len(element))
+        except UnicodeDecodeError as error:
+            raise _no_text(name) from error
+        yield begin + _encode(text)[1:-1]
+        begin, start = b"", start + size
+    yield b'"'
 
 
 def _values(tensor: PreparedTensor, content: bytes | memoryview) -> npt.NDArray[Any]:
@@ -107,9 +128,13 @@ def _strings(elements: list[bytes], name: str) -> bytes:
     try:
         return _encode([element.decode() for element in elements])
     except UnicodeDecodeError as error:
-        raise InvalidArgument(
-            f"output '{name}' holds bytes that are not UTF-8 text. Please use the binary data format for output {name}"
-        ) from error
+        raise _no_text(name) from error
+
+
+def _no_text(name: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"output '{name}' holds bytes that are not UTF-8 text. Please use the binary data format for output {name}"
+    )
 
 
 class ResponseLayout:

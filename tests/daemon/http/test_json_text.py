@@ -51,8 +51,21 @@ def test_strings(count: int, size: int) -> None:
     assert json.loads(writer(described)(content)) == [value.decode() for value in values]
 
 
-def test_bytes_that_are_no_text() -> None:
-    described, content = tensor("BYTES", np.array([b"a", b"\xff"], np.object_))
+@pytest.mark.parametrize("before", ["", "a", "ab", "abc"])
+def test_a_long_string_is_written_in_pieces_cut_between_characters(before: str) -> None:
+    long = before + 'é"€\U0001f600\n' * 100_000
+    values = np.array([each.encode() for each in ("b", long, "", long, long, "c")], np.object_)
+    described, content = tensor("BYTES", values)
+    for each in (content, memoryview(content)):
+        texts = list(pieces(described, each))
+        assert max(map(len, texts)) < 1 << 20
+        assert b"".join(texts) == writer(described)(content)
+    assert json.loads(b"".join(texts)) == ["b", long, "", long, long, "c"]
+
+
+@pytest.mark.parametrize("value", [b"\xff", bytes(1 << 20) + b"\xe2\x82", b"\x80" * (1 << 20)])
+def test_bytes_that_are_no_text(value: bytes) -> None:
+    described, content = tensor("BYTES", np.array([b"a", value], np.object_))
     for write in (lambda of, content: writer(of)(content), lambda *arguments: list(pieces(*arguments))):
         with pytest.raises(InvalidArgument, match="Please use the binary data format for output y"):
             write(described, content)
