@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from bench.route import (
@@ -98,6 +100,17 @@ def test_routes_of_the_architecture_are_those_that_requests_take(tried: dict[str
         assert set.intersection(*entered) - set(files) == set(), name
         assert set(files) - set.union(*entered) == set(), name
         assert files == {file: first_sentence(ROOT / file) for file in files}
+
+
+def test_files_in_the_architectures_tables_of_ways_exist() -> None:
+    ways = ARCHITECTURE.read_text().partition("## One request, one direction")[2].partition("## Lanes and arenas")[0]
+    rows = re.findall(r"^\| .* \| (.*) \|$", ways, re.MULTILINE)
+    # Two functions are named as well.
+    files = {name for row in rows for name in re.findall(r"`([a-z_/.]+)`", row)} - {"take", "answers"}
+    assert len(files) > 20
+    for file in files:
+        named = file if "." in file else f"{file}.py"
+        assert any((ROOT / room / named).is_file() for room in ("daemon/http", "daemon", "workers")), file
 
 
 def test_figures_of_both_count_a_file_once() -> None:
