@@ -563,7 +563,8 @@ class LaneConnection(Sender):
           sequence has ended.  WaitEnded: ``until`` has passed.
         """
         refusal, pending.refusal = pending.refusal, None
-        call, lane, known = pending.call, pending.lane, self.known(pending.call)
+        lane, pending.former = pending.former, None
+        call, known = pending.call, self.known(pending.call)
         if refusal is not None:
             if not self._is_elsewhere(call, until, refusal, lane):
                 raise refusal

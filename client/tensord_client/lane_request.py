@@ -59,7 +59,10 @@ class LaneRequest(Submission, Pending[Answer]):
         self.placed = placed
         #: The request's other fields, encoded.
         self.own = own
+        #: The lane whose worker has it; None: it was not sent yet, or is to be sent again.
         self.lane: ClientLane | None = None
+        #: The lane that ended, or whose worker refused it, before it went astray.
+        self.former: ClientLane | None = None
         self.request_id = 0
         #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
         self.astray = False
@@ -156,19 +159,22 @@ class LaneRequest(Submission, Pending[Answer]):
             self.fail(reason)
 
     def _stray(self) -> None:
-        self.mark_astray()
         if self.lane is not None:
             self.lane.watched.discard(self.request_id)
+        self.mark_astray()
         with self._lock:
             by_itself = self._awaited is not None or bool(self._callbacks)
         if by_itself:
             self._connection.send_again_soon(self)
         else:
             self.notify()
+        if self._given_up:  # since whoever called this has looked
+            self.withdraw()
 
     def mark_astray(self) -> None:
         """Records that this request must be sent again over another lane. The next call of ``claim`` returns True."""
         self.astray_at = time.monotonic()
+        self.former, self.lane = self.lane, None
         # In this order, so that whoever claims it counts it no more.
         self._connection.laneless.add(self)
         self.astray = True
@@ -233,10 +239,10 @@ class LaneRequest(Submission, Pending[Answer]):
           worker's memory.  DeadlineExceeded: ``until`` has passed for any other reason.
         """
         try:
-            while not self._ended and self.lane is not None and not self.lane.ended:
+            while not self._ended and (lane := self.lane) is not None and not lane.ended:
                 self.waiting = True
                 if not self._ended:
-                    self.lane.wait(self, until)
+                    lane.wait(self, until)
         except WaitEnded:
             raise self.late() from None
 
@@ -271,8 +277,11 @@ class LaneRequest(Submission, Pending[Answer]):
             astray, self.astray = self.astray, False
         if astray:
             self._connection.laneless.discard(self)
-        if self.lane is not None:
-            self.lane.cancel(self.request_id)
+        lane = self.lane
+        if lane is not None:
+            lane.cancel(self.request_id)
+        elif self not in self._connection.claimed:
+            self.end()  # no worker has it
 
     def _acknowledge(self) -> None:
         """Tells the worker how many new bytes of this request's responses were read. Does nothing for fewer than 1024 bytes."""
@@ -364,6 +373,8 @@ class Sender:
             raise
         finally:
             self.claimed.discard(pending)
+            if pending.cancelled and pending.lane is None:
+                pending.end()
 
     def send_again_soon(self, pending: LaneRequest) -> None:
         """Makes a background thread send a request whose lane has ended. If that fails, the request's caller gets the error."""

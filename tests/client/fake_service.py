@@ -118,6 +118,10 @@ class FakeService:
 
         self._do(drain)
 
+    def refuses_lanes(self) -> None:
+        """The daemon refuses at once whoever asks for lanes. The worker stays."""
+        self._do(lambda: setattr(self, "_drains", True))
+
     def hangs(self) -> None:
         """The daemon does not answer."""
         self._do(lambda: setattr(self, "_answers", False))

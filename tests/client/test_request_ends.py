@@ -268,6 +268,19 @@ def test_a_daemon_that_refuses_at_once_is_asked_now_and_then(service: FakeServic
         assert 2 < service.asked <= 2 + 0.5 / 0.05 + 2
 
 
+def test_a_prepared_request_that_ended_while_it_had_no_worker(service: FakeService) -> None:
+    """Its worker lives and has refused it, and no other one came in time: the next call waits for nobody."""
+    with tensord_client.connect(service.path) as client:
+        call = client.model("m", timeout=PATIENCE).prepare(X)
+        assert call()["y"].tolist() == [7]
+        service.refuses()
+        service.refuses_lanes()
+        with pytest.raises(tensord_client.DeadlineExceeded):
+            call(timeout=0.3)
+        service.back()
+        assert call()["y"].tolist() == [7]
+
+
 def test_a_future_has_whatever_its_answer_raises(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it end the thread that ends others."""
     with tensord_client.connect(service.path) as client:
