@@ -248,16 +248,22 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
 
     Raises NoDescriptor if this process may open no more files.
     """
+    reason = "it is in no repository"
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
-        places = [path / name for path in repositories if (path / name).is_dir()]
+        places = []
+        for folder in (path / name for path in repositories):
+            try:
+                places += [folder] if folder.is_dir() else []
+            except OSError as error:  # from Python 3.14 on it is no folder
+                reason += f"; repository '{folder.parent.name}' cannot be searched: {error.strerror}"
         if len(places) == 1:
             if (found := poll(places[0])).lacking:
                 raise descriptors.none_left(f"model '{name}' cannot be read: the server")
             return found
         if places:
             return FoundModel(name, Path(), error=DUPLICATE)
-    return FoundModel(name, Path(), error="it is in no repository")
+    return FoundModel(name, Path(), error=reason)
 
 
 def poll(path: Path) -> FoundModel:
@@ -434,9 +440,12 @@ class Repositories:
         paths, kept = [Path(path) for path in options.paths], dict[str, FoundModel]()
         if options.exit_on_error is False:
             reasons = await asyncio.to_thread(unreadable, paths)
-            # Clients see only the folder's name.
-            self.unreadable = {f"repository '{path.name}'": f"'{path}': {why}" for path, why in reasons.items()}
+            self.unreadable = {}
             for path, reason in reasons.items():
+                # Clients see only the folder's name and, of two with the same one, which it is.
+                key = f"repository '{path.name}'"
+                key += f" (number {paths.index(path) + 1} in repository.paths)" if key in self.unreadable else ""
+                self.unreadable[key] = f"'{path}': {reason}"
                 stay = {name: model for name, model in self._found.items() if model.path.parent == path}
                 and_so = f"; {len(stay)} models of it stay as they are" if stay else ""
                 _log.error("model repository '%s' cannot be read: %s%s; a reload looks again", path, reason, and_so)

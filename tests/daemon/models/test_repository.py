@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.config import model_config
+from tensord.config.options import Repository
 from tensord.daemon.models import repository
 from tensord.protocol import model_config_pb2
 from tensord.shm.errors import InvalidArgument, NoDescriptor
@@ -111,6 +112,21 @@ def test_names_repositories_and_versions(tmp_path: Path) -> None:
     assert (found["empty"].error, found["empty"].chosen) == ("", ())
     with pytest.raises(InvalidArgument, match="No such file"):
         repository.scan([tmp_path / "three"])
+
+
+def test_a_model_is_found_beside_a_repository_that_cannot_be_searched(tmp_path: Path) -> None:
+    write_model(tmp_path / "one", "m")
+    paths = [tmp_path / ("x" * 300), tmp_path / "one"]
+    assert (repository.find(paths, "m").chosen, repository.find(paths, "m").error) == ((1,), "")
+    assert repository.find(paths, "other").error.startswith("it is in no repository")
+
+
+async def test_repositories_of_one_name_that_cannot_be_read_are_told_apart(tmp_path: Path) -> None:
+    paths = tuple(str(tmp_path / folder / "models") for folder in ("one", "two"))
+    repositories = repository.Repositories()
+    assert await repositories.scan(Repository(paths=paths, exit_on_error=False)) == {}
+    named = ["repository 'models'", "repository 'models' (number 2 in repository.paths)"]
+    assert list(repositories.unreadable) == named
 
 
 def test_what_is_the_same_but_for_the_configuration(tmp_path: Path) -> None:
