@@ -147,6 +147,8 @@ class ArenaSpace:
                 waiter = line.popleft()
                 self._count -= 1
                 _tell(waiter.on_lease, Unavailable(f"{self._describe(waiter)} within {self._wait_seconds:g} s"))
+        if self._count:
+            self._serve()  # there may be room for who waited behind them
         return bool(self._count)
 
     def _describe(self, waiter: _Waiter) -> str:
@@ -246,6 +248,6 @@ def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
     try:
         on_lease(given)
     except Exception:
-        _log.exception("room for a request came, and could not be used")
+        _log.exception("a request could not go on with what its wait for room came to")
         return False
     return True

@@ -66,6 +66,21 @@ def test_who_waits_too_long_is_told_so(arena: Arena) -> None:
     held.release()
 
 
+def test_who_waited_behind_one_that_is_told_so_gets_the_room_there_is(arena: Arena) -> None:
+    room = ArenaSpace(arena, 5.0, 4 * MIB)
+    held = room.loan(MIB // 2)
+    assert held is not None
+    told: list[Lease | ServingError] = []
+    room.wait(MIB, told.append, 10.0)
+    room.wait(MIB // 2, told.append, 12.0)
+    assert not room.expire(15.0)
+    refusal, lease = told
+    assert isinstance(refusal, Unavailable)
+    assert isinstance(lease, Lease)
+    lease.release()
+    held.release()
+
+
 @pytest.fixture
 def large_arena() -> Iterator[Arena]:
     made = Arena(4 * MIB, 64 * MIB, 0)
