@@ -518,9 +518,10 @@ class Submitter:
             try:
                 sequences = undo.enter_context(contextlib.closing(SequencePage.attach(fds.pop(2))))
                 page = undo.enter_context(contextlib.closing(StatusPage.attach(fds.pop(1))))
-            except (IndexError, Unavailable):
+            except (IndexError, Unavailable) as error:
                 if self._seldom.is_due(opened.device):
-                    _log.error("the lane to the worker on %s cannot be opened: no descriptor is left", opened.device)
+                    why = error if isinstance(error, Unavailable) else "no descriptor is left"
+                    _log.error("the lane to the worker on %s cannot be opened: %s", opened.device, why)
                 self._on_untaken(opened.peer)
                 return
             undo.pop_all()
