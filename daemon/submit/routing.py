@@ -43,6 +43,7 @@ class Routing:
         #: here, but is never chosen.
         self.workers: dict[int, WorkerLink] = {}
         self._sequences = SequenceRouting(in_flight, self.workers, _LOST * max_sequences)
+        self.steps_behind = self._sequences.steps_behind
         #: Whoever looks here finds some, or nothing.
         self.remembered: dict[Numbered[PreparedRequest] | None, tuple[WorkerLink, ...]] = {}
         #: The model of each kind of request that is for a model with sequences.

@@ -146,6 +146,26 @@ class SequenceRouting:
                 self._lost.add(key, now)
         return gone
 
+    def steps_behind(self, failed: Iterable[InFlight]) -> list[InFlight]:
+        """Returns each request in flight that has no worker and came after a failed request of the same sequence.
+
+        ``failed``: requests that have failed and were never sent to a worker.
+        If a client began the sequence again after the failed request, the requests from that START on are not returned.
+        """
+        last = {_sequence(request): request.record.request_id for request in failed if request.record.sequence_id}
+        in_flight = list(self._in_flight.values()) if last else []
+        anew: dict[tuple[str, int, int | str], int] = {}
+        for start in (*in_flight, *self._starts.values()) if last else ():
+            number, sequence = start.record.request_id, _sequence(start)
+            if start.record.sequence_start and number > last.get(sequence, number):
+                anew[sequence] = min(number, anew.get(sequence, number))
+        behind: list[InFlight] = []
+        for request in in_flight:
+            number, sequence = request.record.request_id, _sequence(request)
+            if request.worker is None and last.get(sequence, number + 1) <= number < anew.get(sequence, number + 1):
+                behind.append(request)
+        return behind
+
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
@@ -275,24 +295,6 @@ class LostSequences:
 
     def __repr__(self) -> str:
         return f"<LostSequences {len(self._since)}>"
-
-
-def steps_behind(failed: Iterable[InFlight], in_flight: Iterable[InFlight]) -> list[InFlight]:
-    """Returns each request of ``in_flight`` that has no worker and came after a failed request of the same sequence.
-
-    ``failed``: requests that have failed and were never sent to a worker. ``in_flight``: all requests, in order of arrival.
-    If a START without a worker follows the failed request, the requests from that START on are not returned.
-    """
-    last = {_sequence(request): request.record.request_id for request in failed if request.record.sequence_id}
-    behind: list[InFlight] = []
-    for request in in_flight if last else ():
-        sequence, record = _sequence(request), request.record
-        if request.worker is None and record.request_id >= last.get(sequence, record.request_id + 1):
-            if record.sequence_start:
-                del last[sequence]
-            else:
-                behind.append(request)
-    return behind
 
 
 def _sequence(request: InFlight) -> tuple[str, int, int | str]:

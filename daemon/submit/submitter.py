@@ -32,7 +32,6 @@ from tensord.daemon.submit.busy_poll import BusyPoll
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.routing import Routing
-from tensord.daemon.submit.sequences import steps_behind
 from tensord.daemon.submit.throttle import Throttle
 from tensord.shm import descriptors
 from tensord.shm.arena import Arena, LeaseKey
@@ -633,7 +632,7 @@ class Submitter:
                 self.refusals.note(request.prepared.model, Refusal.ANSWERS_HELD)
                 self._fail(request, error)
                 late.append(request)
-        for request in steps_behind(late, self._in_flight.values()):
+        for request in self._routing.steps_behind(late):
             state = self._routing.state_of(request.prepared)
             if state is None or state.sticky:
                 why = f"a request of sequence {request.record.sequence_id} before this one did not run"

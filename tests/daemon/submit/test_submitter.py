@@ -572,6 +572,36 @@ def test_steps_that_wait_behind_one_that_finds_no_worker_do_not_run(
     assert [worker.next().request_id for _ in others] == [other.request_id for other in others]
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_steps_behind_a_start_that_was_sent_are_not_of_the_sequence_before(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    """
+    1. A step waits for the lane to a worker that may have its sequence. 2. Its client begins the sequence anew on another one.
+    3. That worker dies; the next step waits for the fence. 4. The time of the first step is over.
+    Result: only the first step ends.
+    """
+    worker = setting.open_worker()
+    setting.submitter.model_changed(ModelState("m", 1, "READY", workers=(worker.incarnation, 999), **STICKY))
+    now = setting.loop.time()
+    monkeypatch.setattr(setting.loop, "time", lambda: now)
+    late = setting.ask(sequence_id=5)
+    now += 0.08
+    start = setting.ask(sequence_id=5, sequence_start=True)
+    setting.turn()
+    assert worker.next().request_id == start.request_id
+    admit(worker, 5)
+    if answered:
+        worker.complete(start.request_id)
+        setting.turn()
+    worker.die()
+    setting.turn()
+    step = setting.ask(sequence_id=5)
+    now += 0.03
+    setting.turn()
+    assert [final.code for final in (*late.finals, *step.finals)] == ["UNAVAILABLE"]
+
+
 def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: Any) -> EchoWorker:
     """Lets a worker die while it executes these requests; returns the worker that takes its place."""
     first.page.begin(0, [(INCARNATION, asked.request_id) for asked in executing], 1, 1)
