@@ -7,6 +7,7 @@ Source: Triton docs/protocol/extension_trace.md. Names of settings and error mes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -100,10 +101,16 @@ class _Scope:
         self._values = values
         #: Names of the values that are not inherited from the scope before.
         self.own = own
-        #: The shared counter of requests; None: no request is sampled.
-        self.turn = SampleCounter.create(values.rate) if values.level else None
         #: The shared counter of traces left; None: there is no limit.
         self.budget = None if values.count < 0 else TraceBudget.create(values.count)
+        #: The shared counter of requests; None: no request is sampled.
+        self.turn: SampleCounter | None = None
+        try:
+            if values.level:
+                self.turn = SampleCounter.create(values.rate)
+        except OSError:
+            self.close()
+            raise
 
     @property
     def values(self) -> Values:
@@ -147,7 +154,8 @@ class TraceSettings:
     def change(self, wanted: ChangeTrace) -> bytes:
         """Changes the trace settings of a model, or of all models if its name is "". Returns the model's settings as JSON.
 
-        Raises InvalidArgument if the model is unknown, or if the settings do not fit together. Then nothing is changed.
+        Raises InvalidArgument if the model is unknown, or if the settings do not fit together. Raises OSError if no counter can
+        be made for lack of descriptors. In all these cases nothing is changed.
         """
         check_not_derivative(wanted.model)
         if wanted.model and not self._known(wanted.model):
@@ -167,15 +175,22 @@ class TraceSettings:
                 planned[other] = self._planned(other, {}, frozenset(), planned[""][0])
         for values, _ in planned.values():
             values.check(self._target)
-        for name, (values, own) in planned.items():
+        made: dict[str, _Scope] = {}
+        with contextlib.ExitStack() as undo:
+            for name, (values, own) in planned.items():
+                if own or not name:
+                    made[name] = _Scope(values, own)
+                    undo.callback(made[name].close)
+            undo.pop_all()
+        for name in planned:
             former = self._scopes.pop(name, None)
             if former is not None:
                 former.close()
-            if name and not own:
+            if name in made:
+                self._scopes[name] = made[name]
+                self._publish(*self._record(name))
+            else:
                 self._publish(TraceCleared(name))
-                continue
-            self._scopes[name] = _Scope(values, own)
-            self._publish(*self._record(name))
 
     def _planned(
         self, name: str, given: Mapping[str, int], cleared: frozenset[str], before: Values

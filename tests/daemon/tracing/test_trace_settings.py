@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from tensord.daemon.tracing.trace_settings import TraceSettings, parse
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.operations import ChangeTrace
+from tests.open_files import no_descriptors_left
 
 FIRST = {
     "trace_level": ["OFF"],
@@ -124,6 +126,20 @@ def test_nothing_is_traced_without_a_file(published: list[Any]) -> None:
         assert caught.value.message == "Attempting to set invalid trace setting :trace file name is not given"
     assert published == []
     settings.close()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_nothing_changes_without_descriptors(settings: TraceSettings, published: list[Any], left: int) -> None:
+    """Nor is one of the two counters left behind, of which only the first can be made."""
+    before = change(settings, "a", trace_rate=["5"])
+    published.clear()
+    there = os.listdir("/proc/self/fd")
+    with no_descriptors_left() as limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit + left, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            change(settings, trace_level=["TENSORS"], trace_count=["3"])
+    assert (change(settings), change(settings, "a"), published) == (FIRST, before, [])
+    assert os.listdir("/proc/self/fd") == there
 
 
 def test_what_fronts_are_told(settings: TraceSettings, published: list[Any]) -> None:
