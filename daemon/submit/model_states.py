@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
 import msgspec
 
-from tensord.shm.common.derivatives import lacks, of_model
+from tensord.shm.common.derivatives import lacks, of_model, original
 from tensord.shm.control_records import ModelGone, ModelState, Readiness
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Unavailable
 
@@ -118,7 +119,8 @@ class ModelStates:
     def expect(self, name: str, version: int = 0) -> ModelState:
         """Returns the state of a model version that serves or is being loaded.
 
-        ``version`` 0 means the newest version that serves or, if none serves, the newest that is being loaded.
+        ``version`` 0 means the newest version that serves or, if none serves, the newest that is being loaded. While a model is
+        being loaded, the state of a derivative that is not known yet is that of its model.
         Raises Unavailable if no such state is known, but the daemon expects the version to serve later.
         Raises NotFound if the daemon does not expect the version to serve, or if the model or the version is unknown.
         """
@@ -128,6 +130,10 @@ class ModelStates:
         elif (state := self._newest.get(name)) is None:
             loading = [number for number, each in versions.items() if each.state == "LOADING"]
             state = versions[max(loading)] if loading else None
+        if state is None and (model := original(name)[0]) != name:
+            with contextlib.suppress(NotFound):  # a derivative is known once its model is loaded
+                if (known := self.expect(model, version)).state == "LOADING":
+                    return known
         return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:

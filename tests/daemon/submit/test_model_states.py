@@ -82,6 +82,10 @@ def test_what_is_being_loaded_is_expected(table: ModelStates) -> None:
             table.find("n", version)
     with pytest.raises(NotFound, match="'n' version 1 is not found"):
         table.expect("n", 1)
+    for version in (0, 2):  # which derivatives there will be is not known
+        assert table.expect("n.pull_back.push_forward", version).name == "n"
+    with pytest.raises(NotFound, match="'n' version 1 is not found"):
+        table.expect("n.pull_back", 1)
     table.update(ModelState("n", 2, "UNAVAILABLE", "failed"))
     with pytest.raises(NotFound, match="'n' has no available versions"):
         table.expect("n")

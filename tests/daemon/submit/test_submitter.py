@@ -28,7 +28,7 @@ from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import segment
 from tensord.shm.arena import Lease
 from tensord.shm.channel import pair
-from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, WorkerFenced
+from tensord.shm.control_records import Derivative, LaneOpened, ModelGone, ModelState, WorkerFenced
 from tensord.shm.errors import Unavailable
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import (
@@ -463,6 +463,17 @@ def test_a_step_that_is_cancelled_keeps_its_place_until_its_model_is_known(setti
     setting.turn()
     assert [worker.next().request_id for _ in range(2)] == [start.request_id, step.request_id]
     assert worker.cancelled == [start.request_id]
+
+
+def test_a_derivative_is_waited_for_while_its_model_is_loaded(setting: Setting) -> None:
+    setting.submitter.model_changed(ModelState("m", 1, "LOADING"))
+    setting.send(RequestRecord(setting.submitter.next_id(), PreparedRequest("m.pull_back")))
+    worker = setting.open_worker()
+    setting.turn()
+    assert worker.idle(0.01)
+    setting.ready(worker, derivatives=(Derivative("m.pull_back", b"", b""),))
+    setting.turn()
+    assert worker.next().prepared.model == "m.pull_back"
 
 
 def test_steps_stay_in_order_around_a_fence(setting: Setting) -> None:
