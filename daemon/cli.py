@@ -161,6 +161,7 @@ def check(
     configuration is wrong.
     """
     from tensord.daemon import check as model_check
+    from tensord.daemon import service_user
     from tensord.daemon.check import Verdict
     from tensord.daemon.models import repository
     from tensord.daemon.operator import start_checks
@@ -211,7 +212,7 @@ def check(
     for name in missing:
         click.echo(f"{name}: it is to be loaded at start, but it is in no repository", err=True)
     click.echo(f"configuration: good; models: {len(found) - bad} good, {bad + len(missing)} bad")
-    sys.exit(1 if bad or missing else 0)
+    sys.exit((1 if asked_in is None else service_user.BAD) if bad or missing else 0)
 
 
 def _require_repository(options: Options) -> None:

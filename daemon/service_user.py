@@ -32,10 +32,12 @@ _OWN_PLACES = ("TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "
 _TIMEOUT = 10.0
 #: Exit statuses from here on are systemd's own: it could not run the program; and the one for a program that it does not find.
 _OF_SYSTEMD, _NO_EXEC = 200, 203
+#: The exit status of a check inside of the sandbox that found a model which cannot be served: systemd-run itself fails with 1.
+BAD = 100
 
 
 class Unusable(Exception):
-    """Raised if ``tensord check`` cannot run as the service or the requested user does. The text says why."""
+    """Raised if ``tensord check`` cannot run as the requested user, or in the service's sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Service:
 def installed() -> Service | None:
     """Returns how systemd runs tensord.service. Returns None if the service is not installed or systemctl fails.
 
-    Raises Unusable if a file of the service's unit cannot be read, as one that was removed since systemd read it.
+    Raises Unusable if a unit file that systemd has read is not readable any more.
     """
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
@@ -68,7 +70,8 @@ def installed() -> Service | None:
     try:
         texts = [Path(file).read_text(errors="replace") for file in filter(None, files)]
     except OSError as error:
-        raise Unusable(f"{error.filename} of {UNIT}: {error.strerror} (systemctl daemon-reload)") from None
+        told = f"cannot be read: {error.strerror}; `systemctl daemon-reload` has systemd look at what is there"
+        raise Unusable(f"'{error.filename}', of which systemd says that it is a file of {UNIT}, {told}") from None
     return Service(
         found.get("User") or "root",
         # "!" before it: it may be missing.
@@ -86,8 +89,9 @@ def settings(unit: str) -> list[str]:
     for line in map(str.strip, unit.replace("\\\n", " ").splitlines()):
         if line.startswith("["):
             section = line
-        elif section == "[Service]" and "=" in line and not line.startswith(("#", ";", *_OF_PROCESS)):
-            found.append(line)
+        elif section == "[Service]" and "=" in line and not line.startswith(("#", ";")):
+            setting = "=".join(map(str.strip, line.split("=", 1)))
+            found += [] if setting.startswith(_OF_PROCESS) else [setting]
     return found
 
 
@@ -99,7 +103,7 @@ def check_inside(service: Service, words: Sequence[str], environment: Mapping[st
       words: the arguments of ``tensord check``. The path of the configuration file is relative to the caller's working
         directory. All other paths are relative to the service's working directory.
       environment: the caller's variables. Those whose names begin with TENSORD_ are passed on.
-    Raises Unusable if systemd made the sandbox, but could not start the check in it.
+    Raises Unusable if systemd could not start the check in the sandbox, or if the check did not come to its end.
     """
     unit = f"tensord-check-{os.getpid()}.service"
     variables = {name: value for name, value in environment.items() if name.startswith("TENSORD_")}
@@ -123,7 +127,9 @@ def check_inside(service: Service, words: Sequence[str], environment: Mapping[st
         )
     if status >= _OF_SYSTEMD:
         raise Unusable(f"systemd cannot run a process as {UNIT} does: status={status} (systemd.exec(5) names it)")
-    return status
+    if status == 1:  # systemd-run's own, or that of a Python that ended by an exception
+        raise Unusable(f"the check as {UNIT} did not come to its end, and what is written above says why")
+    return 1 if status == BAD else status
 
 
 def become(name: str) -> None:

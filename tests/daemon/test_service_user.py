@@ -33,6 +33,8 @@ SystemCallFilter=@system-service
 """
 DROP_IN = """
 [Service]
+Restart = always
+NoNewPrivileges = yes
 Environment=TENSORD_LOG_VERBOSE=1 "TENSORD_SERVER_NAME=two words"
 SystemCallFilter=~@privileged
 [Install]
@@ -46,6 +48,7 @@ def test_what_a_unit_says_of_its_sandbox() -> None:
         "ProtectSystem=strict",
         "WorkingDirectory=/var/lib/tensord",
         "SystemCallFilter=@system-service",
+        "NoNewPrivileges=yes",
         'Environment=TENSORD_LOG_VERBOSE=1 "TENSORD_SERVER_NAME=two words"',
         "SystemCallFilter=~@privileged",
     ]
@@ -131,6 +134,14 @@ def test_root_checks_as_the_service(place: Path, python: str) -> None:
     assert made
     assert {path.stat().st_uid for path in made} == {user.pw_uid}
 
+    # A model that cannot be served.
+    model = served / "models" / "scale" / "1" / "model.py"
+    source = model.read_text()
+    model.write_text("def create(path, config, device): raise ValueError('broken')\n")
+    done = check(python, programs, "../tensord.toml")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "configuration: good; models: 0 good, 1 bad")
+    model.write_text(source)
+
     # A file that the service may not read is refused as the service would refuse it.
     configuration.chmod(0o600)
     done = check(python, programs, "../tensord.toml")
@@ -148,12 +159,19 @@ def test_root_checks_as_the_service(place: Path, python: str) -> None:
     done = check(python, programs, "../tensord.toml")
     assert done.returncode == 2
     assert f"tensord: tensord.service cannot use {python} (status=203/EXEC): install" in done.stderr
-    drop_in.unlink()
-    done = check(python, programs)
-    assert (done.returncode, done.stderr) == (
+    write_program(programs / "systemd-run", "echo Failed to start transient service unit >&2; exit 1\n")
+    done = check(python, programs, "../tensord.toml")
+    assert (done.returncode, done.stderr.splitlines()[-2:]) == (
         2,
-        f"tensord: {drop_in} of tensord.service: No such file or directory (systemctl daemon-reload)\n",
+        [
+            "Failed to start transient service unit",
+            "tensord: the check as tensord.service did not come to its end, and what is written above says why",
+        ],
     )
+    drop_in.unlink()
+    done = check(python, programs, "../tensord.toml")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"tensord: '{drop_in}', of which systemd says that it is a file of tensord.service, can")
     write_program(programs / "systemctl", "exit 1\n")
     done = check(python, programs, "--user=no-such-user", "../tensord.toml")
     assert (done.returncode, done.stderr) == (2, "tensord: there is no user or group 'no-such-user' on this host\n")
