@@ -61,7 +61,7 @@ class BusyPart:
             return 1.0
         (began_ns, before_ns), (now_ns, busy_ns) = self._looks[0], self._looks[-1]
         whole = (now_ns - began_ns) * self._workers
-        part = max(0, busy_ns - before_ns) / whole if whole else 0.0
+        part = (busy_ns - before_ns) / whole if whole else 0.0
         return min(1.0, max(part, self._running / self._workers))
 
     def __repr__(self) -> str:

@@ -126,11 +126,7 @@ class Collection:
             asyncio.gather(*(self._exemplars(front) for front in fronts)),
         )
         answered = {worker.incarnation for worker, answer in zip(asked, answers, strict=True) if answer}
-        living = self._workers.by_incarnation.keys()
-        served = self._served()
-        self._ledger.keep(living, set(served))
-        self._own.keep(living, set(served))
-        self._leases = {incarnation: held for incarnation, held in self._leases.items() if incarnation in living}
+        served = self._kept()
         return MetricsSnapshot(
             self._models.readiness.ready,
             {model.name: bool(model.served) for model in self._models.standings()},
@@ -168,11 +164,19 @@ class Collection:
         """Asks all workers for how long they have run models, and passes the total to ``busy``."""
         workers = self._workers.ready()
         await asyncio.gather(*(self._ask(worker) for worker in workers))
-        served = self._served()
+        self._kept()
         now_ns = time.monotonic_ns()
         oldest = [worker.page.oldest() for worker in workers if worker.page is not None]
         running = sum(run is not None and now_ns - run.since_ns > WINDOW_NS for run in oldest)
-        busy.look(now_ns, sum(total.counts.busy_ns for total in self._ledger.totals(served)), len(workers), running)
+        busy.look(now_ns, self._ledger.busy_ns, len(workers), running)
+
+    def _kept(self) -> list[tuple[str, int]]:
+        """Forgets workers that have ended, but not what they counted for versions that are served. Returns these versions."""
+        served, living = self._served(), self._workers.by_incarnation.keys()
+        self._ledger.keep(living, set(served))
+        self._own.keep(living, set(served))
+        self._leases = {incarnation: held for incarnation, held in self._leases.items() if incarnation in living}
+        return served
 
     def _served(self) -> list[tuple[str, int]]:
         """Returns name and version of each ready model, and of models derived from a ready one, such as ``M.pull_back``."""

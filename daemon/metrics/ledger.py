@@ -56,6 +56,8 @@ class Ledger:
         #: Incarnation -> its last report.
         self._workers: dict[int, dict[Key, VersionFigures]] = {}
         self._ended: dict[Key, _Ended] = {}
+        #: How long workers have run models so far, versions that are served no more included, in ns.
+        self.busy_ns = 0
 
     def update(self, incarnation: int, figures: Figures) -> None:
         """Replaces the counters of the worker process with the number ``incarnation`` by the newer ones in ``figures``.
@@ -65,7 +67,9 @@ class Ledger:
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
         self._workers[incarnation] = now
-        self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
+        gone = [last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns]
+        self._end(gone)
+        self.busy_ns += _busy_ns(now.values()) - (_busy_ns(before.values()) - _busy_ns(gone))
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
         """Adds the counters of ended workers to the ledger's totals, and removes the totals of unserved model versions.
@@ -104,6 +108,10 @@ class Ledger:
                         sequences = seated + version.sequences[0], backlog + version.sequences[1]
             found.append(Total(*key, counts, pending, cached, streams, sequences, durations, *moves, set_byte_size))
         return found
+
+
+def _busy_ns(versions: Iterable[VersionFigures]) -> int:
+    return sum(version.counts.busy_ns for version in versions)
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:

@@ -62,6 +62,25 @@ def test_what_moved_is_kept_and_what_lies_on_devices_is_of_the_living() -> None:
     assert (first.evictions, first.misses, first.set_byte_size) == (30, 3, 114)
 
 
+def test_the_busy_time_only_grows() -> None:
+    """Versions that are unloaded or loaded again, and workers that end, take nothing of it away."""
+    ledger, seen = Ledger(), list[int]()
+
+    def busy(key: Key, busy_ns: int, began_ns: int = 1) -> VersionFigures:
+        return VersionFigures(*key, began_ns, 0, Counts(busy_ns=busy_ns))
+
+    for worker, versions in (
+        (1, (busy(M, 5), busy(N, 7))),
+        (1, (busy(M, 6),)),  # N is unloaded
+        (1, (busy(M, 2, began_ns=2), busy(N, 1, began_ns=2))),  # both are loaded anew
+        (2, (busy(M, 10),)),
+    ):
+        ledger.update(worker, figures(*versions))
+        ledger.keep({worker}, {M})
+        seen.append(ledger.busy_ns)
+    assert seen == [12, 13, 16, 26]
+
+
 def test_a_version_without_figures_stands_at_zero() -> None:
     assert Ledger().totals([M]) == [Total("m", 1, Counts(), 0)]
 
