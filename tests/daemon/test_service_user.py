@@ -171,7 +171,9 @@ def test_root_checks_as_the_service(place: Path, python: str) -> None:
     drop_in.unlink()
     done = check(python, programs, "../tensord.toml")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"tensord: '{drop_in}', of which systemd says that it is a file of tensord.service, can")
+    assert done.stderr.startswith(
+        f"tensord: '{drop_in}', of which systemd says that it is a file of tensord.service, can"
+    )
     write_program(programs / "systemctl", "exit 1\n")
     done = check(python, programs, "--user=no-such-user", "../tensord.toml")
     assert (done.returncode, done.stderr) == (2, "tensord: there is no user or group 'no-such-user' on this host\n")
