@@ -70,7 +70,7 @@ def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Opt
     """
     found: list[FoundModel] = []
     taken: dict[str, float] = {}
-    needed: dict[str, Mapping[str, bool]] = {}
+    needed: dict[str, Mapping[str, str | None]] = {}
     for model in models:
         each = model
         try:

@@ -614,10 +614,10 @@ class Lifecycle:
                 found.append({"name": name, **unserved})
         return sorted(found, key=lambda entry: str(entry["name"]))
 
-    def resources(self) -> dict[str, Mapping[str, bool]]:
+    def resources(self) -> dict[str, Mapping[str, str | None]]:
         """Returns the rate limiter's resources that each model needs, by model name and resource name.
 
-        A value is True if all devices share the resource, and False if each device has its own. Unloaded models are left out.
+        A value is as of ``FoundModel.resources``. Unloaded models are left out.
         """
         return {
             name: version.resources

@@ -127,23 +127,34 @@ def _sharing(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(device for device in chosen if device in counted)
 
 
-def resources(config: ModelConfig) -> dict[str, bool]:
-    """Returns the rate-limiter resources that a model needs: lower-case name -> True: global, False: one per device."""
-    return {each.name.lower(): getattr(each, "global") for each in _needs(config)}
+def resources(config: ModelConfig, devices: Sequence[str]) -> dict[str, str | None]:
+    """Returns the rate-limiter resources that a model needs, by lower-case name.
+
+    A value is the worker that counts the resource, if it is global, or None if each device has its own.
+    ``devices``: the devices of the model as ``place`` has chosen them.
+    """
+    return {each.name.lower(): "".join(devices[:1]) if getattr(each, "global") else None for each in _needs(config)}
 
 
-def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
-    """Raises InvalidArgument if a resource is global for the model ``name``, but per device for another model, or vice versa.
+def check_resources(name: str, needs: Mapping[str, str | None], others: Mapping[str, Mapping[str, str | None]]) -> None:
+    """Raises InvalidArgument if a resource of the model ``name`` is not counted where it is for another model.
 
-    ``needs``: each resource of the model; True: it is global. ``others``: model name -> its resources, likewise.
+    It may be global for one of them and per device for the other, or the two may have different GPUs or kinds.
+    ``needs``: the resources of the model, as ``resources`` returns them. ``others``: model name -> its resources, likewise.
     """
     for other, known in others.items():
         for resource in needs.keys() & known.keys() if other != name else ():
-            if needs[resource] != known[resource]:
-                kinds = {True: "global", False: "one of each device"}
+            mine, its = needs[resource], known[resource]
+            if (mine is None) != (its is None):
+                kinds = {True: "one of each device", False: "global"}
                 raise InvalidArgument(
                     f'Resource "{resource}" is present as both global and device-specific resource in the model configuration: '
-                    f"it is {kinds[needs[resource]]} in model '{name}', {kinds[known[resource]]} in model '{other}'"
+                    f"it is {kinds[mine is None]} in model '{name}', {kinds[its is None]} in model '{other}'"
+                )
+            if mine != its:
+                raise InvalidArgument(
+                    f"global resource '{resource}' is counted by one worker: model '{name}' would be on {mine}, and model "
+                    f"'{other}' is on {its} (instance_group: gpus, kind)"
                 )
 
 

@@ -110,8 +110,9 @@ class FoundModel:
     members: tuple[tuple[str, int], ...] = ()
     #: The devices of the workers that load it (``tensord.daemon.models.placement``); empty: every worker does.
     devices: tuple[str, ...] = ()
-    #: The rate limiter's resources that its instances need, if there is one: name -> whether it is global.
-    resources: Mapping[str, bool] = field(default_factory=dict)
+    #: The rate limiter's resources that its instances need, if there is one: name -> the worker that counts it where it
+    #: is global, or None.
+    resources: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def problem(self) -> str:
@@ -137,7 +138,7 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
     config, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(config, devices, limited, options.workers.devices_per_worker)
     encoded = config.SerializeToString() if placement.say_kinds(config, devices) else found.config
-    resources = placement.resources(config) if limited else {}
+    resources = placement.resources(config, chosen) if limited else {}
     return dataclasses.replace(found, devices=chosen, config=encoded, resources=resources)
 
 

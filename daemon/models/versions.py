@@ -53,7 +53,7 @@ class VersionEntry:
     #: The models that have to be ready in a worker before an ensemble is loaded there, as in ``FoundModel``.
     members: tuple[tuple[str, int], ...] = ()
     #: The rate limiter's resources that its instances need, as in ``FoundModel``.
-    resources: Mapping[str, bool] = field(default_factory=dict)
+    resources: Mapping[str, str | None] = field(default_factory=dict)
     #: True if a worker died with its Load unanswered: it is loaded alone from now on, so that a death is its own.
     suspect: bool = False
     #: The number of workers that died while it alone was loading.

@@ -213,6 +213,24 @@ def test_a_resource_is_global_in_all_models_or_in_none() -> None:
     assert not any(model.error for model in check.placed(found, devices, options))
     options = msgspec.structs.replace(options, rate_limit=RateLimit(mode="execution_count"))
     assert {model.name: model.error for model in check.placed(found, devices, options) if model.error} == {"b": refused}
-    known = {"b": placement.resources(parse_pbtxt(f"instance_group {{ {GLOBAL} }}", "b"))}
-    assert known == {"b": {"r": True}}
-    placement.check_resources("b", {"r": False}, known)
+    known = {"b": placement.resources(parse_pbtxt(f"instance_group {{ {GLOBAL} }}", "b"), ("cpu:0",))}
+    assert known == {"b": {"r": "cpu:0"}}
+    placement.check_resources("b", {"r": None}, known)
+
+
+def test_a_global_resource_is_counted_by_one_worker() -> None:
+    """Models whose GPUs or kinds keep them apart cannot share it; where they may be together, they are."""
+    texts = {"a": "gpus: [ 0 ]", "b": "gpus: [ 1 ]", "c": "kind: KIND_CPU", "d": "gpus: [ 0, 0 ]"}
+    found = []
+    for name, text in texts.items():
+        message = parse_pbtxt(f"instance_group {{ {text} {GLOBAL} }}", name)
+        found.append(FoundModel(name, Path(name), message.SerializeToString(), (1,), (1,)))
+    options = msgspec.structs.replace(Options(), rate_limit=RateLimit(mode="execution_count"))
+    devices = [Device("cuda:0"), Device("cuda:1"), Device("cpu:0")]
+    assert {model.name: model.error for model in check.placed(found, devices, options) if model.error} == {
+        name: f"global resource 'r' is counted by one worker: model '{name}' would be on {place}, and model 'a' is on cuda:0 "
+        "(instance_group: gpus, kind)"
+        for name, place in (("b", "cuda:1"), ("c", "cpu:0"))
+    }
+    # What is only read is placed nowhere.
+    assert not any(model.error for model in check.placed(found, (), options))
