@@ -18,6 +18,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
@@ -48,6 +49,8 @@ class GivenModels:
         #: Folders whose load is not over.
         self._coming: set[Path] = set()
         self._root: tempfile.TemporaryDirectory[str] | None = None
+        #: Held by the thread that makes it: ``keep`` runs in several.
+        self._making = threading.Lock()
         self._serials = itertools.count(1)
 
     def keep(self, name: str, files: Mapping[str, bytes]) -> Path:
@@ -59,9 +62,10 @@ class GivenModels:
         written.
         """
         files = _checked(files)
-        if self._root is None:
-            self._root = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._place)
-            self._lock = _locked(Path(self._root.name))
+        with self._making:
+            if self._root is None:
+                self._root = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._place)
+                self._lock = _locked(Path(self._root.name))
         folder = Path(self._root.name, str(next(self._serials)), name)
         try:
             for path, content in files.items():

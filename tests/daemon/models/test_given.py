@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,22 @@ def test_files_lie_where_no_cleaner_comes(tmp_path: Path) -> None:
     given.close()
     given.close()
     assert [each.name for each in place.iterdir()] == ["notes"]
+
+
+def test_first_loads_at_the_same_moment_share_a_folder(tmp_path: Path) -> None:
+    """A second temporary folder would take the first one, and the files in it, along."""
+    for _ in range(20):
+        given, together = GivenModels(tmp_path), threading.Barrier(4)
+
+        def keep(given: GivenModels = given, together: threading.Barrier = together) -> Path:
+            together.wait()
+            return given.keep("m", {"1/model.py": b"one"})
+
+        with ThreadPoolExecutor(4) as threads:
+            kept = [each.result() for each in [threads.submit(keep) for _ in range(4)]]
+        assert len({folder.parent.parent for folder in kept}) == 1
+        assert [(folder / "1" / "model.py").read_bytes() for folder in kept] == 4 * [b"one"]
+        given.close()
 
 
 @pytest.mark.parametrize(
