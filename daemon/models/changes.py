@@ -65,7 +65,7 @@ class Models:
         #: The timers of versions that were given up and are to be loaded again, by name and number.
         self._retries: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self.ensembles = Ensembles(self.lifecycle.models)
-        self._coming = Coming(publish)
+        self._coming = Coming(self.lifecycle.models, publish)
         #: Names that a client or the options asked for, and not only an ensemble.
         self._named: set[str] = set()
         #: Tasks that load ensembles again because a member was replaced or has come back.
@@ -290,7 +290,7 @@ class Models:
             return repository.no_version_error(found.name)
         try:
             if found.members:
-                with self._coming.published(found, self.lifecycle.models.get(found.name)):
+                with self._coming.published(found):
                     placed = await self._with_members(found, within, again)
             else:
                 placed = repository.placed(found, self._supervisor.workers.devices, self._placing)

@@ -318,19 +318,22 @@ class LoadWaits:
 class Coming:
     """Tells the fronts that an ensemble is LOADING while the models of the ensemble are being loaded."""
 
-    def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
+    def __init__(self, models: Mapping[str, ModelEntry], publish: Callable[[ModelState | ModelGone], None]) -> None:
+        """Starts without ensembles. ``models``: all models by name, which this object only reads."""
+        self._models = models
         self._publish = publish
         #: The number of waiting loads, by name and version.
         self._waiting: dict[tuple[str, int], int] = {}
 
     @contextlib.contextmanager
-    def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
+    def published(self, found: FoundModel) -> Iterator[None]:
         """Tells the fronts that the ensemble ``found`` is LOADING. The ``with`` block then loads the ensemble's models.
 
-        If the block raises, tells the fronts the ensemble's state before this load, or that the ensemble is gone if it is new.
+        If the block raises, tells the fronts the ensemble's state, or that the ensemble is gone if it is new, unless another load
+        of the ensemble still waits.
         Tells the fronts nothing if a version of the ensemble serves, is being loaded or is being unloaded.
-        ``known``: the ensemble's state before this load, or None for a new ensemble.
         """
+        known, failed = self._models.get(found.name), True
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]
         for each in versions:
@@ -338,16 +341,16 @@ class Coming:
             self._publish(ModelState(*each, "LOADING"))
         try:
             yield
-        except BaseException:
-            for each in versions:
-                version = None if known is None else known.versions.get(each[1])
-                self._publish(ModelGone(*each) if version is None else version.state_record(each[1]))
-            raise
+            failed = False
         finally:
             for each in versions:
                 self._waiting[each] -= 1
                 if not self._waiting[each]:
                     del self._waiting[each]
+                    if failed:
+                        # As it is by now: another load of it may have gone on meanwhile.
+                        now = named(self._models, *each)
+                        self._publish(now[0].state_record(each[1]) if now else ModelGone(*each))
 
     def states(self) -> list[ModelState]:
         """Returns a record with the state LOADING for each ensemble whose load waits for its members."""

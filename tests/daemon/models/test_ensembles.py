@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
-from tensord.daemon.models.ensembles import LoadWaits
+from tensord.daemon.models.ensembles import Coming, LoadWaits
+from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.models.versions import IndexState, ModelEntry, VersionEntry
+from tensord.shm.control_records import ModelGone, ModelState
 from tensord.shm.errors import InvalidArgument
 
 
@@ -42,3 +46,30 @@ def test_who_has_waited_waits_no_longer_however_it_ended() -> None:
     with waits.waiting("b", "a"), waits.waiting("", "b"):
         pass
     assert repr(waits) == "<LoadWaits []>"
+
+
+def test_a_load_that_fails_takes_nothing_from_another_one_of_the_same_ensemble() -> None:
+    """The ensemble is LOADING until the last of them has ended, and then what it has become."""
+    models: dict[str, ModelEntry] = {}
+    published: list[ModelState | ModelGone] = []
+    coming = Coming(models, published.append)
+    found = FoundModel("e", Path("e"), chosen=(1,), members=(("m", -1),))
+
+    def fails() -> None:
+        with contextlib.suppress(InvalidArgument), coming.published(found):
+            raise InvalidArgument("a model of it is missing")
+
+    loading = ModelState("e", 1, "LOADING")
+    with contextlib.suppress(InvalidArgument), coming.published(found):
+        fails()
+        assert published == [loading, loading]
+        assert coming.states() == [loading]
+        raise InvalidArgument("a model of it is missing")
+    assert published == [loading, loading, ModelGone("e", 1)]
+    published.clear()
+    with contextlib.suppress(InvalidArgument), coming.published(found):
+        with coming.published(found):
+            models["e"] = ModelEntry({1: VersionEntry(found.load(1), IndexState.LOADING)})
+        raise InvalidArgument("a model of it is missing")
+    assert published == [loading, loading, loading]
+    assert coming.states() == []
