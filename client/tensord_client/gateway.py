@@ -163,11 +163,20 @@ def bound(what: str, number: int, unit: str, most: int) -> int:
 def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
     """Returns the size of an array in bytes. ``what`` is the array's name for errors.
 
-    Raises InvalidArgument if ``shape`` is not a list of at most ``MAX_DIMENSIONS`` integers from 0 to ``MAX_SIZE``.
+    Raises InvalidArgument if ``shape`` is not a list of at most ``MAX_DIMENSIONS`` integers from 0 to ``MAX_SIZE``, or if an
+    empty array has other dimensions that numpy cannot hold.
     """
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
         raise InvalidArgument(f"{what} has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")
     bound(f"{what} has", len(shape), "dimensions", MAX_DIMENSIONS)
+    if 0 in shape:
+        # numpy counts the other sizes, also where it makes more rows or larger numbers of it.
+        bound(
+            f"{what}{shape} has without its sizes of 0",
+            math.prod(filter(None, shape)) * dtype.itemsize,
+            "bytes",
+            1 << 26,
+        )
     return math.prod(shape) * dtype.itemsize
 
 

@@ -130,6 +130,10 @@ def nested(depth: int, inner: Any = 1) -> Any:
     [
         (message(array(b"abc")), r"<f4\[1\] takes 4 bytes, and 3 came"),
         (message(array(b"", shape=[2**31, 2**31, 2**31])), "takes 39614081257132168796771975168 bytes, and 0 came"),
+        (
+            message(array(b"", shape=[0, 2**31, 2**31, 2**31])),
+            "has without its sizes of 0 39614081257132168796771975168 bytes",
+        ),
         (message(array(b"", shape=[0, 2**40])), rf"sizes are from 0 to {2**31}"),
         (message(array(b"abcd", shape=[-1])), "sizes are from 0 to"),
         (message(array(b"abcd", shape=[True])), "sizes are from 0 to"),

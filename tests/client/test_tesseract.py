@@ -255,6 +255,8 @@ def test_outputs_may_have_the_names_of_an_arrays_parts() -> None:
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[-4])}}, "sizes are from 0 to"),
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[1] * 9)}}, "9 dimensions, at most 8 may be"),
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[1 << 30])}}, "takes 4294967296 bytes, and 16 came"),
+        ("apply", {"inputs": {**ROW, "state.x": encoded(X[:0, 0], shape=[0, 1 << 31, 1 << 31, 1 << 31])}},
+         "has without its sizes of 0 39614081257132168796771975168 bytes"),
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[0], shape=[5])}}, "takes 20 bytes, and 16 came"),
         ("apply", {"inputs": {**ROW, "state.x": encoded(X[None])}}, r"'state.x' has the shape \[1, 2, 4\], a row is \[4\]"),
         ("apply", {"inputs": {"state.x": encoded(X), "state.n": encoded(np.ones((3, 1), "i4"))}}, "2 rows|3 rows"),
