@@ -24,7 +24,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from tensord_client.common.call import named
+from tensord_client.common.call import FOREVER, named
 from tensord_client.common.connection import Connection
 from tensord_client.common.model import Model
 from tensord_client.common.results import Tensor
@@ -172,7 +172,7 @@ def connection(
       name or value, or a field that the client writes by itself.
     """
     fields = b"".join(starmap(_field, (headers or {}).items()))
-    until = time.monotonic() + wait
+    until, patience = time.monotonic() + wait, min(patience, FOREVER)  # locks cannot be waited for without an end
     named = address if address is not None else os.environ.get("TENSORD") or None
     while True:
         tried: list[str] = []

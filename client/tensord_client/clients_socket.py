@@ -54,7 +54,7 @@ class ClientsSocket:
           was cut off; this connection is closed then.  Unknown: the answer is no JSON object; this connection is closed then.
         """
         try:
-            self._sock.settimeout(None if wait is None else self._timeout + wait)
+            self._sock.settimeout(None if wait is None else self._timeout + max(0.0, wait))
             content = json.dumps(request).encode()
             if fds:
                 socket.send_fds(self._sock, [content], list(fds))

@@ -18,6 +18,7 @@ from typing import Any, Union
 
 import numpy as np
 
+from tensord_client.common.call import seconds
 from tensord_client.common.datatypes import FILE_TYPES
 from tensord_client.common.derivatives import PARAMETER_GRADIENT
 from tensord_client.common.results import Array
@@ -116,7 +117,7 @@ class ModelParameters:
             said["file"] = parameters
         else:
             pieces = list(layout(parameters, partial))
-        answer = self._manage("push", self._model, self._version, set, said, pieces, timeout)
+        answer = self._manage("push", self._model, self._version, set, said, pieces, seconds(timeout))
         return int(answer["number"])
 
     def list(self) -> list[dict[str, Any]]:

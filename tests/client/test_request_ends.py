@@ -35,6 +35,7 @@ from tensord_client.http import HttpConnection
 from tensord_client.http_channel import Address
 from tensord_client.lane_socket import LaneSocket
 from tensord_client.memory import Memory
+from tensord_client.parameters import ModelParameters
 from tensord_client.worker_lane import ClientLane
 
 from tests.client.fake_service import FakeService
@@ -279,6 +280,22 @@ def test_a_prepared_request_that_ended_while_it_had_no_worker(service: FakeServi
             call(timeout=0.3)
         service.back()
         assert call()["y"].tolist() == [7]
+
+
+def test_a_client_may_wait_without_an_end(service: FakeService) -> None:
+    """Infinity is no time that a lock or a socket takes."""
+    with tensord_client.connect(service.path, patience=float("inf")) as client:
+        model = client.model("m")
+        service.drains()
+        future = model.submit(X)
+        wait_until(lambda: service.asked > 1, "the daemon to be asked again")
+        service.back()
+        assert future.result(PATIENCE)["y"].tolist() == [7]
+    waits: list[float | None] = []
+    for timeout in (float("inf"), 5.0, None):
+        parameters = ModelParameters(lambda *asked: waits.append(asked[-1]) or {"number": 1}, "m", 0)
+        parameters.update("file", timeout=timeout)
+    assert waits == [None, 5.0, None]
 
 
 def test_a_future_has_whatever_its_answer_raises(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
