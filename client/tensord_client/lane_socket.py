@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensord_client.common.pending import WaitEnded
+from tensord_client.errors import Unavailable
 from tensord_client.native import wire
 
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
@@ -58,7 +59,8 @@ class LaneSocket:
           fd: a file descriptor to send with the datagram, or -1 for none. The caller may close it as soon as ``send`` returns.
           ids: the ids of the requests that count as unsent as long as the datagram is in ``backlog``.
 
-        Raises: LaneEnded: the worker has closed its end of the lane. The datagram is in ``backlog`` then.
+        Raises: LaneEnded: the worker has closed its end of the lane. The datagram is in ``backlog`` then.  Unavailable: the
+          socket is full, and this process has no descriptor to keep ``fd`` by. Nothing is sent or queued then.
         """
         try:
             if not self.backlog and self.send_at_once(datagram, fd):
@@ -67,7 +69,11 @@ class LaneSocket:
             # So that the end of the lane finds what has not left.
             self.backlog.append((datagram, -1, ids))
             raise
-        self.backlog.append((datagram, os.dup(fd) if fd >= 0 else -1, ids))
+        try:
+            kept = os.dup(fd) if fd >= 0 else -1
+        except OSError as error:
+            raise Unavailable(f"no descriptor is left in this process: {error.strerror}") from error
+        self.backlog.append((datagram, kept, ids))
         for loop in list(self.loops):
             with contextlib.suppress(RuntimeError):  # closed
                 loop.call_soon_threadsafe(self._watch_room, loop)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 import resource
 import signal
+import socket
 import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from tensord_client.errors import Unavailable
 from tensord_client.lane import Call, LaneConnection
+from tensord_client.lane_socket import LaneSocket
 from tensord_client.native import wire
 
 from tensord.shm import spin
+from tests.open_files import no_descriptors_left
 
 _PATIENCE = 120.0
 _LIMIT = 300_000
@@ -81,6 +85,18 @@ def test_who_waits_for_a_lock_is_interrupted() -> None:
         signal.signal(signal.SIGALRM, former)
     lock.release()
     assert lock.acquire(False)
+
+
+def test_a_full_socket_without_a_descriptor_to_keep() -> None:
+    """The segment is not shared, which the caller is told, and what was queued before it still goes out."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lane = LaneSocket(ours, 0)
+    with theirs, ours, lane.lock:
+        while not lane.backlog:
+            lane.send(bytes(1000))
+        with no_descriptors_left(), pytest.raises(Unavailable, match="no descriptor is left in this process: Too many"):
+            lane.send(b"S+", theirs.fileno())
+        assert [datagram for datagram, _, _ in lane.backlog] == [bytes(1000)]
 
 
 def answers_quickly(limit_ns: int) -> Any:
