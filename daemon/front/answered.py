@@ -76,7 +76,10 @@ class Answered:
 
         ``code``: the HTTP status in digits, or the name of the gRPC status.
         """
-        self._words[self._places.get(code, self._other)] += 1
+        place = self._places.get(code, self._other)
+        self._words[place] += 1
+        if place == self._good:
+            self._log.next += 1  # which counts answers to inference alone
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
         """Counts, remembers and logs an answer that is an error. The access log takes at most 10 errors a second.

@@ -80,6 +80,8 @@ async def test_one_good_answer_in_so_many(page: SharedCounters, caplog: pytest.L
     made = of(page, 3)
     for number in range(1, 8):
         made.good(asked(number, client_id=str(number)), 2, [b"abc", memoryview(b"de")])
+        for _ in range(5):
+            made.managed("200")  # such as of probes
     lines = access_lines(caplog)
     assert [line["id"] for line in lines] == ["3", "6"]
     (first, _) = lines
