@@ -315,7 +315,7 @@ class ClientSocket:
 def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
     """Returns the operation on regions or parameters that ``question`` asks for."""
     if question.unregister is not None:
-        return UnregisterRegion("system", question.unregister.name)
+        return UnregisterRegion("", question.unregister.name)
     if (listed := question.parameters) is not None:
         return ListParameters(listed.model, listed.version, listed.set)
     if (push := question.push) is not None:

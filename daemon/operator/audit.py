@@ -83,7 +83,8 @@ def _described(operation: Operation) -> str:
         case RegisterCudaRegion(name, _, device, byte_size):
             return f"registration of region '{name[:_MAX_TEXT]}' ({byte_size} bytes of GPU {device})"
         case UnregisterRegion(kind, name):
-            return f"unregistration of region '{name[:_MAX_TEXT]}'" if name else f"unregistration of all {kind} regions"
+            named = f"region '{name[:_MAX_TEXT]}'" if name else f"all {kind} regions" if kind else "all regions"
+            return f"unregistration of {named}"
         case ChangeLog() | ChangeTrace():
             if not (changed := operation.changes()):
                 return ""

@@ -39,6 +39,7 @@ from tensord.shm.operations import (
     Peer,
     PushParameters,
     RegionStatus,
+    RegisterCudaRegion,
     RegisterSystemRegion,
     RevertParameters,
 )
@@ -217,6 +218,15 @@ def register(name: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
     return {"register": {"name": name, "byte_size": byte_size, "offset": offset}}
 
 
+async def test_a_region_of_any_kind_is_unregistered(registry: RegionRegistry, tmp_path: Path) -> None:
+    """It may have been registered over HTTP; by its name, or with all of its owner's."""
+    for name in ("g", ""):
+        here = Peer("unix", uid=os.getuid())
+        await registry.register(RegisterCudaRegion("g", bytes(64), 0, 64), here)
+        assert await ask(tmp_path / "s", ({"unregister": {"name": name}}, [])) == [{}]
+        assert registry.status(RegionStatus("cuda", "")) == b"[]"
+
+
 async def test_sealed_memory_is_registered_and_is_its_owners(
     registry: RegionRegistry, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,7 +254,7 @@ async def test_sealed_memory_is_registered_and_is_its_owners(
         f"audit: registration of region 'b' (4096 bytes of a memfd from 4096) {by}",
         f"audit: registration of region 'c' (4096 bytes of a memfd from 0) {by}",
         f"audit: unregistration of region 'a' {by}",
-        f"audit: unregistration of all system regions {by}",
+        f"audit: unregistration of all regions {by}",
     ]
 
 
