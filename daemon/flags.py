@@ -113,7 +113,7 @@ _TABLE = """
     exit-timeout-secs supervisor.exit_timeout SECONDS Seconds for accepted requests after SIGTERM.
     drain-time-secs supervisor.drain_time SECONDS Seconds of serving on after SIGTERM, while it says that it is not ready.
     id server_name NAME The server's name in GET /v2.
-    trace-level trace.level LEVEL TIMESTAMPS or TENSORS; may be repeated.
+    trace-level trace.level LEVEL TIMESTAMPS or TENSORS, may be repeated; or OFF.
     trace-rate trace.rate COUNT Trace one request in so many.
     trace-count trace.count COUNT Traces until it stops; -1: no end.
     trace-file trace.file FILE Where traces are written.
@@ -271,6 +271,8 @@ def _collect(ctx: click.Context, option: click.Parameter, value: Any) -> None:
     assert isinstance(option, FlagOption)
     flag = option.flag
     given = _seconds(flag.name, value) if flag.metavar == "MS" else value
+    if flag.key == "trace.level":
+        given = tuple(level for level in value if level != "OFF")  # which alone takes back what the file says
     found: list[Setting] = ctx.meta.setdefault(_SETTINGS, [])
     found.append(Setting(flag.key, given, f"--{flag.name}", textual=not flag.is_list))
 
@@ -333,7 +335,7 @@ _TRACE_FLAGS = {
 def _of_trace_config(value: str) -> str | None:
     """Returns the flag that means the same as ``--trace-config=value``, such as "--trace-rate=1" for "rate=1".
 
-    Returns None for the values "mode=triton" and "level=OFF", which change nothing in tensord.
+    Returns None for the value "mode=triton", which changes nothing in tensord.
     Raises ConfigurationError if the value names an unknown setting, or another mode than triton.
     """
     mode, comma, setting = value.partition(",")
@@ -342,7 +344,7 @@ def _of_trace_config(value: str) -> str | None:
         raise ConfigurationError(
             f"--trace-config={value}: set trace.otlp in the file, or by {layers.variable('trace.otlp')}"
         )
-    if (name, given) in (("mode", "triton"), ("level", "OFF")):
+    if (name, given) == ("mode", "triton"):
         return None
     if not equals or name not in _TRACE_FLAGS:
         raise ConfigurationError(

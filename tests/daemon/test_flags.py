@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 import pytest
 from click.shell_completion import ShellComplete
@@ -14,10 +16,10 @@ from tensord.config.options import Options
 from tensord.daemon import flags
 
 
-def parsed(*arguments: str) -> Options:
+def parsed(*arguments: str, environment: Mapping[str, str] | None = None) -> Options:
     command = flags.FlagCommand("tensord", add_help_option=False)
     with command.make_context("tensord", list(arguments)) as context:
-        return layers.load(flags=flags.settings(context))
+        return layers.load(environment=environment, flags=flags.settings(context))
 
 
 def test_a_triton_command_line() -> None:
@@ -68,6 +70,18 @@ def test_switches_take_a_value_or_none() -> None:
     assert parsed("--allow-http", "false").http.enabled is False
     assert parsed("--exit-on-error", "False").repository.exit_on_error is False
     assert parsed().repository.exit_on_error == "auto"
+
+
+@pytest.mark.parametrize("off", ["--trace-config=level=OFF", "--trace-config=triton,level=OFF", "--trace-level=OFF"])
+def test_traces_are_turned_off_whatever_the_environment_says(off: str) -> None:
+    environment = {"TENSORD_TRACE_FILE": "/tmp/t", "TENSORD_TRACE_LEVEL": "TIMESTAMPS"}
+
+    def level(*arguments: str) -> tuple[str, ...]:
+        return parsed(*arguments, environment=environment).trace.level
+
+    assert level() == level("--trace-config=mode=triton") == ("TIMESTAMPS",)
+    assert level(off) == ()
+    assert level("--trace-level=TENSORS", "--trace-config=level=TIMESTAMPS") == ("TENSORS", "TIMESTAMPS")
 
 
 @pytest.mark.parametrize(
