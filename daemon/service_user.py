@@ -98,7 +98,6 @@ def settings(unit: str) -> list[str]:
 def check_inside(service: Service, words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs ``tensord check`` in a sandbox with the settings of the service. Returns the exit status of the check.
 
-    If systemd cannot make the sandbox, returns the exit status of systemd-run, which is 1.
     Args:
       words: the arguments of ``tensord check``. The path of the configuration file is relative to the caller's working
         directory. All other paths are relative to the service's working directory.

@@ -3,7 +3,7 @@
     {"hello": {}}                                        ─▶  HelloAnswer
     {"open": {"model": "m", "version": 0}}               ─▶  OpenAnswer, with a file descriptor for each new lane
     {"register": {"name": "x", "byte_size": 4096}}       ─▶  {}       the client sends a memfd with this message
-    {"unregister": {"name": "x"}}                        ─▶  {}       "": all regions of the client's user. No CUDA region
+    {"unregister": {"name": "x"}}                        ─▶  {}       the name "" means all regions of the client's user
     {"push": {"model": "m", "number": 17}}               ─▶  the parameter set now: model, version, set, number, byte_size
                                                              a memfd in safetensors' layout may come with this message
     {"parameters": {"model": "m"}}                       ─▶  {"parameters": [...]}
@@ -59,10 +59,7 @@ class Register(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Unregister(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's message that asks to unregister a region, or all regions of the client's user if ``name`` is "".
-
-    CUDA regions stay registered.
-    """
+    """A client's message that asks to unregister a region, or all regions of the client's user if ``name`` is ""."""
 
     name: str
 

@@ -1,8 +1,7 @@
 """Counts a front's answers by status code, remembers its last errors, and writes its access log.
 
-The access log gets one successful inference answer for every n successful answers, which need not be to inference requests. It
-also gets at most ten answers a second that are errors. The configuration key ``log.access`` sets n. If n is 0, nothing is
-written to the access log. Only the front's event loop uses this module.
+The access log gets every n-th successful inference answer, and at most ten answers a second that are errors. The configuration
+key ``log.access`` sets n. If n is 0, nothing is written to the access log. Only the front's event loop uses this module.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Sets what is logged: one inference answer for every ``access`` successful answers, and at most 10 errors a second.
+        """Sets what is logged: every ``access``-th successful inference answer, and at most 10 errors a second.
 
-        The successful answers need not be to inference requests. If ``access`` is 0, nothing is logged.
+        If ``access`` is 0, nothing is logged.
         """
         self._log.log_every(access, self._words[self._good])
 

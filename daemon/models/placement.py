@@ -4,7 +4,7 @@
     instance_group.gpus              the workers of these GPUs
     preserve_ordering                one worker
     max_queue_size                   one worker, if the limit is too small to be divided among several workers
-    rate limiter, global resource    one worker, the same for all models that need a global resource on the same devices
+    rate limiter, global resource    one worker, the same for all models that need this resource, or a refusal
     rate limiter, other resources    one worker on each chosen GPU, and one on the CPU if a CPU is chosen
     tensord_together (a parameter)   one worker for all models with the same value, so that they may call each other
     isolated (a parameter)           a worker for this model alone on each chosen GPU, and one on the CPU if a CPU is chosen
