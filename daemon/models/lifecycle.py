@@ -615,10 +615,7 @@ class Lifecycle:
         return sorted(found, key=lambda entry: str(entry["name"]))
 
     def resources(self) -> dict[str, Mapping[str, str | None]]:
-        """Returns the rate limiter's resources that each model needs, by model name and resource name.
-
-        A value is as of ``FoundModel.resources``. Unloaded models are left out.
-        """
+        """Returns the field ``resources`` of each ``FoundModel`` that is loaded and needs resources, by the model's name."""
         return {
             name: version.resources
             for name, model in self.models.items()
