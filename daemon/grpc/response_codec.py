@@ -16,7 +16,6 @@ from tensord.shm.messages import Buffer, Content, Parameter, PreparedAnswer, Sli
 
 _FINAL = "triton_final_response"
 _MODEL_NAME, _MODEL_VERSION, _ID, _RAW, _INFER_RESPONSE = 0x0A, 0x12, 0x1A, 0x32, 0x12
-_INT64 = 1 << 63
 
 
 class AnswerLayout:
@@ -77,13 +76,12 @@ def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _parameters(given: Mapping[str, Parameter]) -> dict[str, InferParameter]:
-    # An integer beyond signed 64 bits keeps only its lower 64 bits.
     found: dict[str, InferParameter] = {}
     for key, value in given.items():
         if isinstance(value, bool):
             found[key] = InferParameter(bool_param=value)
         elif isinstance(value, int):
-            found[key] = InferParameter(int64_param=(value + _INT64) % (2 * _INT64) - _INT64)
+            found[key] = InferParameter(int64_param=value)
         elif isinstance(value, float):
             found[key] = InferParameter(double_param=value)
         else:

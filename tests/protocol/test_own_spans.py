@@ -62,6 +62,17 @@ GENERATOR = repositories.applying(
     "y INT32[1]",
     more="import tensord.models\nhost = True",
 )
+#: What no record can hold as it is: scalars of numpy, and texts that are not Unicode.
+ODD = repositories.applying(
+    """
+    with tensord.models.span("odd \\ud800", loss=np.float64(0.5), n=np.int32(2), text="\\udfff", **{"k\\ud800": [1]}):
+        pass
+    return {"y": inputs["x"]}
+    """,
+    "x FP32[2]",
+    "y FP32[2]",
+    more="import tensord.models\nhost = True",
+)
 ECHO = repositories.of_x("x", "FP32[2]", more="host = True")
 _CALLS = """
 ask(x)
@@ -112,6 +123,7 @@ def daemon(collector: Collector, daemon_of: DaemonOf, tmp_path_factory: pytest.T
         ("parts", PYTHON, repositories.fields("x FP32 2", "context STRING 1")),
         ("many", MANY, ""),
         ("tells", GENERATOR, ""),
+        ("odd", ODD, ""),
         ("host_echo", ECHO, ""),
         ("asks", ASKS, ""),
         ("python_asks", PYTHON_ASKS, repositories.fields("x FP32 2", "y FP32 2")),
@@ -168,6 +180,15 @@ def test_spans_of_a_host_model(daemon: DaemonProcess, collector: Collector, kind
     assert said["text"].string_value == "x" * 256
     assert said["huge"].string_value == str(1 << 70)
     assert {span.status.code for span in spans.values()} == {0}
+
+
+def test_a_span_of_what_no_record_can_hold(daemon: DaemonProcess, collector: Collector) -> None:
+    trace_id = f"{10:032x}"
+    infer(daemon, httpclient, "odd", trace_id)
+    span = collector.named(trace_id, 6)["odd ?"]
+    said = {each.key: each.value for each in span.attributes}
+    assert (said["loss"].double_value, said["n"].int_value) == (0.5, 2)
+    assert (said["text"].string_value, said["k?"].string_value) == ("?", "[1]")
 
 
 @KINDS

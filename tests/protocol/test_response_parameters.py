@@ -1,4 +1,4 @@
-"""Parameters that a Python model gives its response reach the client, with their types, on every way there is."""
+"""Parameters of responses of Python models and generators reach the client, with their types, on every way there is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
 from tests.daemon_process import DaemonOf, DaemonProcess
-from tests.repositories import answering, fields, write_model
+from tests.repositories import answering, applying, fields, write_model
 
 #: ``what`` is Python: the parameters of the answer. ``size``: elements of the output.
 MODEL = answering(
@@ -26,6 +26,24 @@ MODEL = answering(
     return response(parameters, y=np.full(told.get("size", 1), self.calls, np.int32))
     """,
     more="calls = 0",
+)
+#: A generator whose one response has the parameters that the input says, as Python.
+GENERATOR = applying(
+    """
+    yield {"y": np.ones(1, np.int32)}, eval(inputs["what"][0], {"np": np})
+    """,
+    "what BYTES[1]",
+    "y INT32[1]",
+    more="host = True",
+)
+#: A Python model that asks the generator, and tells the parameters it got as text.
+ASKS = answering(
+    """
+    what = pb_utils.Tensor("what", np.array([json.loads(request.parameters())["what"]], np.object_))
+    asked = pb_utils.InferenceRequest(model_name="yields", inputs=[what], requested_output_names=["y"])
+    first = next(asked.exec(decoupled=True))
+    return response({"got": first.parameters()}, y=np.ones(1, np.int32))
+    """
 )
 CONFIG = fields("x INT32 1", "y INT32 -1")
 GOOD = (
@@ -49,6 +67,8 @@ X = {"name": "x", "datatype": "INT32", "shape": [1], "data": [1]}
 def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("parameters")
     write_model(folder / "models", "says", MODEL, CONFIG)
+    write_model(folder / "models", "yields", GENERATOR)
+    write_model(folder / "models", "asks", ASKS, CONFIG)
     return daemon_of(folder / "models", folder=folder)
 
 
@@ -145,6 +165,44 @@ def test_what_no_client_could_be_sent(daemon: DaemonProcess, what: str, words: s
     )
     assert words in answer["error"]
     assert daemon.infer("says", [X], parameters={"what": "{'a': 1}"})[1]["parameters"] == {"a": 1}
+
+
+def generated(daemon: DaemonProcess, what: str) -> dict[str, Any]:
+    """Returns the first event of the generator's answer."""
+    answer = daemon.request("POST", "/v2/models/yields/generate_stream", json.dumps({"what": what}).encode())[1]
+    found: dict[str, Any] = json.loads(answer.partition(b"data: ")[2].partition(b"\n")[0])
+    return found
+
+
+def test_of_a_generator(daemon: DaemonProcess) -> None:
+    what = "{'score': np.float32(0.5), 'rate': np.float64(0.25), 'n': np.int64(3), 'yes': np.True_, 'text': 'grüß'}"
+    expected = {"score": 0.5, "rate": 0.25, "n": 3, "yes": True, "text": "grüß"}
+    found = generated(daemon, what)
+    assert same({key: found.get(key) for key in expected}, expected)
+    assert same(json.loads(daemon.infer("asks", [X], parameters={"what": what})[1]["parameters"]["got"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("{'a': None}", "are a dict of bool, int, float or str by name, found <class 'NoneType'>"),
+        ("{'a': [1]}", "are a dict of bool, int, float or str by name, found <class 'list'>"),
+        ("{1: 2}", "are a dict of bool, int, float or str by name, found <class 'int'>"),
+        ("{'a': np.longdouble(1)}", "are a dict of bool, int, float or str by name, found <class 'numpy.longdouble'>"),
+        (
+            "{'a': np.uint64(2**63)}",
+            "parameter 'a' is an integer of 64 bits, those that fit into 64 with a sign are sent",
+        ),
+        ("{'a': '\\ud800'}", "a parameter's text cannot be sent as UTF-8: surrogates not allowed"),
+        ("{'a': 'x' * (300 << 20)}", "the parameters of a response are 314572809 bytes, at most 1048576 are sent"),
+    ],
+)
+def test_what_no_client_could_be_sent_by_a_generator(daemon: DaemonProcess, what: str, words: str) -> None:
+    """The request gets an error, and the worker goes on."""
+    error = generated(daemon, what)["error"]
+    assert error.startswith("model 'yields': ")
+    assert words in error
+    assert generated(daemon, "{'a': 1}")["a"] == 1
 
 
 def test_as_much_as_is_allowed(daemon: DaemonProcess) -> None:

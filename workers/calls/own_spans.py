@@ -8,12 +8,14 @@ If none of these requests is traced, ``span`` records nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from types import TracebackType
 
+from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Parameter
 from tensord.workers.calls.caller import current
+from tensord.workers.requests.result import checked_parameter
 from tensord.workers.requests.timeline import Span, trace_id_of
 
 #: Characters of a name and of an attribute, and attributes of a span, that are told.
@@ -32,8 +34,8 @@ def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManag
     timelines = [request.timeline for request in requests if request.timeline is not None]
     if not timelines:
         return _NOTHING
-    told = {key[:_MAX_TEXT]: _told(attributes[key]) for key in [*attributes][:_MAX_ATTRIBUTES]}
-    made = Span(name[:_MAX_TEXT], told, timelines[0].within(innermost()))
+    told = {_text(key): _told(attributes[key]) for key in [*attributes][:_MAX_ATTRIBUTES]}
+    made = Span(_text(name), told, timelines[0].within(innermost()))
     # One object for all: the code has run once.
     taken = [timeline.open(made) for timeline in timelines]
     return _OpenSpan(made) if any(taken) else _NOTHING
@@ -66,8 +68,11 @@ class _OpenSpan:
 
 
 def _told(value: object) -> Parameter:
-    return value if isinstance(value, bool | int | float) and not _is_large(value) else str(value)[:_MAX_TEXT]
+    with suppress(InvalidArgument):
+        if not isinstance(value, str):
+            return checked_parameter("", value)
+    return _text(value)
 
 
-def _is_large(value: float) -> bool:
-    return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
+def _text(value: object) -> str:
+    return str(value)[:_MAX_TEXT].encode(errors="replace").decode()

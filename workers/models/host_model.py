@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tensord.shm.arrays import Array, encoded_strings
-from tensord.shm.errors import Internal
+from tensord.shm.errors import Internal, InvalidArgument
 from tensord.workers.calls.caller import Caller, ModelPort, calling
 from tensord.workers.devices.late_tensor import LateTensor
 from tensord.workers.jax_internals.wide import precision
@@ -30,7 +30,7 @@ from tensord.workers.programs.lowering import check_cut, check_output, warn_of_u
 from tensord.workers.programs.run_errors import describe_failure
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
-from tensord.workers.requests.result import STREAMED, Response, Result
+from tensord.workers.requests.result import STREAMED, Response, Result, checked_parameters
 from tensord.workers.tensors.ragged import batch_input, cut, elements, flat, unit, whole_shape
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
@@ -160,7 +160,10 @@ class GeneratorModel(HostFunction):
                 "dict of parameters"
             )
         outputs = {output: self._checked(request, output, array) for output, array in value.items()}
-        return Response(outputs, dict(parameters)) if parameters else outputs
+        try:
+            return Response(outputs, checked_parameters(parameters)) if parameters else outputs
+        except InvalidArgument as error:
+            raise Internal(f"model '{self.signature.model}': {error.message}") from None
 
     def _checked(self, request: Request, output: str, value: Any) -> Array:
         spec, batches = self.signature.outputs.get(output), self.signature.batches

@@ -25,16 +25,12 @@ from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import asker
 from tensord.workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
 from tensord.workers.python_backend.tensors import Tensor
-from tensord.workers.requests.result import Response, Result
+from tensord.workers.requests.result import Response, Result, checked_parameters
 from tensord.workers.requests.timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from tensord.workers.models.python_model import ResponseWriter
 
-#: Bytes of one response's parameters, as JSON.
-_MAX_BYTE_SIZE = 1 << 20
-#: Largest value of gRPC's int64_param.
-_MAX_INTEGER = (1 << 63) - 1
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
@@ -66,7 +62,7 @@ class InferenceResponse:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"output_tensors are of type Tensor, found {type(tensor).__name__}")
         self._error = error
-        self._parameters = checked_parameters(parameters)
+        self._parameters = _plain_parameters(parameters)
 
     def output_tensors(self) -> list[Tensor]:
         return self._output_tensors
@@ -87,7 +83,7 @@ def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
     return response._parameters
 
 
-def checked_parameters(parameters: Any) -> dict[str, Parameter]:
+def _plain_parameters(parameters: Any) -> dict[str, Parameter]:
     """Returns ``parameters``, a mapping from names to values, as a dict of plain values. None becomes an empty dict.
 
     Raises TritonModelException: ``parameters`` is no mapping, a name is no str, a value is no bool, 64-bit int or str, a str
@@ -97,38 +93,15 @@ def checked_parameters(parameters: Any) -> dict[str, Parameter]:
         return {}
     if not isinstance(parameters, Mapping):
         raise TritonModelException(f"Expect parameters to have type dict, found type {type(parameters)}")
-    checked: dict[str, Parameter] = {}
     for key, value in parameters.items():
         if not isinstance(key, str):
             raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
-        checked[_sendable(key)] = _value(key, value)
-    size = len(json.dumps(checked, ensure_ascii=False).encode())
-    if size > _MAX_BYTE_SIZE:
-        raise TritonModelException(f"the parameters of a response are {size} bytes, at most {_MAX_BYTE_SIZE} are sent")
-    return checked
-
-
-def _value(key: str, value: Any) -> Parameter:
-    """Returns ``value`` as a plain bool, 64-bit int or UTF-8 str. Raises TritonModelException if ``value`` is none of these."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        if not -_MAX_INTEGER - 1 <= value <= _MAX_INTEGER:
-            raise TritonModelException(
-                f"parameter '{key}' is an integer of {value.bit_length()} bits, those that fit into 64 with a sign are sent"
-            )
-        return int(value)
-    if isinstance(value, str):
-        return _sendable(value)
-    raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
-
-
-def _sendable(text: str) -> str:
+        if not isinstance(value, bool | int | str):
+            raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise TritonModelException(f"a parameter's text cannot be sent as UTF-8: {error.reason}") from None
-    return str.__str__(text)
+        return checked_parameters(parameters)
+    except InvalidArgument as error:
+        raise TritonModelException(error.message) from None
 
 
 class InferenceResponseSender:
@@ -287,7 +260,7 @@ class InferenceRequest:
         self._model_version = model_version
         self._flags = flags
         self._timeout = timeout
-        self._parameters = parameters if isinstance(parameters, str) else json.dumps(checked_parameters(parameters))
+        self._parameters = parameters if isinstance(parameters, str) else json.dumps(_plain_parameters(parameters))
         if writer is None:
             self._check(requested_output_names)
         self._cancelled = cancelled
@@ -463,7 +436,11 @@ def response_of(result: Result | None) -> InferenceResponse:
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
-    return InferenceResponse(tensors, parameters=result.parameters if isinstance(result, Response) else None)
+    made = InferenceResponse(tensors)
+    if isinstance(result, Response):
+        # As they are: one of a model that yields its responses may be a float.
+        made._parameters = result.parameters
+    return made
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
