@@ -75,6 +75,8 @@ class ModelTable:
             if gone is not None and (gone.name, gone.version) == (name, number):
                 gone.end_sequences()
         if version is None:
+            # Calls may wait for one that was held.
+            self.on_change()
             done()
             return
         for each in version.family:

@@ -69,6 +69,16 @@ def test_the_newest_answers_where_none_is_asked_for() -> None:
     assert table.find("other", 0) is other
 
 
+def test_who_waits_for_a_held_version_hears_that_it_was_unloaded() -> None:
+    """1. A version is loaded and not served yet. 2. Somebody waits for it. 3. It is unloaded."""
+    table, coming = ModelTable(), list[bool]()
+    table.hold(version_of())
+    table.on_change = lambda: coming.append(table.is_coming("m", 0))
+    assert table.is_coming("m", 1)
+    table.remove("m", 1, lambda: None)
+    assert coming == [False]
+
+
 def test_a_version_is_gone_when_its_last_request_and_its_instances_are() -> None:
     table = ModelTable()
     version = version_of(instances=2)
