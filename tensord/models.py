@@ -45,7 +45,7 @@ def export(
     parameters: Any,
     inputs: Any,
     max_batch_size: int = 0,
-    buckets: Mapping[str, Sequence[int]] | None = None,
+    buckets: Mapping[str, Sequence[int] | str] | None = None,
     platforms: Sequence[str] | None = None,
     derivatives: int = 0,
 ) -> Path:
@@ -62,7 +62,8 @@ def export(
         ``{"x": "FP32[4]", "ids": "INT64[sequence]"}``. It may also be a tree of such texts. An array's name is then the keys
         on the way to it, joined by dots.
       max_batch_size: the most rows of one batch, or 0 if the arrays have no batch dimension.
-      buckets: the sizes of a named axis that are compiled when the model is loaded. Requests are padded to them with zeros.
+      buckets: the sizes of a named axis that are compiled when the model is loaded, or "auto" for powers of two, compiled when
+        a request first needs them. Requests are padded to them with zeros.
       platforms: the platforms that the program may run on, such as ``("cpu", "cuda")``. None means this process's platform.
       derivatives: how many orders of derivatives, in reverse mode, the model has: 0, 1 or 2.
 

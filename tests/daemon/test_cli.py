@@ -14,7 +14,7 @@ import pytest
 from jax import export
 
 from tensord import testing
-from tensord.config import layers
+from tensord.config import layers, model_config
 from tensord.config.layers import Setting
 from tests import prepared
 from tests.daemon.fake_daemon import ROOT, write_model
@@ -247,6 +247,34 @@ def test_an_output_of_64_bits_is_exported(tmp_path: Path, kind: str) -> None:
     with testing.load(tmp_path / "out") as model:
         made = model({"x": np.ones(2, np.float32)})["y"]
     assert (made.dtype.name, made.tolist()) == (dtype, [2 + 2**40])
+
+
+def test_automatic_buckets_are_exported(tmp_path: Path) -> None:
+    """Those of config.pbtxt go before those of model.py, as where the model is served."""
+    more = 'max_batch_size, buckets = 4, {"n": "auto", "m": (2,)}'
+    source = applying('return {"y": inputs["x"].sum(axis=(1, 2)), }', "x FP32[n,m]", "y FP32[]", more=more)
+    write_source(tmp_path, "whole", source, 'parameters { key: "buckets.m" value { string_value: "4" } }')
+    done = tensord("export", str(tmp_path / "whole"), str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    config = model_config.parse_pbtxt((tmp_path / "out" / "config.pbtxt").read_text(), "out")
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "buckets.n": "auto",
+        "buckets.m": "4",
+    }
+    with testing.load(tmp_path / "out") as model:
+        assert model({"x": np.ones((2, 5, 3), np.float32)})["y"].tolist() == [15, 15]
+
+
+def test_a_label_file_that_is_missing_leaves_nothing_written(tmp_path: Path) -> None:
+    config = 'output { name: "y" data_type: TYPE_FP32 dims: 2 label_filename: "labels.txt" }'
+    write_source(tmp_path, "m", of_x("x", "FP32[2]"), config)
+    done = tensord("export", str(tmp_path / "m"), str(tmp_path / "out"))
+    assert (done.returncode, "label file 'labels.txt' of output 'y' cannot be read" in done.stderr) == (1, True)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "m" / "labels.txt").write_text("a\nb\n")
+    done = tensord("export", str(tmp_path / "m"), str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "labels.txt").read_text() == "a\nb\n"
 
 
 def test_derivatives_are_exported(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tensord.shm.common.derivatives import KINDS, MAX_ORDER, PUSH_FORWARD
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from tensord.workers.declarations.created import create, created, is_generator
-from tensord.workers.declarations.declaration import declare_tensors
+from tensord.workers.declarations.declaration import declare_tensors, read_labels
 from tensord.workers.declarations.derivatives import declared_order
 from tensord.workers.declarations.placement_declarations import declare_sets, device_count
 from tensord.workers.imports.model_imports import ModelImports
@@ -54,7 +54,7 @@ def export_model(
     parameters: Any,
     inputs: Any,
     max_batch_size: int = 0,
-    buckets: Mapping[str, Sequence[int]] | None = None,
+    buckets: Mapping[str, Sequence[int] | str] | None = None,
     platforms: Sequence[str] | None = None,
     derivatives: int = 0,
 ) -> Path:
@@ -65,7 +65,7 @@ def export_model(
       parameters: the parameters that are written to the folder.
       inputs: the declarations of the inputs, as in a model.py.
       max_batch_size: the most rows; 0: no batches.
-      buckets: axis name -> sizes to compile; None: there are none.
+      buckets: axis name -> sizes to compile, or "auto" for powers of two; None: there are none.
       platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
       derivatives: for how many orders of derivatives, in reverse mode, the programs are exported; 0: for none.
     Raises InvalidArgument: an argument is malformed, the folder has a version 1 already, or the function cannot be exported.
@@ -76,8 +76,7 @@ def export_model(
     folder = Path(folder)
     config = model_config.empty(folder.name)
     config.max_batch_size = max_batch_size
-    for axis, sizes in (buckets or {}).items():
-        config.parameters[f"buckets.{axis}"].string_value = ",".join(map(str, sizes))
+    _keep_buckets(config, buckets or {})
     what = f"model '{folder.name}'"
     declared = {
         name: parse_declaration(f"input '{name}'", text) for name, text in declarations(what, inputs, "input").items()
@@ -150,6 +149,13 @@ def _umask() -> int:
     return int(line.split()[1], 8)
 
 
+def _keep_buckets(config: ModelConfig, buckets: Mapping[str, Sequence[int] | str]) -> None:
+    """Adds the sizes of named axes to ``config``, as far as it has none for them."""
+    for axis, sizes in buckets.items():
+        if (name := f"buckets.{axis}") not in config.parameters:
+            config.parameters[name].string_value = "auto" if sizes == "auto" else ",".join(map(str, sizes))
+
+
 def _programs(
     config: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
@@ -191,7 +197,9 @@ def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str)
     """
     limits = [f"{_BATCH} <= {config.max_batch_size}"] if config.max_batch_size else []
     named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
-    limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(config).items() if axis in named]
+    buckets = {axis: sizes for axis, sizes in model_checks.axis_buckets(config).items() if axis in named}
+    # Those that are "auto" have no sizes, and no largest one.
+    limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in buckets.items() if sizes]
     scope, unnamed = export.SymbolicScope(limits), 0
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     for name, tensor in inputs.items():
@@ -244,12 +252,11 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str,
         axes = declare_tensors(config, module)
         if declare_sets(config, module) is not None:
             raise Unsupported(f"model '{load.name}': what is exported has one parameter set in a batch")
-        for axis, sizes in getattr(module, "buckets", {}).items():
-            config.parameters[f"buckets.{axis}"].string_value = sizes if sizes == "auto" else ",".join(map(str, sizes))
+        _keep_buckets(config, getattr(module, "buckets", {}))
         if hasattr(module, "batch_buckets") and "batch_buckets" not in config.parameters:
             config.parameters["batch_buckets"].string_value = ",".join(map(str, module.batch_buckets))
         model_checks.check(config)
-        described = signature(config, axes, {})
+        described = signature(config, axes, read_labels(config, folders[1]))
         config.parameters["derivatives"].string_value = str(derivatives)
         declared_order(config, module, described)
         del config.parameters["derivatives"]
