@@ -20,29 +20,6 @@ import jax
 
 _log = logging.getLogger(__name__)
 _WIDE = "jax_enable_x64"
-#: Setting -> JAX's context manager of it; one that this JAX lacks is as any other setting.
-_CONTEXTS = {
-    f"jax_{name}": name
-    for name in (
-        "array_garbage_collection_guard",
-        "debug_infs",
-        "debug_key_reuse",
-        "debug_nans",
-        "default_device",
-        "default_matmul_precision",
-        "default_prng_impl",
-        "disable_jit",
-        "enable_custom_prng",
-        "enable_x64",
-        "legacy_prng_key",
-        "log_compiles",
-        "numpy_dtype_promotion",
-        "numpy_rank_promotion",
-        "softmax_custom_jvp",
-        "threefry_partitionable",
-        "transfer_guard",
-    )
-}
 #: ``own``: the flags and the open contexts of the model whose code this thread runs.
 _thread = threading.local()
 
@@ -73,7 +50,8 @@ class OwnFlags:
         """
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
-            for name, value in self._values.items():
+            # Another instance's thread may add one meanwhile.
+            for name, value in [*self._values.items()]:
                 stack.enter_context(_context(name)(value))
             _thread.own = self, stack
             try:
@@ -121,7 +99,7 @@ def prepare() -> None:
     @functools.wraps(usual)
     def update(name: str, val: Any) -> None:
         own = getattr(_thread, "own", None)
-        if own is None or not hasattr(jax, _CONTEXTS.get(name, "no such name")):
+        if own is None or _context(name) is None:
             WholeProcess.updates += 1
             usual(name, val)  # type: ignore[no-untyped-call]
         else:
@@ -131,6 +109,6 @@ def prepare() -> None:
     jax.config.update = update  # type: ignore[method-assign]
 
 
-def _context(name: str) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
-    found: Callable[[Any], contextlib.AbstractContextManager[Any]] = getattr(jax, _CONTEXTS[name])
-    return found
+def _context(name: str) -> Any:
+    """Returns JAX's context manager for a setting of its configuration, which has the same name; None: there is none."""
+    return getattr(jax, name.removeprefix("jax_"), None) if name.startswith("jax_") else None
