@@ -152,6 +152,13 @@ def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgu
     return InvalidArgument(f"ensemble '{ensemble}' depends on '{member}' {lacks}{failed}")
 
 
+def non_existing_output(ensemble: str, tensor: str, output: str, member: str) -> InvalidArgument:
+    """Returns the error for an ensemble that takes its ``tensor`` from ``output``, which the model ``member`` lacks."""
+    return InvalidArgument(
+        f"in ensemble {ensemble}, ensemble tensor {tensor} is mapped from non-existing output {output} in model {member}"
+    )
+
+
 def completed(encoded: bytes, find: Callable[[str, int], ModelConfig]) -> ModelConfig:
     """Decodes an ensemble's configuration from protobuf, and checks it against the configurations of the ensemble's members.
 
@@ -205,10 +212,7 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
             )
     for name, tensor in sorted(step.output_map.items()):
         if name not in outputs:
-            raise InvalidArgument(
-                f"in ensemble {ensemble}, ensemble tensor {tensor} is mapped from non-existing output {name} in model "
-                f"{member.name}"
-            )
+            raise non_existing_output(ensemble, tensor, name, member.name)
     for field in member.input:
         if field.name not in step.input_map and not field.optional:
             raise InvalidArgument(

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from tensord.config import model_checks, model_config
+from tensord.config.ensemble_checks import non_existing_output
 from tensord.config.model_checks import REPLACE_WAITING
 from tensord.config.model_config import ModelConfig, wants
 from tensord.shm.control_records import Load
@@ -60,13 +61,17 @@ def _graph(config: ModelConfig) -> EnsembleGraph:
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
     """Returns a copy of the ensemble ``loaded`` with the properties that depend on its steps' models, such as ``streams``.
 
-    Raises NotFound: a model of a step is not served. Raises InvalidArgument: all instances of such a model are passive.
+    Raises NotFound: a model of a step is not served. Raises InvalidArgument: such a model lacks an output that a step needs, or
+    all its instances are passive.
     """
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble
     steps: list[EnsembleStep] = []
     for step, member in zip(graph.steps, members, strict=True):
+        # Whoever checked them may have seen an earlier load of the member.
+        for name in step.outputs.keys() - member.signature.outputs.keys():
+            raise non_existing_output(loaded.name, step.outputs[name], name, member.name)
         ordered = {name: step.outputs[name] for name in member.signature.outputs if name in step.outputs}
         steps.append(step._replace(outputs=ordered, streams=member.loaded.streams))
     return dataclasses.replace(

@@ -168,6 +168,15 @@ def test_each_set_of_outputs_has_its_own_chain(chained: Callable[..., WorkerLoop
 
 
 @in_c
+def test_an_ensemble_of_a_member_that_lacks_an_output_by_now_is_refused(loop: WorkerLoop, tmp_path: Path) -> None:
+    """1. The supervisor checks an ensemble. 2. Its member is loaded again, with other outputs. 3. The ensemble is loaded."""
+    scale_model(tmp_path)
+    load(loop, tmp_path, "scale")
+    folder = ensemble(tmp_path, "late", ["a FP32 4"], ["b FP32 4"], [("scale", {"x": "a"}, {"former": "b"})], 8)
+    expected = "in ensemble late, ensemble tensor b is mapped from non-existing output former in model scale"
+    assert expected in loop.refused(folder)
+
+
 def test_a_model_that_is_loaded_again_is_the_one_that_runs(chained: Callable[..., WorkerLoop], tmp_path: Path) -> None:
     loop = chained()
     known(loop, lambda: ask(loop, [1]))
