@@ -187,7 +187,7 @@ class Starting:
             # Not beside other loads: what the thread finds of the process must be what it leaves there.
             for instance in together:
                 instance.start()
-            started += together
+                started.append(instance)
             with self.aside():
                 for instance in together:
                     try:

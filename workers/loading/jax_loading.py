@@ -49,10 +49,10 @@ def run_samples(
 
     ``model``: the model's name, for error messages. ``check``: a function that raises an error if the device has failed.
     """
-    if jitted.free_state is not None:
-        for sample in samples:
-            sample.begin(jitted.free_state.begun)
     try:
+        if jitted.free_state is not None:
+            for sample in samples:
+                sample.begin(jitted.free_state.begun)
         here = jitted if device is jitted.executables.device else JittedInstance(jitted, device)
         for sample in samples:
             sample.run_jitted(jitted, here, model, check)

@@ -24,7 +24,6 @@ from tensord.config.model_config import ModelConfig
 from tensord.shm import descriptors
 from tensord.shm.common.derivatives import PARAMETER_GRADIENT
 from tensord.shm.control_records import Load
-from tensord.shm.cuda_regions import DeviceLost
 from tensord.shm.errors import Internal, InvalidArgument, NoDescriptor, ServingError, Unsupported
 from tensord.shm.status_page import StatusPage
 from tensord.workers.calls.caller import CallServer, ModelPort
@@ -332,7 +331,7 @@ class Loader:
                 loaded = self._load(
                     VersionLoad(record, each.config, each.module, load.imports, load.flags, progress, its, load.started)
                 )
-            except (ServingError, DeviceLost):
+            except ServingError:
                 raise
             except Exception as error:  # whatever tracing raises
                 load.progress.cancellation.check()

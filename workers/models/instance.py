@@ -173,12 +173,16 @@ class Instance:
 
     def _begin(self) -> Instantiated | None:
         """Creates, initialises and warms up the model. Returns None if that fails."""
+        model: Instantiated | None = None
         try:
-            model = self._create()
-            model.initialize()
+            made = self._create()
+            made.initialize()
+            model = made
             if self._warm is not None:
                 self._warm(model)
         except BaseException as error:  # a model may call sys.exit() as well
+            if model is not None:
+                model.close()
             self._failure = error
             self._drop_jobs()
             return None

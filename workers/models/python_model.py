@@ -303,7 +303,7 @@ class PythonModel:
         try:
             with self._finalizing, calling(Caller(self._port, phase=CallerPhase.APART)):
                 finalize()
-        except Exception:
+        except BaseException:  # also sys.exit() in a model
             _log.exception("finalize of model '%s' failed", self._instance)
 
 

@@ -23,6 +23,7 @@ from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from tensord.shm.status_page import StatusPage
 from tensord.workers.imports import import_system
+from tensord.workers.loading.jax_loading import run_samples
 from tensord.workers.loading.loader import Loader
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.loaded_model import LoadedModel
@@ -624,6 +625,41 @@ def test_instances_are_initialised_and_finalized_one_after_the_other(
         load(ONE_BY_ONE.replace("FAILS", "'fails_0_1'"), THREE, name="fails")
     assert noted[:4] == ["begin", "fails_0_0", "begin", "fails_0_1"]
     assert "begin" not in noted[4:]
+
+
+def test_instances_before_one_that_gets_no_thread_are_ended(load: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    ended, start = threading.Event(), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "m_0_1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(builtins, "noted_by_instances", noted, raising=False)
+    monkeypatch.setattr(builtins, "ended_instance", ended, raising=False)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    source = ONE_BY_ONE.replace("FAILS", "None").replace(
+        '("finalized")', '("finalized")\n        builtins.ended_instance.set()'
+    )
+    with pytest.raises(Internal):
+        load(source, THREE + 'parameters { key: "parallel_initialize" value { string_value: "true" } }')
+    assert ended.wait(60)
+    assert noted == ["begin", "m_0_0", "finalize", "finalized"]
+
+
+def test_the_device_of_samples_is_closed_where_one_of_them_cannot_begin() -> None:
+    closed: list[bool] = []
+    device: Any = SimpleNamespace(close=lambda: closed.append(True))
+    jitted: Any = SimpleNamespace(free_state=SimpleNamespace(begun={}))
+
+    class Sample:
+        def begin(self, begun: Any) -> None:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run_samples(jitted, [Sample()], device, "m", lambda: None)  # type: ignore[list-item]
+    assert closed == [True]
 
 
 def weighing(y: str = "x @ weights", params: str = "{}", size: int = 1000) -> str:

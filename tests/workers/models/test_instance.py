@@ -111,6 +111,19 @@ def test_a_model_that_does_not_start(inbox: Inbox, page: StatusPage, trouble: Ba
         instance.wait_started(Cancellation())
 
 
+def test_a_model_that_fails_as_it_is_warmed_up_is_closed(inbox: Inbox, page: StatusPage) -> None:
+    model = AModel()
+
+    def warm(_: Any) -> None:
+        raise ValueError("no")
+
+    instance = Instance("m_0", lambda: model, inbox, page, warm)
+    instance.start()
+    with pytest.raises(ValueError, match="no"):
+        instance.wait_started(Cancellation())
+    assert model.events == ["initialize", "close"]
+
+
 def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page: StatusPage) -> None:
     """An array of a client's region keeps the region mapped."""
     model = AModel()

@@ -164,10 +164,11 @@ def test_auto_complete() -> None:
         auto_complete(module, config(), ModelPort("m", 3, None))
 
 
-def test_finalize_that_fails_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("trouble", [ValueError("at the end"), SystemExit(1)])
+def test_finalize_that_fails_is_only_logged(caplog: pytest.LogCaptureFixture, trouble: BaseException) -> None:
     class Model:
         def finalize(self) -> None:
-            raise ValueError("at the end")
+            raise trouble
 
     model_of(Model).close()
     assert "finalize of model 'm_0_0' failed" in caplog.text
