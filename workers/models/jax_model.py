@@ -240,6 +240,13 @@ class JaxModel:
         executable: Executable | GroupedProgram | None = execution.executable
         if executable is None:
             executable = self.find(requests)
+            if (
+                executable is None
+                and execution.whole is not None
+                and isinstance(execution.whole.executable, Executable)
+            ):
+                # What its requests need by themselves nobody has asked for: that of the failed batch pads them.
+                executable = execution.whole.executable
             if executable is None:
                 raise LookupError(f"no executable for {self.wanted_by(requests)}")
             execution.executable = executable

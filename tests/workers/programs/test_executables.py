@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from jax._src.interpreters import pxla
 from tensord.config.model_config import empty
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.errors import Internal, InvalidArgument
+from tensord.workers.models import execution
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.processor.processor import Processor
@@ -71,9 +74,35 @@ def run(model: JaxModel, *each: dict[str, Any], rows: tuple[int, ...] = (1,)) ->
     requests = [request_of(arrays, count, model.key(arrays)) for arrays, count in zip(each, rows, strict=True)]
     if model.find(requests) is None:
         model.executables.add(model.executables.compile(model.wanted_by(requests)))
-    execution = Execution(requests, 0)
-    model.execute(execution)
-    return execution.results
+    batch = Execution(requests, 0)
+    model.execute(batch)
+    return batch.results
+
+
+def test_requests_of_a_failed_batch_run_alone_where_only_the_batch_has_a_program() -> None:
+    """Each gets what it would have got alone, and not that its own program is missing."""
+
+    def refuse(x: Any) -> Any:
+        if (x < 0).any():
+            raise ValueError("negative")
+        return x
+
+    def apply(_: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        x = inputs["x"]
+        return {"y": jax.pure_callback(refuse, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 1}
+
+    model = model_of(apply, {"x": "FP32[s]"}, {"y": "FP32[s]"}, 4, (1, 2, 4))
+    version: Any = SimpleNamespace(repeatable=True)
+    arrays = [{"x": np.full((1, 3), value, np.float32)} for value in (1, -1, 2)]
+    requests = [request_of(each, 1, model.key(each), version=version) for each in arrays]
+    model.executables.add(model.executables.compile(model.wanted_by(requests)))
+    assert model.find(requests[:1]) is None
+    batch = Execution(requests, 0)
+    execution.run(model, batch)
+    first, second, third = batch.results
+    assert (first["y"].tolist(), third["y"].tolist()) == ([[2.0] * 3], [[3.0] * 3])  # type: ignore[call-overload, index]
+    assert isinstance(second, Internal)
+    assert "LookupError" not in second.message
 
 
 def masked_sum(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -167,10 +196,10 @@ def test_a_large_unaligned_request_is_copied_once_by_us() -> None:
     model = model_of(lambda p, i: {"y": i["x"] + 1}, {"x": "FP32[4096]"}, {"y": "FP32[4096]"})
     memory = aligned((4097,), np.dtype(np.float32))
     memory[:] = 5
-    execution = Execution([request_of({"x": memory[1:]}, key=((4096,),))], 0)
-    model.execute(execution)
-    assert execution.copied_byte_size == 4096 * 4
-    (result,) = execution.results
+    batch = Execution([request_of({"x": memory[1:]}, key=((4096,),))], 0)
+    model.execute(batch)
+    assert batch.copied_byte_size == 4096 * 4
+    (result,) = batch.results
     assert isinstance(result, dict)
     assert set(result["y"].tolist()) == {6}
 
