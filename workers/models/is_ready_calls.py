@@ -52,17 +52,20 @@ class IsReadyCalls:
 
         ``answered`` gets True if all instances say yes, and False if one does not or if 5 seconds have passed.
         """
-        self._waiting.append((time.monotonic() + _SECONDS, answered))
+        until = time.monotonic() + _SECONDS
         if self._thread is None:
-            self._thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)
+            thread.start()
+            self._thread = thread
         if self._timer is None:
             self._wait(_SECONDS)
+        self._waiting.append((until, answered))
 
     def _wait(self, seconds: float) -> None:
-        timer = self._timer = threading.Timer(seconds, lambda: self._inbox.post(lambda: self._late(timer)))
+        timer = threading.Timer(seconds, lambda: self._inbox.post(lambda: self._late(timer)))
         timer.daemon = True
         timer.start()
+        self._timer = timer
 
     def _check(self) -> None:
         ready = False

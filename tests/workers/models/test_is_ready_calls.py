@@ -75,3 +75,29 @@ def test_who_asks_while_a_late_call_runs_waits_for_its_answer(monkeypatch: pytes
     inbox.take()()
     assert answers == {"first": False, "second": False, "third": True}
     assert asked == ["asked"]
+
+
+@pytest.mark.parametrize("lacking", ["m is_ready", "Thread-"])
+def test_a_question_for_which_no_thread_can_be_started_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """Neither the thread that asks the model nor the one that waits: whoever asks later gets an answer."""
+    inbox, answers = Posted(), list[str]()
+    calls = IsReadyCalls("m", cast(Any, inbox))
+    calls.join(lambda: True)
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith(lacking):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError):
+            calls.ask(lambda said: answers.append(f"first {said}"))
+    if lacking == "Thread-":
+        inbox.take()()
+    calls.ask(lambda said: answers.append(f"second {said}"))
+    inbox.take()()
+    assert answers == ["second True"]
