@@ -234,11 +234,13 @@ class VersionStatistics:
             self.failures.update(failed.values())
             answered = [request for request in answered if request not in failed]
         good = len(answered)
+        others = execution.rows_of_nobody
         if execution.streamed:
-            rows = sum([request.rows for request in execution.streamed])
-            self.execution_count += 1
-            self._count_batches(rows + execution.rows_of_nobody, 1, gathered - began, computed - gathered, 0)
+            others += sum([request.rows for request in execution.streamed])
         if not good:
+            if execution.streamed:
+                self.execution_count += 1
+                self._count_batches(others, 1, gathered - began, computed - gathered, 0)
             return
         if good == 1:
             request = answered[0]
@@ -273,8 +275,7 @@ class VersionStatistics:
         self.copied_byte_size += execution.copied_byte_size
         if execution.padding is not None:
             self.padded(*execution.padding)
-        size = rows // runs + execution.rows_of_nobody
-        self._count_batches(size, runs, input_ns, infer_ns, output_ns)
+        self._count_batches(rows // runs + others, runs, input_ns, infer_ns, output_ns)
 
     def _count_batches(self, size: int, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         batch = self._batches.get(size)

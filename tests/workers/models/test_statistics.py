@@ -42,6 +42,17 @@ def test_a_batch() -> None:
     ]
 
 
+def test_a_batch_that_is_answered_in_part_by_senders_is_one() -> None:
+    statistics = VersionStatistics("m", 1)
+    execution = executed([1, 2])
+    execution.streamed = [request_of({}, 4)]
+    statistics.executed(execution, {}, now_ns=370)
+    found = statistics.to_dict()
+    assert (found["inference_count"], found["execution_count"]) == (3, 1)
+    (batch,) = found["batch_stats"]
+    assert (batch["batch_size"], batch["compute_infer"]) == (7, {"count": 1, "ns": 40})
+
+
 def test_failures_count_apart() -> None:
     statistics = VersionStatistics("m", 1)
     both, alone = executed([1, 1]), executed([1])
