@@ -206,8 +206,8 @@ class Instance:
         except ValueError:  # it was taken back
             return True
         execution.began_ns = time.monotonic_ns()
-        execution.resume = self._jobs.put
         running = [(request.submitter.peer, request.request_id) for request in execution.requests]
+        execution.resume = lambda call: self._jobs.put(functools.partial(self._resumed, running, call))
         self._page.begin(self.status_slot, running, self.page_key, execution.began_ns)
         try:
             run(model, execution, self._check)
@@ -216,6 +216,13 @@ class Instance:
         # With another one to run at once it is not worth waking the loop, which would want Python's lock.
         self._inbox.post(functools.partial(self._done, execution, done), soon=self._jobs.empty())
         return True
+
+    def _resumed(self, running: list[tuple[int, int]], call: Callable[[], None]) -> None:
+        self._page.begin(self.status_slot, running, self.page_key, time.monotonic_ns())
+        try:
+            call()
+        finally:
+            self._page.end(self.status_slot, time.monotonic_ns())
 
     def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
         self.given.popleft()

@@ -124,6 +124,25 @@ def test_a_model_that_fails_as_it_is_warmed_up_is_closed(inbox: Inbox, page: Sta
     assert model.events == ["initialize", "close"]
 
 
+def test_what_a_thread_goes_on_with_is_noted(inbox: Inbox, page: StatusPage) -> None:
+    """A generator that rested, and kills the worker afterwards, is known by its request."""
+    model, noted = AModel(), list[set[tuple[int, int]]]()
+    model.may_run.set()
+    instance = Instance("m_0", lambda: model, inbox, page)
+    instance.start()
+    instance.wait_started(Cancellation())
+    done: list[Execution] = []
+    instance.run(execution_of(1), done.append)
+    until(inbox, lambda: done)
+    assert page.executing() == set()
+    assert done[0].resume is not None
+    done[0].resume(lambda: noted.append(page.executing()))
+    ended: list[bool] = []
+    instance.close(lambda: ended.append(True))
+    until(inbox, lambda: ended)
+    assert (noted, page.executing()) == ([{(77, 5)}], set())
+
+
 def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page: StatusPage) -> None:
     """An array of a client's region keeps the region mapped."""
     model = AModel()
