@@ -26,7 +26,7 @@ def check(options: Options) -> None:
     try:
         log.check_writable(options.log)
     except OSError as error:
-        raise ConfigurationError(error.strerror) from None
+        raise ConfigurationError(str(error.strerror)) from None
     for sentence in _unusable_certificates(options):
         raise ConfigurationError(sentence)
 

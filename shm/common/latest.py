@@ -184,8 +184,7 @@ def _copied(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: _copied(each, str(key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        copies = [_copied(each, name) for each in value]
-        return value._make(copies) if hasattr(value, "_fields") else copies
+        return getattr(value, "_make", list)(_copied(each, name) for each in value)
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         made = array(name, value, None)
         return np.array(made) if isinstance(made, np.ndarray) else made
