@@ -1,11 +1,13 @@
 """A lane's socket in the client: sends datagrams to one worker, and receives the worker's datagrams.
 
-``send`` never waits. While the socket is full, datagrams are queued in order in ``LaneSocket.backlog``. A thread that waits
-until this queue is empty must receive datagrams meanwhile. Otherwise the client and the worker could wait for each other.
+``send`` never waits. While the socket is full, datagrams are queued in order in ``LaneSocket.backlog``. A thread sends them when
+there is room: perhaps the program waits for nothing on this lane. A thread that waits until this queue is empty must receive
+datagrams meanwhile. Otherwise the client and the worker could wait for each other.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import select
@@ -43,6 +45,9 @@ class LaneSocket:
         self.closing = False
         #: Datagrams that the socket would not take, each with a descriptor or -1, and the requests in it.
         self.backlog: deque[tuple[bytes, int, tuple[int, ...]]] = deque()
+        #: True: a thread sends them, which uses the socket's descriptor.
+        self._has_sender = False
+        self._closed = False
         #: Where a datagram is received.
         self.received = bytearray(wire.MAX_DATAGRAM + 1)
         #: Held by the thread or event loop that receives; it says when that polls before it sleeps.
@@ -74,9 +79,10 @@ class LaneSocket:
         except OSError as error:
             raise Unavailable(f"no descriptor is left in this process: {error.strerror}") from error
         self.backlog.append((datagram, kept, ids))
-        for loop in list(self.loops):
-            with contextlib.suppress(RuntimeError):  # closed
-                loop.call_soon_threadsafe(self._watch_room, loop)
+        if not self._has_sender:
+            with contextlib.suppress(RuntimeError):  # there is no thread for it: whoever waits sends it
+                _thread.start_new_thread(self._send_when_room, ())
+                self._has_sender = True
 
     def send_at_once(self, datagram: bytes | bytearray, fd: int = -1) -> bool:
         """Sends a datagram without waiting. Returns False, and queues nothing, if the socket is full.
@@ -96,16 +102,27 @@ class LaneSocket:
             raise LaneEnded from error
         return True
 
-    def send_backlog(self) -> None:
-        """Sends as many queued datagrams as the socket has room for. Does nothing if the worker has ended."""
-        with self.lock, contextlib.suppress(LaneEnded):
+    def _send_when_room(self) -> None:
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        left = True
+        while left:
+            poll.poll()
+            with self.lock:
+                left = self._has_sender = self._send_backlog()
+        self._close_unused()
+
+    def _send_backlog(self) -> bool:
+        """Sends queued datagrams as long as there is room. Returns whether some are left. The caller has ``lock``."""
+        with contextlib.suppress(LaneEnded):
             while self.backlog:
                 datagram, fd, _ = self.backlog[0]
                 if not self.send_at_once(datagram, fd):
-                    return
+                    return True
                 self.backlog.popleft()
                 if fd >= 0:
                     os.close(fd)
+        return False
 
     def take_unsent(self) -> set[int]:
         """Empties ``backlog`` and returns the ids of its requests, which were not sent. The caller has ``lock``."""
@@ -151,29 +168,19 @@ class LaneSocket:
         for _, event in poll.poll(None if left is None else left * 1000):
             found |= event
         if found & select.POLLOUT:
-            self.send_backlog()
+            with self.lock:
+                self._send_backlog()
         return bool(found & ~select.POLLOUT)
 
     # -------------------------------------------------------------------------------------------------- event loops
 
     def attach(self, loop: Any, readable: Callable[[Any], None]) -> None:
-        """Lets an event loop call ``readable(loop)`` when a datagram has come, and send queued datagrams when there is room.
+        """Lets an event loop call ``readable(loop)`` when a datagram has come.
 
         Call it in the loop's thread, while you hold this socket's ``lock``.
         """
         self.loops[loop] = None
         loop.add_reader(self.sock.fileno(), readable, loop)
-        if self.backlog:
-            self._watch_room(loop)
-
-    def _watch_room(self, loop: Any) -> None:
-        if loop in self.loops and self.backlog:
-            loop.add_writer(self.sock.fileno(), self._writable, loop)
-
-    def _writable(self, loop: Any) -> None:
-        self.send_backlog()
-        if not self.backlog or self.closing:
-            loop.remove_writer(self.sock.fileno())
 
     # ---------------------------------------------------------------------------------------------------------- end
 
@@ -183,23 +190,27 @@ class LaneSocket:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the socket once no event loop watches it. Does not wait for that."""
+        """Closes the socket once no event loop watches it and no thread sends on it. Does not wait for that."""
+        self.shut_down()
+        self._closed = True
         for loop in list(self.loops):
             try:
                 loop.call_soon_threadsafe(self._leave, loop)
             except RuntimeError:  # closed
                 self.loops.pop(loop, None)
-        if not self.loops:
-            self.sock.close()
+        self._close_unused()
 
     def _leave(self, loop: Any) -> None:
         if loop in self.loops:
             # In this order: the socket is closed when no loop is left.
             loop.remove_reader(self.sock.fileno())
-            loop.remove_writer(self.sock.fileno())
             del self.loops[loop]
-        if not self.loops:
-            self.sock.close()
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        with self.lock:
+            if self._closed and not (self.loops or self._has_sender):
+                self.sock.close()
 
     def forget(self) -> None:
         """Closes a child process's copy of the socket after a fork."""

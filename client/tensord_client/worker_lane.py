@@ -39,8 +39,6 @@ _DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
 _TURN = 64
 #: Seconds in which a worker that refuses requests is not asked about again.
 _JUST = 0.25
-#: Seconds until a lane's thread notices that another thread had no room in the socket for what it sent.
-_NOTICED = 0.05
 
 
 class ClientLane:
@@ -495,9 +493,8 @@ class ClientLane:
             self.flush()
             if self.reading.acquire(False):
                 try:
-                    with contextlib.suppress(WaitEnded):
-                        if not self.ended:
-                            self.read(time.monotonic() + _NOTICED)
+                    if not self.ended:
+                        self.read(None)
                 finally:
                     self.reading.release()
                     self.promote()

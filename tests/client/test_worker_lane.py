@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from tensord_client.native import wire
 from tensord_client.worker_lane import ClientLane
 
 from tensord.shm.messages import WIRE_VERSION, AnswerRecord, PrepareAnswer, PreparedAnswer, PreparedTensor, WireVersion
+from tests.daemon_process import PATIENCE, wait_until
 from tests.raw_lane import packed
 
 _NUMBERED = PrepareAnswer(0, PreparedAnswer(3, (PreparedTensor("y", "FP32", (2,)),), {"kind": "good"}))
@@ -224,3 +227,69 @@ def test_outputs_go_to_the_callers_arrays(ends: Ends) -> None:
     found = request.result(0)
     assert found["y"] is place["y"]
     assert place["y"].tolist() == [request_id % 1000, 7.0]
+
+
+def asked(ends: Ends, byte_size: int = 4) -> LaneRequest:
+    made = ends.request()
+    made.placed.contents[0] = bytes(byte_size)
+    made.lane, made.request_id = ends.lane, ends.lane.submit(made)
+    return made
+
+
+def fill(ends: Ends) -> None:
+    """Submits requests until the worker's socket has no room for the last one."""
+    while not ends.lane.socket.backlog:
+        asked(ends, 15 << 10)
+
+
+def waits_for(request: LaneRequest) -> Callable[[], None]:
+    """Has a thread wait for an answer to the request. Returns a function that waits for the thread's end."""
+
+    def wait() -> None:
+        with pytest.raises(Internal):
+            request.result(PATIENCE)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_until(lambda: request.lane is not None and request.lane.reading.held, "the thread to read")
+    return thread.join
+
+
+def awaited_once(request: LaneRequest) -> Callable[[], None]:
+    """Has an event loop read the lane, which is closed then."""
+    loop = asyncio.new_event_loop()
+    assert request.lane is not None
+    request.lane.attach(loop)
+    loop.close()
+    return lambda: None
+
+
+@pytest.mark.parametrize("reads", [lambda _: lambda: None, waits_for, awaited_once], ids=["nobody", "thread", "loop"])
+def test_what_found_the_socket_full_is_sent_whoever_waits(
+    ends: Ends, reads: Callable[[LaneRequest], Callable[[], None]]
+) -> None:
+    """
+    1. Nobody reads the lane, or a thread waits there for another answer, or an event loop did that is closed.
+    2. The worker takes nothing for a time, until its socket is full. 3. A request is cancelled.
+    Result: the worker gets all requests and the cancellation, though it answers nothing. They stayed until somebody waited.
+    """
+    first = asked(ends)
+    end = reads(asked(ends))
+    fill(ends)
+    first.cancel()
+    ends.worker.settimeout(PATIENCE)
+    came: list[Any] = []
+    while ["X", first.request_id] not in came:
+        came += wire_records(ends.worker.recv(1 << 17))
+    assert [record[1] for record in came if record[0] == "q"] == sorted(ends.lane.in_flight)
+    ends.lane.close(Internal("the test has ended"))
+    end()
+
+
+def test_a_lane_that_ends_closes_its_socket_though_that_is_full(ends: Ends) -> None:
+    request = asked(ends)
+    fill(ends)
+    ends.lane.close(Internal("the test has ended"))
+    wait_until(lambda: ends.lane.socket.sock.fileno() < 0, "the socket to be closed")
+    with pytest.raises(Internal, match="may not be run twice"):
+        request.result(0)

@@ -21,15 +21,13 @@ from typing import Any
 from unittest import mock
 
 import greenlet  # type: ignore[import-untyped]
-from tensord_client import clients_socket, lane, lane_request, worker_lane
+from tensord_client import clients_socket, lane, lane_request, lane_socket, worker_lane
 from tensord_client.common import pending as pending_module
 from tensord_client.lane import LaneConnection
 from tensord_client.lane_socket import AT_ONCE, LaneSocket
 from tensord_client.worker_lane import ClientLane
 
 from tests.simulation.scheduler import Death, Loop, Process, Scheduler
-
-_BOTH = select.POLLIN | select.POLLOUT
 
 
 class ClientThread:
@@ -195,9 +193,9 @@ def pause() -> None:
         process.thread.wait(_always, None)
 
 
-def _polled(sock: socket.socket, mask: int = select.POLLIN) -> Callable[[], object]:
+def _polled(sock: socket.socket) -> Callable[[], object]:
     poll = select.poll()
-    poll.register(sock.fileno(), mask)
+    poll.register(sock.fileno(), select.POLLIN)
     return lambda: poll.poll(0)
 
 
@@ -263,6 +261,18 @@ class SimpleQueue:
         return self._items.popleft()
 
 
+class Poll:
+    """Stands for ``select.poll``."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self.register = self._poll.register
+
+    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        wait(lambda: self._poll.poll(0), _after(None if timeout is None else timeout / 1000))
+        return self._poll.poll(0)
+
+
 class Socket(socket.socket):
     """A socket to the supervisor."""
 
@@ -284,7 +294,8 @@ def in_place(scheduler: Scheduler) -> Iterator[None]:
 
     def thread(target: Callable[..., None], args: tuple[Any, ...] = (), name: str = "", daemon: bool = False) -> Any:
         process = scheduler.current
-        assert isinstance(process, ClientProcess)
+        if not isinstance(process, ClientProcess) or not process.alive:
+            raise RuntimeError("no thread of a dead process is started")
         return ClientThread(process, target, args)
 
     def start_new_thread(target: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -292,8 +303,10 @@ def in_place(scheduler: Scheduler) -> Iterator[None]:
 
     threads = types.SimpleNamespace(Thread=thread, Lock=Lock, Condition=Condition, RLock=threading.RLock)
     queues = types.SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)
+    raw_threads = types.SimpleNamespace(start_new_thread=start_new_thread)
     sockets = types.SimpleNamespace(**{**vars(socket), "socket": Socket})
-    receive, wait_for_room, begin = ClientLane.receive, LaneSocket.wait_for_room, LaneSocket.__init__
+    polls = types.SimpleNamespace(**{**vars(select), "poll": Poll})
+    receive, begin = ClientLane.receive, LaneSocket.__init__
     close, send_at_once, send = ClientLane.close, LaneSocket.send_at_once, LaneConnection._send
     add_done_callback = pending_module.Pending.add_done_callback
 
@@ -302,10 +315,6 @@ def in_place(scheduler: Scheduler) -> Iterator[None]:
             timeout_ms = self.reading.timeout_ms
             wait(_polled(self.socket.sock), _after(timeout_ms / 1000 if timeout_ms else None))
         return receive(self, AT_ONCE)
-
-    def waited_for_room(self: LaneSocket, until: float | None) -> bool:
-        wait(_polled(self.sock, _BOTH), until)
-        return wait_for_room(self, until)
 
     def begun(self: LaneSocket, sock: socket.socket, spin_ns: int) -> None:
         begin(self, sock, spin_ns)
@@ -339,13 +348,14 @@ def in_place(scheduler: Scheduler) -> Iterator[None]:
             (lane_request, "threading", threads),
             (worker_lane, "threading", threads),
             (worker_lane, "queue", queues),
-            (worker_lane, "_thread", types.SimpleNamespace(start_new_thread=start_new_thread)),
+            (worker_lane, "_thread", raw_threads),
+            (lane_socket, "_thread", raw_threads),
+            (lane_socket, "select", polls),
             (pending_module, "threading", threads),
             (pending_module, "queue", queues),
             (clients_socket, "socket", sockets),
             (ClientLane, "receive", received),
             (ClientLane, "close", closed),
-            (LaneSocket, "wait_for_room", waited_for_room),
             (LaneSocket, "__init__", begun),
             (LaneSocket, "send_at_once", sent_at_once),
             (LaneConnection, "_send", sent),
