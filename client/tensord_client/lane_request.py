@@ -266,8 +266,6 @@ class LaneRequest(Submission, Pending[Answer]):
             self._connection.send_again_soon(self)
         elif lane is not None:
             lane.watch(self.request_id)
-            if self.request_id not in lane.in_flight:
-                lane.watched.discard(self.request_id)
             if self.done():
                 self.call_back()
 

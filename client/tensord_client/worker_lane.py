@@ -279,7 +279,10 @@ class ClientLane:
             del self.queued[request_id]
 
     def cancel(self, request_id: int) -> None:
-        """Cancels a request. If the request was already sent, tells the worker, which still sends a last answer."""
+        """Cancels a request. If the request was already sent, tells the worker, and reads until the worker's last answer to it.
+
+        Does not wait for that: a background thread reads.
+        """
         # The garbage collector ends streams that were left in a cycle, also in a thread that has the lock and sends just now.
         if self.lock.acquire(False):
             self.lock.release()
@@ -294,6 +297,12 @@ class ClientLane:
                 self._contexts.pop(request_id, None)
         if request is None:
             self.say(wire.record("X", request_id))
+            # A worker takes nothing, the cancellation neither, from a lane that has no room for what it has sent before.
+            if self._thread is not None:
+                self.watch(request_id)
+            else:  # another thread starts it: the garbage collector may have been called by who starts a thread
+                with contextlib.suppress(RuntimeError):  # there is no thread for it: whoever waits reads it
+                    _thread.start_new_thread(self.watch, (request_id,))
         else:
             request.lane_ended(False, Cancelled("the request was cancelled"))
 
@@ -461,6 +470,9 @@ class ClientLane:
     def watch(self, request_id: int) -> None:
         """Makes a background thread receive this lane's answers until the request ``request_id`` has ended. Does not wait."""
         self.watched.add(request_id)
+        if request_id not in self.in_flight:  # it has, or has ended just now
+            self.watched.discard(request_id)
+            return
         if self._thread is None:
             with self.lock:
                 if self._thread is None:

@@ -378,6 +378,7 @@ def test_a_lanes_thread_that_is_to_read_and_has_nothing_to_wait_for() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lane = ClientLane(ours, 1, Memory(), itertools.count(2**32), HeldResults(1), 1 << 20, 256, 0)
     assert lane.reading.acquire(False)
+    lane.in_flight[1] = None
     lane.watch(1)
     wait_until(lambda: len(lane.followers) == 1, "the lane's thread waits")
     other = threading.Thread(target=lambda: lane._follow(types.SimpleNamespace(waiting=True, waiter=None), None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import threading
@@ -293,3 +294,29 @@ def test_a_lane_that_ends_closes_its_socket_though_that_is_full(ends: Ends) -> N
     wait_until(lambda: ends.lane.socket.sock.fileno() < 0, "the socket to be closed")
     with pytest.raises(Internal, match="may not be run twice"):
         request.result(0)
+
+
+def test_a_lane_is_read_until_what_was_cancelled_has_its_end(ends: Ends) -> None:
+    """
+    1. A thread takes one of many responses. 2. The worker fills the socket with others, and reads nothing then. 3. The thread
+    leaves, and waits for nothing more.
+    Result: the worker sends what it has, then takes the cancellation, and sends the end. It had no room, and kept the request.
+    """
+    request = asked(ends)
+    response = packed(answer(request.request_id, msgspec.structs.replace(_NUMBERED.prepared, final=False)))
+    ends.worker.send(response)
+    responses = request.responses(PATIENCE)
+    assert next(responses)["y"].tolist() == [request.request_id % 1000, 7.0]
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while ends.worker.send(response):
+            sent += 1
+    responses.close()  # type: ignore[attr-defined]
+    ends.worker.settimeout(PATIENCE)
+    for _ in range(2 * sent):
+        ends.worker.send(response)
+    came: list[Any] = []
+    while ["X", request.request_id] not in came:
+        came += wire_records(ends.worker.recv(1 << 17))
+    ends.worker.send(packed(_NUMBERED, answer(request.request_id)))
+    wait_until(lambda: not (ends.lane.in_flight or ends.lane.watched), "the request to end")
