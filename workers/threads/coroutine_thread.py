@@ -21,7 +21,8 @@ class CoroutineThread:
         """
         self._name = name
         self._code = code
-        self._loop: asyncio.AbstractEventLoop | None = None
+        #: Of the thread's loop, which a coroutine may stop as well: done once the thread is to end.
+        self._closing: asyncio.Future[None] | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -45,35 +46,42 @@ class CoroutineThread:
 
     def close(self) -> None:
         """Cancels coroutines that are still running, and ends the thread."""
-        loop, self._loop = self._loop, None
-        if loop is not None and self._thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
+        closing, self._closing = self._closing, None
+        if closing is not None and self._thread is not None:
+            closing.get_loop().call_soon_threadsafe(closing.set_result, None)
             self._thread.join()
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._begun())
 
     def _begun(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._main, args=(self._loop,), name=self._name, daemon=True)
+        if self._closing is None:
+            closing = asyncio.new_event_loop().create_future()
+            self._thread = threading.Thread(target=self._main, args=(closing,), name=self._name, daemon=True)
             self._thread.start()
-        return self._loop
+            self._closing = closing
+        return self._closing.get_loop()
 
-    def _main(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _main(self, closing: asyncio.Future[None]) -> None:
+        loop = closing.get_loop()
         with self._code():
-            self._live(loop)
-
-    @staticmethod
-    def _live(loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+            asyncio.set_event_loop(loop)
+            _run_until(closing)
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            _run_until(asyncio.gather(*tasks, return_exceptions=True))
+            _run_until(loop.create_task(loop.shutdown_asyncgens()))
+            loop.close()
 
     def __repr__(self) -> str:
-        return f"<CoroutineThread {self._name}{'' if self._loop is None else ', running'}>"
+        return f"<CoroutineThread {self._name}{'' if self._closing is None else ', running'}>"
+
+
+def _run_until(future: asyncio.Future[Any]) -> None:
+    loop = future.get_loop()
+    future.add_done_callback(lambda _: loop.stop())
+    while not future.done():
+        # What a coroutine ends itself with is raised here as well.
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
