@@ -193,7 +193,7 @@ class ResponseSender:
 
     __slots__ = (
         *("_again", "_closed", "_encoded", "_holders", "_kind", "_lock", "_max_ahead", "_on_room"),
-        *("_posted", "_receiver", "_settled"),
+        *("_posted", "_receiver", "_settled", "_waits"),
         *("began_ns", "begun", "count", "counted", "ended", "failed", "last_ns"),
         *("plain", "request", "returned", "single", "thread"),
     )
@@ -220,6 +220,8 @@ class ResponseSender:
         self._receiver = receiver
         self._max_ahead = receiver.max_ahead if max_ahead is None else max_ahead
         self._lock = threading.Lock()
+        #: Held by the thread that waits for its client: the others that would wait come one after the other.
+        self._waits = threading.Lock()
         self._closed = False
         #: How many have it to answer the request: one for each round of the model that asked for it.
         self._holders = 0
@@ -286,10 +288,14 @@ class ResponseSender:
             not wait and the client still has to take 16 x ``max_ahead`` or more bytes, the request ends with Unavailable.
         Raises SenderClosed: the responses to the request have ended.
         """
+        if result is not None and self._posted - self._settled >= self._max_ahead:
+            # Not under the lock: who ends the request must not wait for its client.
+            late = self._wait(wait)
+            if late is not None:
+                result, final = late, True
         with self._lock:
             if self._closed:
                 raise SenderClosed
-            sent: Sent = result
             size = 0
             record: bytes | None = None
             if result is not None:
@@ -300,17 +306,13 @@ class ResponseSender:
                     size = self._kind.byte_size
                 else:
                     size = _BYTE_SIZE + (0 if isinstance(result, ServingError) else _own(result))
-                if self._posted - self._settled >= self._max_ahead:
-                    late = self._wait(wait)
-                    if late is not None:
-                        sent, final, record = late, True, None
             self._closed = final or (self.single and result is not None)
             self._posted += size
             if record is not None:
                 self._put_encoded(record, size)
                 return
             self._encoded = None
-            self._receiver.put(self, sent, self._closed, size)
+            self._receiver.put(self, result, self._closed, size)
 
     def fail(self, error: ServingError) -> None:
         """Ends the request with an error. Does nothing if the request has ended."""
@@ -372,11 +374,10 @@ class ResponseSender:
     def _wait(self, wait: bool | None) -> GivenUp | None:
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
-            while True:
-                room = threading.Event()
-                if not self.when_room(room.set):
-                    return None
-                room.wait()
+            with self._waits:
+                while not self._closed and self.when_room((room := threading.Event()).set):
+                    room.wait()
+            return None
         ahead = self._posted - self._settled
         if ahead < most * _UNWAITED or self.is_cancelled:
             return None

@@ -108,6 +108,38 @@ def test_memory_that_may_be_written_to_is_copied(sender: ResponseSender, taker: 
     assert sent["fixed"] is fixed
 
 
+def test_who_ends_the_request_does_not_wait_for_its_client(sender: ResponseSender, taker: Taker) -> None:
+    """The model's function fails, or returns, while a thread of the model's waits to send; a third one has to wait behind it."""
+    fill(sender)
+    refused: list[SenderClosed] = []
+
+    def send() -> None:
+        try:
+            sender.send(response(3))
+        except SenderClosed as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=send, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while not sender.is_waited_for:
+        pass
+
+    def end() -> None:
+        sender.hold()
+        sender.released(again=False)
+        sender.fail(Internal("no more"))
+
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    ending.join(600)
+    assert [final for _, final in taker.sent] == [False] * 3 + [True]
+    sender.end()
+    for thread in threads:
+        thread.join()
+    assert (len(refused), len(taker.sent)) == (2, 4)
+
+
 @pytest.mark.parametrize("how", ["taken", "cancelled", "ended"])
 def test_who_sends_waits(sender: ResponseSender, taker: Taker, how: str) -> None:
     fill(sender)
