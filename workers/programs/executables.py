@@ -90,7 +90,7 @@ class Executables:
         self.made: dict[Wanted, Executable] = {}
         #: Those of buckets that are compiled when a batch first needs one (``postpone``).
         self._postponed: set[Wanted] = set()
-        #: Executables that were compiled to try rows, and that no batch has needed yet.
+        #: The executable that was compiled last to try rows, until a batch needs it.
         self._spare: dict[Wanted, Executable] = {}
         #: The error of a function whose rows affect each other, which was found after the load.
         self._mixes: Internal | None = None
@@ -155,7 +155,10 @@ class Executables:
         alike = [other for each, other in self.made.items() if each.shapes == wanted.shapes and each != wanted]
 
         def ask() -> str | None:
-            made = self.made.get(wanted) or self._spare.setdefault(wanted, self._compiled(wanted))
+            made = self.made.get(wanted) or self._spare.get(wanted)
+            if made is None:
+                # One at a time: where one fails, those of the next shapes are tried.
+                self._spare = {wanted: (made := self._compiled(wanted))}
             return probe(self.signature, [made, *alike[:1]], traced, self.device.remote, check)
 
         return rows_apart(self.signature.model, ask, self.device.check, traced, wanted.rows, "batch", why)

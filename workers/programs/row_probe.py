@@ -25,7 +25,6 @@ from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.carry import rows_argument
 from tensord.workers.programs.executable import Argument, Executable, specs_of
 from tensord.workers.programs.row_reading import MOST_ITERATIONS, combining, ending, read
-from tensord.workers.programs.run_errors import is_out_of_memory
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.ragged import batch_input, cut, unit
 from tensord.workers.tensors.signature import Signature
@@ -53,7 +52,7 @@ _log = logging.getLogger(__name__)
 def rows_apart(
     model: str, ask: Callable[[], str | None], check: Callable[[], None], traced: Traced, rows: int, axis: str, why: str
 ) -> bool:
-    """Raises Internal if rows of a batch affect each other. Returns False if memory ran out during the check, else True.
+    """Raises Internal if rows of a batch affect each other. Returns False if the program failed in the check, else True.
 
     Args:
       ask: runs the model's program. Returns a sentence if rows affect each other, else None. Its errors are logged, and not
@@ -72,7 +71,7 @@ def rows_apart(
         _log.info(
             "model '%s' fails with generated inputs (%s), which says nothing of its rows", model, type(error).__name__
         )
-        return not (is_out_of_memory(error) or isinstance(error, MemoryError))
+        return False
     if found is not None:
         if why and _BESIDE not in found:
             raise Internal(f"model '{model}': {found}; {why}")

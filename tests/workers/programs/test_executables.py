@@ -320,6 +320,45 @@ def test_a_function_whose_rows_mix_is_refused_each_time(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("error", [ValueError("for now"), MemoryError()])
+def test_a_program_that_failed_as_its_rows_were_tried_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """At the next start, or with the next shape: nothing is noted of its rows. It serves meanwhile."""
+    cache = ExecutableCache(cache_directory(str(tmp_path / "cache")))
+    compiled: list[Wanted] = []
+    compile_it = Executables._compile
+
+    def counted(self: Executables, wanted: Wanted, lowered: Any) -> Any:
+        compiled.append(wanted)
+        return compile_it(self, wanted, lowered)
+
+    def start(axis: str) -> JaxModel:
+        def centred(_: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+            return {"y": inputs["x"] - inputs["x"].mean(0)}
+
+        shapes = {"x": f"FP32[{axis}]"}, {"y": f"FP32[{axis}]"}
+        return model_of(centred, *shapes, 4, (1, 4), cache=cache, rows_apart=True)
+
+    def failing(*_: Any) -> str | None:
+        raise error
+
+    monkeypatch.setattr(Executables, "_compile", counted)
+    with monkeypatch.context() as patched:
+        patched.setattr("tensord.workers.programs.executables.probe", failing)
+        assert run(start("3"), {"x": np.zeros((1, 3), np.float32)})
+        model = start("-1")
+        compiled.clear()
+        for rows, size in ((1, 3), (1, 3), (1, 5), (4, 5)):
+            model.executables.compile(Wanted(rows, ((size,),)))
+        assert [(each.rows, *each.shapes[0]) for each in compiled] == [(4, 3), (1, 3), (1, 3), (4, 5), (1, 5)]
+    mixes = r"model 'm': a row of output 'y' depends on the other rows"
+    with pytest.raises(Internal, match=mixes):
+        model.executables.compile(Wanted(1, ((7,),)))
+    with pytest.raises(Internal, match=mixes):
+        start("3")
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_that_mix_in_a_shape_without_a_bucket_are_found_when_a_batch_first_has_one(rows: int) -> None:
     model = model_of(

@@ -56,7 +56,8 @@ def asked(case: Case, rows: int) -> tuple[str | None, str]:
         return found[0]
 
     try:
-        assert rows_apart("m", ask, lambda: None, traced[rows], rows, "batch", "")
+        apart = rows_apart("m", ask, lambda: None, traced[rows], rows, "batch", "")
+        assert apart == bool(found), "one that fails has shown nothing"
     except Internal as error:
         return next(iter(found)), error.message
     return next(iter(found), "it fails"), ""
