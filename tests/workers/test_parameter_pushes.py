@@ -136,6 +136,7 @@ def test_what_is_no_file_holds_nobody_up(loop: PushingLoop, tmp_path: Path, name
         ("", "is no path inside the model's folder"),
         ("1/../../m/1/model.py", "is no path inside the model's folder"),
         ("missing.npz", "there is no 'missing.npz' in the model's folder"),
+        ("x" * 256, f"there is no '{'x' * 256}' in the model's folder"),
         ("link.npz", "'link.npz' leads out of the model's folder"),
         ("model.py", "model.py is none of .safetensors, .npz and .msgpack"),
         ("damaged.npz", "damaged.npz is damaged"),

@@ -256,7 +256,8 @@ def _path(relative: str, folders: tuple[Path, Path]) -> Path:
     inside = folders[1].resolve()
     for folder in folders:
         path = folder / asked
-        if path.exists():
+        # Path.exists() fails for a name that is longer than names can be.
+        if os.path.exists(path):
             if not path.resolve().is_relative_to(inside):
                 raise InvalidArgument(f"'{relative[:256]}' leads out of the model's folder")
             return path
