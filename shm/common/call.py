@@ -126,7 +126,12 @@ def _sequence_id(name: str, value: Any) -> SequenceId:
     return checked_text(str.__str__(value), Kind.SEQUENCE_ID)
 
 
-def _parameters(name: str, value: Any) -> dict[str, Parameter]:
+def plain_parameters(name: str, value: Any) -> dict[str, Parameter]:
+    """Returns a request's parameters in Python's own types.
+
+    Raises InvalidArgument if ``value`` is no mapping, a key is not a str, or a value is no bool, number or str, or an integer of
+    more than 64 bits. ``name`` is what ``value`` is called in the error.
+    """
     if not isinstance(value, Mapping):
         raise InvalidArgument(f"{name} are {reprlib.repr(value)}, a mapping of names to values is expected")
     return {text("the name of a parameter", key): _parameter(key, each) for key, each in value.items()}
@@ -175,7 +180,7 @@ _CHECKS: dict[Kind, Callable[[str, Any], Any]] = {
     Kind.SEQUENCE_ID: _sequence_id,
 }
 _FIELDS = {row.field: _CHECKS[row.kind] for row in PARAMETERS.values() if row.kind in _CHECKS}
-_OTHERS: dict[str, Callable[[str, Any], Any]] = {"parameters": _parameters, "request_id": text}
+_OTHERS: dict[str, Callable[[str, Any], Any]] = {"parameters": plain_parameters, "request_id": text}
 
 
 class Seldom(TypedDict, total=False):

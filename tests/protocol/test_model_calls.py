@@ -121,6 +121,8 @@ def test_a_request_that_cannot_be_one_is_refused_when_it_is_made(http: httpclien
         said = [
             tried(inputs=[None], request_id="r"), tried(requested_output_names=[""]), tried(correlation_id=1.5),
             tried(parameters={"f": 1.5}), tried(correlation_id="x" * 129), tried(correlation_id=-1), tried(timeout=-1),
+            tried(parameters="x"), tried(parameters="[1]"), tried(parameters='{"a": [1]}'),
+            tried(parameters='{"f": 1.5}', correlation_id="\\ud800"),
         ]
         """,
     )
@@ -132,6 +134,10 @@ def test_a_request_that_cannot_be_one_is_refused_when_it_is_made(http: httpclien
         "string correlation ID has 129 bytes, at most 128 are taken",
         "correlation ID -1 is no unsigned number of 64 bits",
         "timeout is -1, it cannot be negative",
+        "parameters are no JSON: Expecting value: line 1 column 1 (char 0)",
+        "parameters are [1], a mapping of names to values is expected",
+        "parameter 'a' is [1], a bool, a number or a text is expected",
+        None,
     ]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
+from tensord.shm.common.call import plain_parameters
 from tensord.shm.common.scheduling import set_named
 from tensord.shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
 from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
@@ -381,14 +382,13 @@ class InferenceRequest:
         sequence = self._correlation_id
         try:
             check_sequence(sequence)
+            parameters, parameter_set = set_named(plain_parameters("parameters", json.loads(self._parameters)))
         except InvalidArgument as error:
             raise TritonModelException(error.message) from None
+        except ValueError as error:
+            raise TritonModelException(f"parameters are no JSON: {error}") from None
         if self._timeout < 0:
             raise TritonModelException(f"timeout is {self._timeout}, it cannot be negative")
-        try:
-            parameters, parameter_set = set_named(json.loads(self._parameters))
-        except InvalidArgument as error:
-            raise TritonModelException(error.message) from None
         prepared = PreparedRequest(self._model_name, max(0, self._model_version), parameters=parameters)
         own = RequestRecord(
             0,
