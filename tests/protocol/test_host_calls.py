@@ -94,7 +94,7 @@ def asked(http: httpclient.InferenceServerClient, how: str, first: float = 1) ->
         ("begin", str([3.0 * i + 1 for i in range(20)])),
         ("stream", "[[1], [4], [7]]"),
         ("part", "[1]"),
-        ("early", "[\"model 'scale' can be called only by a model, while it works on a request\"]"),
+        ("early", "[\"model 'scale' can be called only by the code of a model that is served\"]"),
     ],
 )
 def test_a_host_model_asks_others(http: httpclient.InferenceServerClient, how: str, said: str) -> None:

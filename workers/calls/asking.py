@@ -91,7 +91,7 @@ def _responses(call: ModelCall) -> Iterator[dict[str, Array]]:
 def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], arguments: Asked, streams: bool) -> ModelCall:
     found = asker()
     if found is None or not found.may_call or found.port.server is None:
-        raise InvalidArgument(f"model '{model}' can be called only by a model, while it works on a request")
+        raise InvalidArgument(f"model '{model}' can be called only by the code of a model that is served")
     prepared, said = records(0, model, arguments)
     arrays = {name: _array(model, name, value) for name, value in inputs.items()}
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"
@@ -136,7 +136,7 @@ def check_sequence(sequence_id: int | str) -> None:
     """Raises InvalidArgument if ``sequence_id`` is a number outside 0 to 2^64 - 1, or a text of more than 128 UTF-8 bytes."""
     if isinstance(sequence_id, int) and not 0 <= sequence_id < 1 << 64:
         raise InvalidArgument(f"correlation ID {sequence_id} is no unsigned number of 64 bits")
-    if isinstance(sequence_id, str) and (size := len(sequence_id.encode())) > MAX_SEQUENCE_ID:
+    if isinstance(sequence_id, str) and (size := len(sequence_id.encode(errors="replace"))) > MAX_SEQUENCE_ID:
         raise InvalidArgument(f"string correlation ID has {size} bytes, at most {MAX_SEQUENCE_ID} are taken")
 
 

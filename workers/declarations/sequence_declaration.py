@@ -69,13 +69,13 @@ class _CorrelationId(NamedTuple):
         if datatype == "BYTES":
             if not isinstance(given, str):
                 raise self._mixed("UINT64")
-            return np.full(self.shape, given.encode(), np.object_)
+            return np.full(self.shape, given.encode(errors="replace"), np.object_)
         if isinstance(given, str):
+            text = given.encode(errors="replace")
             if self.spec.dtype.itemsize < 8:
                 raise self._mixed("BYTES")
             # Triton's encoding: the first bytes of the text as it is on the wire, its length before it.
-            content = len(given.encode()).to_bytes(4, "little") + given.encode()
-            given = int.from_bytes(content[:8].ljust(8, b"\0"), "little")
+            given = int.from_bytes((len(text).to_bytes(4, "little") + text)[:8].ljust(8, b"\0"), "little")
         low = given & ((1 << 8 * self.spec.dtype.itemsize) - 1)
         return np.full(self.shape, low, f"u{self.spec.dtype.itemsize}").view(self.spec.dtype)
 
