@@ -52,9 +52,13 @@ class Turns:
         with cancellation.interrupting(self._wake), self._changed:
             self._waiting.append(mine)
             try:
-                while (seconds := self._until_free()) != 0 or self._waiting[0] is not mine:
-                    self._changed.wait(seconds or None)
+                while True:
+                    # Before each wait: ``_wake`` may have been called when nobody waited.
                     cancellation.check()
+                    seconds = self._until_free()
+                    if seconds == 0 and self._waiting[0] is mine:
+                        break
+                    self._changed.wait(seconds or None)
                 self._under_way[mine] = time.monotonic()
             finally:
                 self._waiting.remove(mine)

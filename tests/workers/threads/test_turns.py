@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,12 +16,12 @@ from tensord.workers.threads.turns import Turns
 class Someone:
     """Takes a turn in a thread of its own, and keeps it until ``ends``."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.cancellation = Cancellation()
+    def __init__(self, turns: Turns, cancellation: Cancellation | None = None) -> None:
+        self.cancellation = cancellation or Cancellation()
         self.begun, self.ends = threading.Event(), threading.Event()
         self.failure: BaseException | None = None
         self.renew: Callable[[], None] = lambda: None
-        self.thread = threading.Thread(target=self._run, args=(turns,))
+        self.thread = threading.Thread(target=self._run, args=(turns,), daemon=True)
         self.thread.start()
 
     def _run(self, turns: Turns) -> None:
@@ -91,3 +92,23 @@ def test_who_waits_can_be_cancelled() -> None:
     third.end()
     with pytest.raises(Cancelled), turns.turn(second.cancellation):
         pass
+
+
+class CancelledAtOnce(Cancellation):
+    """Is cancelled between the moment from which on it is told and the one from which on anybody waits."""
+
+    @contextlib.contextmanager
+    def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
+        with super().interrupting(interrupt):
+            self.cancel()
+            yield
+
+
+def test_who_is_cancelled_before_he_waits_does_not_wait() -> None:
+    turns = Turns(0)
+    first = Someone(turns)
+    assert first.begun.wait(600)
+    second = Someone(turns, CancelledAtOnce())
+    second.thread.join(600)
+    assert isinstance(second.failure, Cancelled)
+    first.end()
