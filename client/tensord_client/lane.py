@@ -473,7 +473,6 @@ class LaneConnection(Sender):
         lane = self._sequences.get((call.model, sequence_id)) if sequence_id else None
         if lane is not None and not call.scheduling.sequence_start:
             if not lane.usable:
-                self._place_sequence((call.model, sequence_id), None)
                 raise lost_sequence(call.model, sequence_id)
             return lane
         known = self.known(call)
