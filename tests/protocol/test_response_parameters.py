@@ -154,7 +154,7 @@ def test_each_answer_has_its_own(daemon: DaemonProcess, size: int) -> None:
         ("{'a': 10**5000}", "parameter 'a' is an integer of 16610 bits"),
         ("{'a': '\\ud800'}", "a parameter's text cannot be sent as UTF-8: surrogates not allowed"),
         ("{'\\ud800': 1}", "a parameter's text cannot be sent as UTF-8"),
-        ("{'a': 'x' * (1 << 20)}", "the parameters of a response are 1048585 bytes, at most 1048576 are sent"),
+        ("{'a': 'x' * (1 << 20)}", "the parameters are 1048585 bytes, at most 1048576 are sent"),
     ],
 )
 def test_what_no_client_could_be_sent(daemon: DaemonProcess, what: str, words: str) -> None:
@@ -194,7 +194,7 @@ def test_of_a_generator(daemon: DaemonProcess) -> None:
             "parameter 'a' is an integer of 64 bits, those that fit into 64 with a sign are sent",
         ),
         ("{'a': '\\ud800'}", "a parameter's text cannot be sent as UTF-8: surrogates not allowed"),
-        ("{'a': 'x' * (300 << 20)}", "the parameters of a response are 314572809 bytes, at most 1048576 are sent"),
+        ("{'a': 'x' * (300 << 20)}", "the parameters are 314572809 bytes, at most 1048576 are sent"),
     ],
 )
 def test_what_no_client_could_be_sent_by_a_generator(daemon: DaemonProcess, what: str, words: str) -> None:

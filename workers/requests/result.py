@@ -43,7 +43,7 @@ def checked_parameters(given: Mapping[Any, Any]) -> dict[str, Parameter]:
     checked = {_sendable(key): checked_parameter(key, value) for key, value in given.items()}
     size = len(json.dumps(checked, ensure_ascii=False).encode())
     if size > _MAX_BYTE_SIZE:
-        raise InvalidArgument(f"the parameters of a response are {size} bytes, at most {_MAX_BYTE_SIZE} are sent")
+        raise InvalidArgument(f"the parameters are {size} bytes, at most {_MAX_BYTE_SIZE} are sent")
     return checked
 
 
