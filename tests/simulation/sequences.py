@@ -63,8 +63,10 @@ class Run:
     answered: int = 0
     #: When it was last answered.
     answered_ns: int = 0
-    #: Steps of which nobody knows whether they ran: their connection or their front has gone.
+    #: Steps behind the START of which nobody knows whether they ran: their connection or their front has gone.
     unsure: int = 0
+    #: The same of its START: steps that were sent behind the START may belong to the run before.
+    doubted: bool = False
     #: The files and the push of its last answer.
     files: int = -1
     push: int = -1
@@ -72,8 +74,10 @@ class Run:
     broken: bool = False
     #: The run that its client had under the same id before.
     before: Run | None = None
-    #: Its START has failed: steps that were sent behind the START belong to the run before.
+    #: Its START has failed, or was not taken: steps that were sent behind the START belong to the run before.
     refused: bool = False
+    #: Its END has run: no step belongs to it any more.
+    ended: bool = False
     #: A client was told that it is lost.
     lost: bool = False
     #: The next step is a START.
@@ -85,6 +89,14 @@ class Run:
     overtakes: bool = False
     #: A step went before its front had read it: nothing behind it is sent.
     cut: bool = False
+
+    @property
+    def chain(self) -> list[Run]:
+        """The runs, from this one back, to which a step that was sent behind the START of this one may belong."""
+        chain = [self]
+        while (run := chain[-1]).before is not None and (run.refused or run.doubted) and not run.before.ended:
+            chain.append(run.before)
+        return chain
 
 
 @dataclass(eq=False)
@@ -162,7 +174,9 @@ class Sequences:
         step.sequence.in_flight -= 1
         if outcome in ("answered", "error"):
             return
-        step.run.unsure += 1
+        step.run.unsure += not step.start
+        step.run.refused |= step.start and outcome == "was not taken"
+        step.run.doubted |= step.start and outcome != "was not taken"
         step.run.broken = step.run.over = True
         if outcome == "cancelled":
             newest = step.sequence.run or step.run
@@ -182,16 +196,22 @@ class Sequences:
     def why_not(self, step: Step, begun_ns: int, now_ns: int, values: list[int]) -> str:
         """Returns what is wrong with an answer that is not an error; "": nothing."""
         _, first, steps, files, push = values
-        run = step.run
-        while run.refused and run.before is not None:
-            run = run.before
-        if run.lost and not run.overtakes:
+        chain = step.run.chain
+        able = [each for each in chain if not each.refused]
+        run = next((each for each in able if each.start == first), None)
+        if run is None:
+            wanted = " or ".join(f"START {each.start}" for each in able)
+            return f"it has the state of START {first} in place of {wanted or 'an error'}"
+        overtakes = run.overtakes or step.run.overtakes
+        if run.lost and not overtakes:
             return "its client was told that the sequence is lost"
-        if first != run.start:
-            return f"it has the state of START {first} in place of START {run.start}"
-        run.answered, run.answered_ns = run.answered + 1, now_ns
-        least, most = run.answered, run.answered + run.unsure
-        if run.overtakes:
+        # That its START has run is known now.
+        run.answered, run.answered_ns = run.answered + 1 + run.doubted, now_ns
+        run.doubted = False
+        run.ended |= step.end and not overtakes
+        least = run.answered
+        most = least + sum(each.unsure for each in chain[: chain.index(run) + 1])
+        if overtakes:
             least, most = step.index - run.unsure - run.failed, step.index
             if run is not step.run:
                 least, most = 1, run.drawn + most
@@ -202,7 +222,7 @@ class Sequences:
         why = ""
         if run.push < 0:
             why = self._history.why_not_push(MODEL, push, begun_ns)
-        elif not run.overtakes:
+        elif not overtakes:
             why = self._why_not_moved(run, push, begun_ns)
         run.files, run.push = files, push
         if step.start and run.start > step.sequence.cancelled:
@@ -242,8 +262,9 @@ class Sequences:
             excuse = "a step of its sequence was cancelled"
         elif _MISSED in message and run.failed > 1:
             excuse = "a step before it has failed"
-        run.lost |= was_lost
         run.refused |= step.start
+        for each in run.chain if was_lost else ():
+            each.lost = True
         run.over |= was_lost or had_none or step.start
         run.broken |= step.start or step.end
         return excuse
