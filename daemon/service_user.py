@@ -127,7 +127,7 @@ def check_inside(service: Service, words: Sequence[str], environment: Mapping[st
     if status >= _OF_SYSTEMD:
         raise Unusable(f"systemd cannot run a process as {UNIT} does: status={status} (systemd.exec(5) names it)")
     if status == 1:  # systemd-run's own, or that of a Python that ended by an exception
-        raise Unusable(f"the check as {UNIT} did not come to its end, and what is written above says why")
+        raise Unusable(f"the check as {UNIT} did not come to its end; what is written above, or the journal, says why")
     return 1 if status == BAD else status
 
 

@@ -85,16 +85,19 @@ class TraceFiles:
     def _create(self, path: str, traces: bytes) -> None:
         """Writes traces to the first of ``path``.0, ``path``.1, ... that does not exist."""
         for index in range(self._next_index.get(path, 0), self._max_files):
-            with contextlib.suppress(FileExistsError):
+            try:
                 fd = os.open(f"{path}.{index}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-                try:
-                    with open(fd, "wb") as file:
-                        file.write(b"[" + traces + b"]")
-                except OSError:
-                    os.unlink(f"{path}.{index}")
-                    raise
+            except FileExistsError:
                 self._next_index[path] = index + 1
-                return
+                continue
+            try:
+                with open(fd, "wb") as file:
+                    file.write(b"[" + traces + b"]")
+            except OSError:
+                os.unlink(f"{path}.{index}")
+                raise
+            self._next_index[path] = index + 1
+            return
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:

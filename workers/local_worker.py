@@ -74,7 +74,7 @@ class LocalWorker:
         self.numbers = itertools.count(1)
         self._closing = False
         #: Held while something is posted that must be answered, and where ``_closing`` is set: nothing is posted after that. The
-        #: garbage collector may close the worker in any thread, also in one that holds it.
+        #: garbage collector may close the worker in the loop's thread, also while that holds it; who else posts keeps the model.
         self._posting = threading.RLock()
         self._loading = threading.Lock()
         self._thread = threading.Thread(target=self._main, name="tensord", daemon=True)

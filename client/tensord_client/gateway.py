@@ -163,8 +163,8 @@ def bound(what: str, number: int, unit: str, most: int) -> int:
 def byte_size(what: str, dtype: np.dtype[Any], shape: Any) -> int:
     """Returns the size of an array in bytes. ``what`` is the array's name for errors.
 
-    Raises InvalidArgument if ``shape`` is not a list of at most ``MAX_DIMENSIONS`` integers from 0 to ``MAX_SIZE``, or if an
-    empty array has other dimensions that numpy cannot hold.
+    Raises InvalidArgument if ``shape`` is not a list of at most ``MAX_DIMENSIONS`` integers from 0 to ``MAX_SIZE``, or if the
+    other sizes of an empty array make more than 64 MiB, because numpy counts them.
     """
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
         raise InvalidArgument(f"{what} has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")

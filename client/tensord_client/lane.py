@@ -471,11 +471,12 @@ class LaneConnection(Sender):
         """
         sequence_id = call.scheduling.sequence_id
         lane = self._sequences.get((call.model, sequence_id)) if sequence_id else None
-        if lane is not None and not call.scheduling.sequence_start:
-            if not lane.usable:
-                raise lost_sequence(call.model, sequence_id)
-            return lane
         known = self.known(call)
+        if lane is not None and not call.scheduling.sequence_start:
+            if lane.usable:
+                return lane
+            if known is None or known.description.sequences:  # others ignore the id
+                raise lost_sequence(call.model, sequence_id)
         if known is None:
             return None
         if known.lacks and time.monotonic() - known.opened_at > _COMING_AFTER:
@@ -593,6 +594,10 @@ class LaneConnection(Sender):
                 self._http.close()
         # Who holds on to this holds no memory by it.
         self.placement = Placement(self.memory)
+
+    def __del__(self) -> None:
+        for lane in [*getattr(self, "_lanes", {}).values(), *getattr(self, "_former", ())]:
+            lane.leave()
 
     def forget(self) -> None:
         """Resets the connection in a child process after a fork, and closes the child's copies of the parent's sockets."""

@@ -275,17 +275,19 @@ class LaneRequest(Submission, Pending[Answer]):
             astray, self.astray = self.astray, False
         if astray:
             self._connection.laneless.discard(self)
+        claimed = self in self._connection.claimed  # before its lane is looked at: it may be sent just now
         lane = self.lane
         if lane is not None:
             lane.cancel(self.request_id)
-        elif self not in self._connection.claimed:
+        elif not claimed:
             self.end()  # no worker has it
 
     def _acknowledge(self) -> None:
         """Tells the worker how many new bytes of this request's responses were read. Does nothing for fewer than 1024 bytes."""
-        if self._read >= _ACKNOWLEDGED and self.lane is not None:
+        lane = self.lane
+        if self._read >= _ACKNOWLEDGED and lane is not None:
             read, self._read = self._read, 0
-            self.lane.say(wire.record("T", self.request_id, read))
+            lane.say(wire.record("T", self.request_id, read))
 
     def made(self, arrived: Answer | tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
         """Converts a worker's answer to an ``Answer``. If ``arrived`` is an ``Answer``, returns ``arrived`` unchanged.
@@ -307,8 +309,8 @@ class LaneRequest(Submission, Pending[Answer]):
 
     def late(self) -> ServingError:
         """Returns ResultsHeld if this request is late because this process holds too many answers, else DeadlineExceeded."""
-        error = DeadlineExceeded()
-        return error if self.lane is None else self.lane.answers.explained(error)
+        error, lane = DeadlineExceeded(), self.lane
+        return error if lane is None else lane.answers.explained(error)
 
     def explained(self, error: ServingError) -> ServingError:
         """Returns ResultsHeld if ``error`` came because this process holds too many answers. Else returns ``error``."""

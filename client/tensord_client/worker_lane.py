@@ -109,7 +109,7 @@ class ClientLane:
 
         #: Threads that wait while another one reads.
         self.followers: dict[queue.SimpleQueue[None], None] = {}
-        #: Ids of requests with callbacks, and such requests that have ended and whose callbacks are to be called.
+        #: Ids of requests with callbacks, or that were cancelled; and requests that have ended, whose callbacks are to be called.
         self.watched: set[int] = set()
         self.finished: deque[Any] = deque()
         self._thread: threading.Thread | None = None
@@ -477,7 +477,11 @@ class ClientLane:
             with self.lock:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._serve, name=f"tensord-lane-{self.number}", daemon=True)
-                    self._thread.start()
+                    try:
+                        self._thread.start()
+                    except RuntimeError:  # there is none left: the next one tries again
+                        self._thread = None
+                        raise
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
@@ -585,6 +589,11 @@ class ClientLane:
         self.socket.shut_down()
         with self.reading:
             self.end(error)
+
+    def leave(self) -> None:
+        """Ends the background thread of a lane whose connection was garbage-collected: it would keep the lane."""
+        self.ended = True
+        self._thread_waiter.put(None)
 
     def forget(self) -> list[Any]:
         """Closes the socket in a child process after a fork. Returns the requests that were in flight at the fork."""

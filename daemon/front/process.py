@@ -179,7 +179,7 @@ class Front(ABC):
             now = self.clock.look()
             # What has come by now is read first: a client is not late because this process did not run.
             await asyncio.sleep(_READ_SECONDS)
-            checks = [partial(each.check, now) for each in (*self.open_connections, self.lingering)]
+            checks = (partial(each.check, now) for each in [*self.open_connections, self.lingering])
             call_each([self._certificates.look, *checks], "a check of a connection or of the certificates")
 
     async def drain(self, grace_ns: int) -> None:

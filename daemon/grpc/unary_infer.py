@@ -242,6 +242,7 @@ class StepOrder:
             self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
+        self._due = False  # one that was passed already may leave from within
         ahead: set[Sequence] = set()
         broken: set[Sequence] = set()
         for step in list(self.unsent):
@@ -258,7 +259,6 @@ class StepOrder:
                 else:
                     del self.unsent[step]
                     broken.add(sequence)
-        self._due = False
 
     def __repr__(self) -> str:
         return f"<StepOrder {len(self.unsent)} are not sent>"

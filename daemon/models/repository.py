@@ -200,7 +200,7 @@ def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
     found: dict[Path, str] = {}
     for repository in repositories:
         try:
-            os.scandir(repository).close()
+            os.scandir(os.path.join(repository, ".")).close()  # "." is found only where it may be searched, too
         except OSError as error:
             found[repository] = error.strerror or str(error)
     return found
@@ -257,7 +257,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
             try:
                 places += [folder] if folder.is_dir() else []
             except OSError as error:  # from Python 3.14 on it is no folder
-                reason += f"; repository '{folder.parent.name}' cannot be searched: {error.strerror}"
+                reason += f"; repository '{folder.parent.name}' cannot be searched for it: {error.strerror}"
         if len(places) == 1:
             if (found := poll(places[0])).lacking:
                 raise descriptors.none_left(f"model '{name}' cannot be read: the server")

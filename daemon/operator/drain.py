@@ -115,11 +115,12 @@ class Drain:
     async def _drain(self, seconds: float) -> None:
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
+        self._busy = {child.name for child in self._children()}
         self.phase = DrainPhase.REFUSING
         self._supervisor.refuse_requests(True)
         await self._supervisor.fronts.settled()
         _log.info("draining: new requests are refused; finishing those in flight")
-        children = (*self._supervisor.fronts, *self._supervisor.workers.ready())
+        children = self._children()
         self._busy = {child.name for child in children}
         timeout = self._supervisor.options.supervisor.exit_timeout
         late = asyncio.get_running_loop().call_later(timeout, lambda: _log.warning("draining: %s", self._late()))
@@ -129,6 +130,9 @@ class Drain:
             late.cancel()
         self.phase = DrainPhase.DRAINED
         _log.info("drained: nothing is in flight")
+
+    def _children(self) -> list[Child]:
+        return [*self._supervisor.fronts, *self._supervisor.workers.ready()]
 
     def _late(self) -> str:
         timeout = self._supervisor.options.supervisor.exit_timeout

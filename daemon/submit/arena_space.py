@@ -140,6 +140,7 @@ class ArenaSpace:
     def expire(self, now: float) -> bool:
         """Refuses requests that have waited too long for room in the arena. Returns whether other requests still wait for room.
 
+        Gives the room that there is to those behind them.
         ``now``: the current time of the event loop in seconds.
         """
         for line in self._lines:

@@ -181,6 +181,9 @@ class TraceSettings:
                 if own or not name:
                     made[name] = _Scope(values, own)
                     undo.callback(made[name].close)
+            for scope in made.values():
+                if scope.budget is not None:
+                    scope.budget.remaining()  # which saying the change needs a descriptor for, too
             undo.pop_all()
         for name in planned:
             former = self._scopes.pop(name, None)

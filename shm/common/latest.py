@@ -60,10 +60,11 @@ class Newest(Generic[A]):
         with self._changed:
             if self._closed:
                 raise Cancelled("it was closed")
+            copied = _copied(inputs) if len(self._under_way) >= _UNDER_WAY else None
             self._put = number = self._put + 1
             self.replaced += self._waiting is not None
-            if len(self._under_way) >= _UNDER_WAY:
-                self._waiting = number, _copied(inputs)
+            if copied is not None:
+                self._waiting = number, copied
                 return
             self._waiting = None
             self._under_way[number] = future = self._submit(inputs)
@@ -185,6 +186,8 @@ def _copied(value: Any, name: str = "") -> Any:
         return {key: _copied(each, str(key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return getattr(value, "_make", list)(_copied(each, name) for each in value)
+    if isinstance(value, np.generic):
+        return value  # nobody can change it
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         made = array(name, value, None)
         return np.array(made) if isinstance(made, np.ndarray) else made

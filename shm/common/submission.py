@@ -13,8 +13,8 @@ the request may run twice and has had no response. Else the request fails with I
   - A client calls ``after_end`` as soon as its lane has ended. It counts every request that it sent over the lane as begun. A
     request may run twice only if its model is declared pure and the request does not belong to a sequence.
 
-After the worker of a sequence has ended, a front fails the sequence's requests with ``lost_sequence`` until one has the START
-flag. A client fails only the next request of the sequence in this way.
+After the worker of a sequence has ended, fronts and clients fail the sequence's requests with ``lost_sequence`` until one has
+the START flag.
 """
 
 from __future__ import annotations

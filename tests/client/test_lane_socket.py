@@ -18,6 +18,7 @@ from tensord_client.lane_socket import LaneSocket
 from tensord_client.native import wire
 
 from tensord.shm import spin
+from tests.daemon_process import wait_until
 from tests.open_files import no_descriptors_left
 
 _PATIENCE = 120.0
@@ -91,12 +92,15 @@ def test_a_full_socket_without_a_descriptor_to_keep() -> None:
     """The segment is not shared, which the caller is told, and what was queued before it still goes out."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lane = LaneSocket(ours, 0)
-    with theirs, ours, lane.lock:
+    with lane.lock:
         while not lane.backlog:
             lane.send(bytes(1000))
         with no_descriptors_left(), pytest.raises(Unavailable, match="no descriptor is left in this process: Too many"):
             lane.send(b"S+", theirs.fileno())
         assert [datagram for datagram, _, _ in lane.backlog] == [bytes(1000)]
+    with theirs:
+        lane.close()
+        wait_until(lambda: ours.fileno() < 0, "the thread that sends what is queued to leave the socket")
 
 
 def answers_quickly(limit_ns: int) -> Any:

@@ -355,6 +355,15 @@ class ClosedBetween:
         self._lock.release()
 
 
+def test_a_model_without_sequences_ignores_their_ids_where_its_lane_ended_as_well(service: FakeService) -> None:
+    with tensord_client.connect(service.path) as client:
+        model = client.model("m", timeout=PATIENCE)
+        before = model(X, sequence_id=5)["y"].tolist()
+        service.gone()
+        for _ in range(2):
+            assert model(X, sequence_id=5)["y"].tolist() == before
+
+
 def test_a_lane_that_is_closed_before_its_thread_reads(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread ends as if the lane had been closed while it read."""
     wrong: list[Any] = []

@@ -165,7 +165,7 @@ def test_root_checks_as_the_service(place: Path, python: str) -> None:
         2,
         [
             "Failed to start transient service unit",
-            "tensord: the check as tensord.service did not come to its end, and what is written above says why",
+            "tensord: the check as tensord.service did not come to its end; what is written above, or the journal, says why",
         ],
     )
     drop_in.unlink()

@@ -76,12 +76,16 @@ class OwnProcesses:
 
     def forked(self, pid: int) -> None:
         """Records a process that the model's code has forked, so that ``close`` ends it."""
-        with self._lock, contextlib.suppress(OSError):  # no file can be opened: the worker's death ends it
-            if found := marked_processes.look(pid):
-                self._forked[pid] = found
-            if len(self._forked) > self._prune_at:
-                self._forked = {pid: each for pid, each in self._forked.items() if marked_processes.look(pid) == each}
-                self._prune_at = 2 * len(self._forked) + 64
+        with contextlib.suppress(OSError):  # no file can be opened: the worker's death ends it
+            found = marked_processes.look(pid)
+            with self._lock:  # briefly: a process that is forked meanwhile has it locked for ever
+                if found is not None:
+                    self._forked[pid] = found
+                if len(self._forked) > self._prune_at:
+                    self._forked = {
+                        pid: each for pid, each in self._forked.items() if marked_processes.look(pid) == each
+                    }
+                    self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
         """Starts a thread that ends all processes that the model's code has started, by SIGKILL if they ignore SIGTERM.

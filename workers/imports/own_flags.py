@@ -1,8 +1,8 @@
 """Makes changes of JAX's configuration by a model's code apply to that model only.
 
-A model's code may call ``jax.config.update(name, value)``. If ``_CONTEXTS`` lists a context manager for the setting ``name``
-and JAX has it, ``value`` applies only to code of this model, each time the worker runs or traces this code. Otherwise ``value``
-applies to the whole process, and ``process_state`` may undo the change later.
+A model's code may call ``jax.config.update(name, value)``. If JAX has a context manager with the setting's name, such as
+``jax.debug_nans`` for "jax_debug_nans", ``value`` applies only to code of this model, each time the worker runs or traces this
+code. Otherwise ``value`` applies to the whole process, and ``process_state`` may undo the change later.
 
 A thread in which the worker runs no model's code changes the setting for the whole process, as in JAX itself.
 """

@@ -153,7 +153,7 @@ def _keep_buckets(config: ModelConfig, buckets: Mapping[str, Sequence[int] | str
     """Adds the sizes of named axes to ``config``, as far as it has none for them."""
     for axis, sizes in buckets.items():
         if (name := f"buckets.{axis}") not in config.parameters:
-            config.parameters[name].string_value = "auto" if sizes == "auto" else ",".join(map(str, sizes))
+            config.parameters[name].string_value = sizes if isinstance(sizes, str) else ",".join(map(str, sizes))
 
 
 def _programs(

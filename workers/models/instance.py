@@ -181,10 +181,10 @@ class Instance:
             if self._warm is not None:
                 self._warm(model)
         except BaseException as error:  # a model may call sys.exit() as well
-            if model is not None:
-                model.close()
             self._failure = error
             self._drop_jobs()
+            if model is not None:
+                model.close()
             return None
         finally:
             self._started.set()

@@ -92,8 +92,12 @@ class IsReadyCalls:
         self._logged, self._timer, now = True, None, time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
             self._waiting.popleft()[1](False)
-        if self._waiting:
-            self._wait(self._waiting[0][0] - now)
+        try:
+            if self._waiting:
+                self._wait(self._waiting[0][0] - now)
+        except RuntimeError:  # no thread can be started: nobody waits longer
+            while self._waiting:
+                self._waiting.popleft()[1](False)
 
     def __repr__(self) -> str:
         return f"<IsReadyCalls of {self._name} {'asked' if self._thread else 'idle'}>"

@@ -116,6 +116,23 @@ def test_whoever_would_miss_a_step_does_not_run(scene: Scene) -> None:
     assert scene.turn() == ["fourth"]
 
 
+def test_one_that_is_sent_as_another_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a refused step held is given to an earlier one, which had no room: those behind that go on."""
+    first = scene.large("first", 2)
+    assert scene.small("behind first", 2)[1]
+    cancelled, refused = scene.large("cancelled"), scene.large("refused")
+    miss = refused.miss
+
+    def gives_room(sequence: Sequence) -> None:
+        miss(sequence)
+        scene.order.leave(first, True)
+
+    monkeypatch.setattr(refused, "miss", gives_room, raising=False)
+    scene.order.leave(cancelled, False)
+    assert scene.turn() == ["not refused"]
+    assert scene.turn() == ["behind first"]
+
+
 def test_one_that_fails_when_it_is_its_turn(scene: Scene) -> None:
     first = scene.large("first")
     scene.small("second")[0].fails = True
