@@ -471,12 +471,12 @@ class LaneConnection(Sender):
         """
         sequence_id = call.scheduling.sequence_id
         lane = self._sequences.get((call.model, sequence_id)) if sequence_id else None
+        begun = None if call.scheduling.sequence_start else lane
+        if begun is not None and begun.usable:
+            return begun
         known = self.known(call)
-        if lane is not None and not call.scheduling.sequence_start:
-            if lane.usable:
-                return lane
-            if known is None or known.description.sequences:  # others ignore the id
-                raise lost_sequence(call.model, sequence_id)
+        if begun is not None and (known is None or known.description.sequences):  # others ignore the id
+            raise lost_sequence(call.model, sequence_id)
         if known is None:
             return None
         if known.lacks and time.monotonic() - known.opened_at > _COMING_AFTER:
