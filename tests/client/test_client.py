@@ -289,7 +289,7 @@ def test_waiting_for_a_server(serve: Callable[..., Server], folder: Path, addres
 
 
 def test_a_proxy_whose_server_is_not_there_yet_is_waited_for(serve: Callable[..., Server]) -> None:
-    """It takes connections, and ends them."""
+    """A proxy takes connections and ends them without an answer: ``connect(wait=...)`` tries until a server answers."""
     left = [3]
 
     def answer(path: str, connection: socket.socket) -> bytes | None:

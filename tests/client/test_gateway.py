@@ -1,4 +1,4 @@
-"""What gateways share: what they tell clients, whatever these speak."""
+"""What all gateways of the client answer alike, such as 503 while their daemon is gone."""
 
 from __future__ import annotations
 

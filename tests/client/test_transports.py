@@ -613,9 +613,9 @@ def test_prepared_calls_and_places(client: Any) -> None:
 
 @pytest.mark.parametrize("count", [3, 5000])
 def test_any_array_that_can_be_written_to_is_a_place(client: Any, count: int) -> None:
-    """It is copied to where the server cannot write to it, however the answer came, and holds nothing of the server's.
+    """An output is written or copied to the caller's array in ``out``, which keeps no memory of the server in use.
 
-    Any mapping names places, and may be others' afterwards.
+    ``out`` may be any mapping, and may be changed once the call is prepared.
     """
     model = client.model("echo_int64", timeout=PATIENCE)
     x = np.arange(count)

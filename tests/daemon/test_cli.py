@@ -250,7 +250,7 @@ def test_an_output_of_64_bits_is_exported(tmp_path: Path, kind: str) -> None:
 
 
 def test_automatic_buckets_are_exported(tmp_path: Path) -> None:
-    """Those of config.pbtxt go before those of model.py, as where the model is served."""
+    """Buckets of config.pbtxt take precedence over buckets of model.py, in an export as in a served model."""
     more = 'max_batch_size, buckets = 4, {"n": "auto", "m": (2,)}'
     source = applying('return {"y": inputs["x"].sum(axis=(1, 2)), }', "x FP32[n,m]", "y FP32[]", more=more)
     write_source(tmp_path, "whole", source, 'parameters { key: "buckets.m" value { string_value: "4" } }')

@@ -62,7 +62,7 @@ GENERATOR = repositories.applying(
     "y INT32[1]",
     more="import tensord.models\nhost = True",
 )
-#: What no record can hold as it is: scalars of numpy, and texts that are not Unicode.
+#: A model whose span has attributes that no record can hold as they are: numpy scalars, and text with lone surrogates.
 ODD = repositories.applying(
     """
     with tensord.models.span("odd \\ud800", loss=np.float64(0.5), n=np.int32(2), text="\\udfff", **{"k\\ud800": [1]}):

@@ -65,7 +65,7 @@ class Run:
     answered_ns: int = 0
     #: Steps behind the START of which nobody knows whether they ran: their connection or their front has gone.
     unsure: int = 0
-    #: The same of its START: steps that were sent behind the START may belong to the run before.
+    #: Nobody knows whether its START ran: steps that were sent behind the START may belong to the run before.
     doubted: bool = False
     #: The files and the push of its last answer.
     files: int = -1

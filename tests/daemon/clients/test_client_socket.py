@@ -219,7 +219,7 @@ def register(name: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
 
 
 async def test_a_region_of_any_kind_is_unregistered(registry: RegionRegistry, tmp_path: Path) -> None:
-    """It may have been registered over HTTP; by its name, or with all of its owner's."""
+    """The clients' socket unregisters CUDA regions as well, by name or together with all regions of the user."""
     for name in ("g", ""):
         here = Peer("unix", uid=os.getuid())
         await registry.register(RegisterCudaRegion("g", bytes(64), 0, 64), here)

@@ -120,7 +120,7 @@ def test_what_has_come_so_far_is_said(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of how much, where the server says its size."""
+    """The progress of a download has the file's whole size only if the server says how large the file is."""
     ticks = itertools.count(0, 60)
     monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=ticks.__next__))
     source = Source(served(lambda request: answer(request, ranges=False, length=length, content=bytes(3 << 20))))

@@ -277,7 +277,7 @@ def test_checksums(there: Path, tmp_path: Path) -> None:
 
 
 def test_the_checksum_of_an_archive(there: Path, tmp_path: Path) -> None:
-    """It is compared before anything is unpacked."""
+    """An archive's checksum is compared before anything is unpacked, and the error has both checksums."""
     archive = Path(shutil.make_archive(str(tmp_path / "m"), "tar", there))
     with pytest.raises(InvalidArgument, match=r"'m\.tar' has the SHA-256 [0-9a-f]+; it should have 000000"):
         fetch(archive, tmp_path / "models" / "m", "0" * 64)

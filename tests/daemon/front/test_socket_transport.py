@@ -253,7 +253,7 @@ async def test_where_half_closed_clients_are_answered_the_end_comes_behind_what_
 @pytest.mark.parametrize("stays_open", [False, True])
 @pytest.mark.parametrize("paused", [False, True])
 async def test_the_end_is_told_once_while_an_answer_is_unsent(pair: Pair, stays_open: bool, paused: bool) -> None:
-    """It stands behind all that came, for as long as the client takes the answer."""
+    """A client that ends its side while an answer is unsent is told to the protocol once, and costs no further events."""
     pair.kept.stays_open = stays_open
     if paused:
         pair.transport.pause_reading()

@@ -117,7 +117,7 @@ def test_whoever_would_miss_a_step_does_not_run(scene: Scene) -> None:
 
 
 def test_one_that_is_sent_as_another_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a refused step held is given to an earlier one, which had no room: those behind that go on."""
+    """Refusing a step frees room, with which an earlier step is sent: the steps behind that earlier one are sent as well."""
     first = scene.large("first", 2)
     assert scene.small("behind first", 2)[1]
     cancelled, refused = scene.large("cancelled"), scene.large("refused")

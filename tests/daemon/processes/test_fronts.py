@@ -134,7 +134,7 @@ async def test_nobody_waits_for_the_dead(owner: Owner) -> None:
 
 
 async def test_what_is_sent_to_the_dead_is_not_counted(owner: Owner) -> None:
-    """As the answer to a call of it is, which ends later. Its row in the counters is that of its replacement."""
+    """A record sent to a dead front is not counted, because its row of the counters is now its replacement's."""
     _, second = await owner.all_ready(2)
     second.kill()
     assert await owner.died.get() is second

@@ -1,4 +1,4 @@
-"""What models of a dead worker have started is killed, if need be once files can be opened again."""
+"""Processes that models of a dead worker have started are killed, also if no file could be opened at first."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Owner:
     """Stands for the supervisor and notes what it is told of workers."""
 
     options = Options()
-    #: Whether the daemon stops.
+    #: True: the daemon is stopping and starts no more workers.
     stops = False
 
     def __init__(self) -> None:

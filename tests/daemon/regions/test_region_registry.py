@@ -445,7 +445,7 @@ async def test_a_region_goes_with_its_end(memory: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["system", "cuda"])
 async def test_a_region_whose_end_cannot_be_watched_is_refused(memory: int, kind: str) -> None:
-    """It is on no worker then, and one that is registered again is as it was: it goes with the end that it had."""
+    """No worker keeps a refused region, and a region whose renewal is refused still ends with its first owner."""
     holder = FakeHolder(0, memory)
     registry = made(lambda: [holder], RegionsOptions(reclaim="owner"))
     ask = request if kind == "system" else cuda
