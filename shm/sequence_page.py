@@ -27,6 +27,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import compress
 from struct import Struct
 from typing import NamedTuple
 
@@ -171,8 +172,8 @@ class SequencePage(Page):
     def sequences(self) -> Iterator[tuple[Key, SequenceState, int]]:
         """Yields each sequence's key, its state, and when it was admitted (CLOCK_MONOTONIC ns)."""
         words = self._words
-        for number, low in enumerate(words[_HEADER::_ENTRY].tolist()):
-            at = _HEADER + _ENTRY * number
+        for at in compress(range(_HEADER, len(words), _ENTRY), words[_HEADER::_ENTRY].tolist()):
+            low = words[at]
             # High is 0 where the worker died while it overwrote this entry. What stood there stands elsewhere too, or was
             # removed.
             if low and words[at + 1] and words[at + 2] & 3:

@@ -15,6 +15,7 @@ import select
 import selectors
 import socket
 import threading
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -370,9 +371,9 @@ class Scheduler:
 
     def turn(self) -> bool:
         """Gives somebody a turn. Returns False if nobody has anything to do before the time of a timer."""
-        self.clock.now_ns += self.chance.randrange(500, _TURN_NS)
-        now_ns = self.clock.now_ns
-        able = []
+        chance, clock = self.chance, self.clock
+        now_ns = clock.now_ns = clock.now_ns + 500 + int(chance.random() * (_TURN_NS - 500))
+        able, sums, total = [], [], 0.0
         for process in self.processes:
             if process.stopped or not process.alive:
                 continue
@@ -381,13 +382,13 @@ class Scheduler:
                 if due is None or due > now_ns:
                     continue
             able.append(process)
+            total += process.weight
+            sums.append(total)
         if not able:
             return False
-        process = able[0]
-        if self.uneven and self.chance.random() < 0.02:
-            self.chance.choice(able).weight = self.weight()
-        if len(able) > 1:
-            (process,) = self.chance.choices(able, [each.weight for each in able])
+        if self.uneven and chance.random() < 0.02:
+            chance.choice(able).weight = self.weight()
+        process = able[0] if len(able) == 1 else able[bisect(sums, chance.random() * total, 0, len(able) - 1)]
         self.run(process)
         return True
 
