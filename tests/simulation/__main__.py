@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections import Counter
@@ -20,7 +19,6 @@ def main() -> int:
     parser.add_argument("--story", action="store_true", help="tells the story also where nothing is wrong")
     parser.add_argument("--whole", action="store_true", help="tells the whole story of a failure, with all its events")
     arguments = parser.parse_args()
-    gc.freeze()
     began, turns, runs, counts = time.perf_counter(), 0, 0, Counter[str]()
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
         outcome = simulate(seed, arguments.steps)
