@@ -69,6 +69,54 @@ COUNTS = applying(
     more="from tensord import models",
 )
 
+#: Asks others in a callback, as a number tells it to; its answer is 1 where that is refused, with an error that says why.
+COMPILED = """
+    import concurrent.futures
+    import jax
+    import jax.experimental
+    import numpy as np
+    from tensord import models
+
+    inputs = {"how": "INT32[1]"}
+    outputs = {"refused": "FP32[1]"}
+    refused = [0.0]
+
+    def call():
+        return models.call("scale", {"x": np.ones((1, 4), np.float32)})
+
+    def call_in_a_thread():
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    ways = [
+        lambda: None, call, call_in_a_thread, lambda: [*models.stream("counts", {"n": np.array([1], np.int32)})],
+        lambda: models.is_ready("nobody"), lambda: models.load_model("scale"), lambda: models.unload_model("scale"),
+    ]
+
+    def asking(how):
+        try:
+            ways[how[0]]()
+            refused[0] = 0.0
+        except models.ServingError as error:
+            refused[0] = float("is compiled" in error.message)
+        return np.array(refused, np.float32)
+
+    def debugged(how):
+        jax.debug.callback(asking, how, ordered=True)
+        return jax.pure_callback(lambda _: np.array(refused, np.float32), made, how)
+
+    made = jax.ShapeDtypeStruct((1,), "float32")
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"refused": CALLBACK}), {}
+"""
+#: How Python is called by what is compiled.
+CALLBACKS = {
+    "pure": "jax.pure_callback(asking, made, inputs['how'])",
+    "io": "jax.experimental.io_callback(asking, made, inputs['how'])",
+    "debug": "debugged(inputs['how'])",
+}
+
 
 @pytest.fixture(scope="module")
 def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
@@ -77,6 +125,9 @@ def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> Dae
     write_model(repository, "counts", COUNTS)
     write_model(repository, "tell", TELL, fields("x FP32 4", "y FP32 4, said STRING 1"))
     scale_model(repository)
+    for name, callback in CALLBACKS.items():
+        write_model(repository, name, COMPILED.replace("CALLBACK", callback))
+    write_model(repository, "on_two", COMPILED.replace("CALLBACK", CALLBACKS["pure"]), "instance_group { count: 2 }")
     return daemon_of(repository)
 
 
@@ -136,3 +187,14 @@ def test_a_generator_asks_between_its_responses(daemon: DaemonProcess) -> None:
         client.async_stream_infer("counts", [given])
         client.stop_stream()
     assert came == [1, 4, 7, 3, 4]
+
+
+@pytest.mark.parametrize("model", [*CALLBACKS, "on_two"])
+def test_callbacks_of_what_is_compiled_ask_nobody(http: httpclient.InferenceServerClient, model: str) -> None:
+    """Nor do threads that they wait for: the worker's loop runs them, and would wait for itself."""
+    answers = []
+    for how in range(7):
+        given = httpclient.InferInput("how", [1], "INT32")
+        given.set_data_from_numpy(np.array([how], np.int32))
+        answers.append(float(http.infer(model, [given]).as_numpy("refused")[0]))
+    assert answers == [0.0, *[1.0] * 6]

@@ -4,6 +4,7 @@
     threads that the model's code starts        may load other models, and may call them once the model itself is loaded
     initialize, create                          may load other models, but may not call them
     auto_complete_config, is_ready, finalize    may neither call nor load other models
+    callbacks and threads of a compiled model   may do neither once it is served
 
 The requests that the code works on are known in ``execute`` and its coroutines, but not in threads that the code starts.
 """
@@ -103,6 +104,8 @@ class ModelPort:
         self.ran: Callable[[], None] | None = None
         #: True if the version is being loaded.
         self.loading = True
+        #: True if the version is served and its function is compiled.
+        self.compiled = False
         #: The worker's process.
         self.process = os.getpid()
         #: Resources that the model's code has made outside of itself.
@@ -178,9 +181,16 @@ class Caller:
 def asker() -> Caller | None:
     """Returns the ``Caller`` of the model whose code called this function, or None if no model's code did.
 
-    Raises InvalidArgument if the calling process is not the worker, but a process that the model's code has forked.
+    Raises InvalidArgument if the calling process is not the worker, but a process that the model's code has forked, or if the
+    model is compiled and served.
     """
     found = caller()
+    if found is not None and found.port.compiled:
+        # The worker's loop may be what runs the function, and wait for the callback, and with it for a thread.
+        raise InvalidArgument(
+            f"model '{found.port.name}' is compiled: its callbacks and threads cannot ask for other models, because its worker "
+            "may be waiting for them; a host model can"
+        )
     if found is not None and found.port.process != (here := os.getpid()):
         raise InvalidArgument(
             f"model '{found.port.name}' asks for another one in process {here}, which it forked: its worker, process "

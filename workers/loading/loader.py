@@ -155,7 +155,7 @@ class Loader:
                 return load_ensemble(record, config, imports, self._max_queue_size)
             module = self._module(record, config, imports, flags)
             loaded = self._load(VersionLoad(record, config, module, imports, flags, progress, started=started))
-            imports.port.loading = False
+            imports.port.loading, imports.port.compiled = False, bool(loaded.jitted or loaded.stepped)
             if self._process is not None:
                 imports.port.ran = self._process.watch(f"model '{record.name}'")
             return loaded
