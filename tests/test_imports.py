@@ -77,7 +77,7 @@ INSIDE = {
     "workers.requests": ("scheduling", "native", "tensors", "devices", "regions"),
     "workers.calls": ("tensors", "requests"),
     "workers.python_backend": ("jax_internals", "requests", "calls"),
-    "workers.imports": ("calls", "python_backend"),
+    "workers.imports": ("jax_internals", "calls", "python_backend"),
     "workers.programs": (
         *("scheduling", "threads", "jax_internals", "native", "tensors", "devices", "regions", "parameters"),
     ),

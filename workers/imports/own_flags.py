@@ -4,7 +4,8 @@ A model's code may call ``jax.config.update(name, value)``. If JAX has a context
 ``jax.debug_nans`` for "jax_debug_nans", ``value`` applies only to code of this model, each time the worker runs or traces this
 code. Otherwise ``value`` applies to the whole process, and ``process_state`` may undo the change later.
 
-A thread in which the worker runs no model's code changes the setting for the whole process, as in JAX itself.
+Where the worker does not run a model's code, such as in a thread that this code has started, a setting with a context manager
+cannot be changed: all models would have it. In a process that is not only a worker's it applies to the process, as in JAX itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import jax
 
+from tensord.workers.jax_internals.wide import enable_x64
+
 _log = logging.getLogger(__name__)
 _WIDE = "jax_enable_x64"
 #: ``own``: the flags and the open contexts of the model whose code this thread runs.
@@ -25,7 +28,7 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """Counts in ``updates`` how often JAX's configuration was changed for the whole process, not for one model."""
+    """Counts in ``updates`` how often a setting of JAX was changed for the whole process, not for one model."""
 
     updates = 0
 
@@ -52,7 +55,7 @@ class OwnFlags:
         with contextlib.ExitStack() as stack:
             # Another instance's thread may add one meanwhile.
             for name, value in [*self._values.items()]:
-                stack.enter_context(_context(name)(value))
+                stack.enter_context(context_of(name)(value))
             _thread.own = self, stack
             try:
                 yield
@@ -60,13 +63,7 @@ class OwnFlags:
                 _thread.own = former
 
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that it runs with the JAX settings that the model's code has made.
-
-        Returns the function itself if the code has made no setting, or only the setting that enables 64-bit types.
-        """
-        # Whether types have 64 bits is decided by the function's signature.
-        if not self._values.keys() - {_WIDE}:
-            return function
+        """Wraps a function of the model so that it runs with the JAX settings that the model's code has made, or makes in it."""
 
         @functools.wraps(function)
         def apply(*arguments: Any) -> Any:
@@ -82,7 +79,7 @@ class OwnFlags:
         the setting has this value already.
         """
         if jax.config.values.get(name) != value:
-            stack.enter_context(_context(name)(value))
+            stack.enter_context(context_of(name)(value))
             _log.warning("model '%s' sets %s = %r, which holds for this model alone", self._model, name, value)
             self._values[name] = value
 
@@ -90,25 +87,36 @@ class OwnFlags:
         return f"<OwnFlags of {self._model!r}: {self._values}>"
 
 
-def prepare() -> None:
-    """Patches ``jax.config.update`` so that a setting made by a model's code applies to that model only. Idempotent."""
+def prepare(shared: bool) -> None:
+    """Patches ``jax.config.update`` so that a setting made by a model's code applies to that model only. Idempotent.
+
+    ``shared``: True if code that belongs to no model may change settings for the whole process. False: it may change only
+    settings without a context manager, and ``update`` raises RuntimeError for others.
+    """
     usual = jax.config.update
     if hasattr(usual, "__wrapped__"):
         return
 
     @functools.wraps(usual)
     def update(name: str, val: Any) -> None:
-        own = getattr(_thread, "own", None)
-        if own is None or _context(name) is None:
-            WholeProcess.updates += 1
-            usual(name, val)  # type: ignore[no-untyped-call]
-        else:
+        own, has_context = getattr(_thread, "own", None), context_of(name) is not None
+        if own is not None and has_context:
             flags, stack = own
             flags.take(name, val, stack)
+        elif shared or not has_context:
+            WholeProcess.updates += 1
+            usual(name, val)  # type: ignore[no-untyped-call]
+        elif jax.config.values.get(name) != val:
+            raise RuntimeError(
+                f"{name} = {val!r}, in a thread or a callback of a model, would hold for all models of this process; use "
+                f"'with jax.{name.removeprefix('jax_')}({val!r}):' there, or jax.config.update where model.py is imported"
+            )
 
     jax.config.update = update  # type: ignore[method-assign]
 
 
-def _context(name: str) -> Any:
+def context_of(name: str) -> Any:
     """Returns JAX's context manager for a setting of its configuration, which has the same name; None: there is none."""
+    if name == _WIDE:
+        return enable_x64
     return getattr(jax, name.removeprefix("jax_"), None) if name.startswith("jax_") else None

@@ -1,10 +1,9 @@
 """Restores process-wide state that a model's code has changed, and logs changes.
 
-When the load of a model begins or ends, puts back JAX's configuration, lost entries of ``sys.path``, and settings of Python
-such as the recursion limit. Also removes new filters that turn warnings into errors. After each run of a model's code, does the
-same except for the settings of Python, unless a model is being loaded.
-
-A change of JAX's configuration that applies to a single model (``own_flags``) stays.
+When the load of a model begins or ends, puts back lost entries of ``sys.path``, settings of Python such as the recursion limit,
+and those settings of JAX that hold for the whole process because JAX has no context manager for them (``own_flags``). Also
+removes new filters that turn warnings into errors. After each run of a model's code, does the same except for the settings of
+Python, unless a model is being loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 import jax
 
-from tensord.workers.imports.own_flags import WholeProcess
+from tensord.workers.imports.own_flags import WholeProcess, context_of
 
 _log = logging.getLogger(__name__)
 #: Settings that have a function to read and one to write them.
@@ -35,9 +34,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Restores settings of the worker's Python process, such as JAX's configuration, after a model's code has changed them."""
-
-    # To be used only outside of ``OwnFlags.code`` blocks, in which settings of JAX are a model's own.
+    """Restores settings of the worker's Python process, such as its recursion limit, after a model's code has changed them."""
 
     def __init__(self) -> None:
         self._known = False
@@ -47,7 +44,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Restores process-wide settings, such as JAX's, when the ``with`` block begins and again when the block ends.
+        """Restores process-wide settings when the ``with`` block begins and again when the block ends.
 
         The settings get the values that they had at the first call. If they were changed in the block, the log blames the model
         ``who``.
@@ -68,9 +65,9 @@ class ProcessState:
     def watch(self, who: str) -> Callable[[], None]:
         """Returns a function that must be called after each run of a model's code. ``who`` names this model in the log.
 
-        The function gives JAX's configuration the values of the first call of ``kept``, puts back lost entries of ``sys.path``,
-        and removes new filters that turn warnings into errors. It logs only the first change. While a model is being loaded,
-        the function does nothing.
+        The function gives process-wide settings of JAX the values of the first call of ``kept``, puts back lost entries of
+        ``sys.path``, and removes new filters that turn warnings into errors. It logs only the first change. While a model is
+        being loaded, the function does nothing.
         """
         logged = False
 
@@ -93,18 +90,13 @@ class ProcessState:
         with self._lock:
             if self._loading:
                 return []  # a model that is being loaded may have, which is looked at when it is
-            changed = [*self._put_back_warnings(), *self._put_back_path()]
-            if WholeProcess.updates != self._updates:
-                # This thread may have settings of a model's own.
-                beside = threading.Thread(target=lambda: changed.extend(self._put_back_flags()))
-                beside.start()
-                beside.join()
+            changed = [*self._put_back_flags(), *self._put_back_warnings(), *self._put_back_path()]
             self._accept()
             return changed
 
     def _look(self) -> None:
         self._known = True
-        self._flags: dict[str, Any] = dict(jax.config.values)
+        self._flags = {name: value for name, value in jax.config.values.items() if context_of(name) is None}
         self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}
         self._errors = [entry for entry in warnings.filters if entry[0] == "error"]
         self._path = list(sys.path)

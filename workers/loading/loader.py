@@ -111,7 +111,7 @@ class Loader:
           server: carries out calls that models make to other models. If it is None, models may not call others.
           aside: returns a context manager. While a thread is in its ``with`` block, another thread may load other models.
         """
-        own_flags.prepare()
+        own_flags.prepare(target.shared)
         self._target = target
         options, execution = target.options, target.execution
         self._compiling = functools.partial(compiling_alone, aside, Turns(options.expert.long_compile))
