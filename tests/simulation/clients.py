@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.simulation import ensembles, sequences, streamed
+from tests.simulation import callers, ensembles, rounds, sequences, streamed
 from tests.simulation.history import Change, History
 from tests.simulation.lane_clients import LaneClients, Program
 from tests.simulation.network import Connection, Item, Network
@@ -74,11 +74,28 @@ class Ask:
     #: How many responses the request has got, and of which files and push they are, where it may get several.
     got: int = 0
     made: tuple[int, int] = (0, 0)
+    #: Of an ensemble: the files of the model of its last step; -1: nothing has come.
+    last_files: int = -1
     request: Any = None
 
     @property
     def input(self) -> int:
         return self.x or self.number
+
+    @property
+    def shape(self) -> list[int]:
+        return [1, self.size] if self.model in (sequences.MODEL, rounds.MODEL) else [self.size]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        if self.model in callers.MODELS:
+            return "y", "calls"
+        return {
+            ensembles.MODEL: ("first", "y"),
+            streamed.MODEL: ("y", "at"),
+            streamed.LATER: ("y", "at"),
+            streamed.FLOW: ("first", "y", "at"),
+        }.get(self.model, ("y",))
 
     def __str__(self) -> str:
         return f"ask {self.number} of '{self.model}'"
@@ -112,7 +129,7 @@ class Clients:
         self.ask_over(self.network.route(front), model, size, deadly)
 
     def ask_over(self, connection: Connection, model: str, size: int, deadly: bool = False) -> None:
-        size = min(size, _MOST_OF_SEVERAL) if model == streamed.MODEL else size
+        size = min(size, 1 if model == rounds.MODEL else _MOST_OF_SEVERAL if model in streamed.SEVERAL else size)
         ask = Ask(len(self.asks) + 1, model, connection.front, self.scheduler.clock.now_ns, size, deadly=deadly)
         ask.connection = connection
         self._begin(ask, "deadly" if deadly else f"{size * 8} bytes")
@@ -125,9 +142,12 @@ class Clients:
     def ask_over_lane(self, program: Program, model: str, size: int, chance: random.Random, way: str = "") -> None:
         ask = Ask(len(self.asks) + 1, model, program, self.scheduler.clock.now_ns, size)
         drawn, ask.timeout = self.lanes.draw(program, chance)
-        if model == streamed.MODEL:
+        if model in streamed.SEVERAL:
             ask.size = min(size, _MOST_OF_SEVERAL)
             drawn = way = chance.choice(("stream", "await stream"))
+        elif model == rounds.MODEL:
+            # Who waits in a thread cannot take it back.
+            ask.size, drawn = 1, "await" if drawn.startswith("await") else "future"
         ask.way = way or drawn
         self._begin(ask, f"{ask.way}, {size * 8} bytes{'' if ask.timeout is None else f', for {ask.timeout} s'}")
 
@@ -150,7 +170,11 @@ class Clients:
 
     def _begin(self, ask: Ask, what: str) -> None:
         ask.deaths = len(self.history.deaths)
-        ask.x = 1 + ask.number % 3 if ask.model == ensembles.MODEL else 0
+        if ask.model == ensembles.MODEL:
+            ask.x = 1 + ask.number % 3
+        elif ask.model == rounds.MODEL and ask.way:
+            # A request over a lane has no id: nobody would know when its client is to leave.
+            ask.x = rounds.with_end(ask.number)
         self.asks[ask.number] = self.open[ask.number] = ask
         self.scheduler.tell(f"{ask} ({what}) at {ask.front if ask.connection is None else ask.connection}")
         if ask.connection is None:
@@ -191,7 +215,11 @@ class Clients:
 
     def ran(self, ask_number: str) -> None:
         """Notes that a worker runs the request with that id."""
-        self.runs[int(ask_number or 0)] += 1
+        number = int(ask_number or 0)
+        self.runs[number] += 1
+        ask = self.open.get(number)
+        if ask is not None and ask.model == rounds.MODEL and rounds.leaves(ask.input, self.runs[number]):
+            self.cancel(ask)
 
     # ------------------------------------------------------------------------------------------- what connections report
 
@@ -293,7 +321,9 @@ class Clients:
         """Judges an answer that is no error."""
         if self._is_second(ask):
             return
-        if ask.step is None:
+        if ask.model == rounds.MODEL:
+            self._judge_rounds(ask, outputs[0].tolist())
+        elif ask.step is None:
             self.judge_values(ask, outputs)
         else:
             self._judge_step(ask, ask.step, outputs[0].tolist())
@@ -305,15 +335,25 @@ class Clients:
 
     def judge_response(self, ask: Ask, outputs: Sequence[Any]) -> None:
         """Judges a response of several: its output, and which one it is."""
-        if self._is_second(ask) or not self._is_whole(ask, outputs[:1]):
+        if self._is_second(ask) or not self._is_whole(ask, outputs[:-1]):
             return
-        values, at = outputs
+        *made_by, at = outputs
         if at.tolist() != [ask.got]:
             self.scheduler.defect(f"{ask} got response {at} where {ask.got} was next")
-        x, rest = divmod(int(values[0]), OF_X)
+        value = int(made_by[0][0])
+        if ask.model == streamed.FLOW:
+            value, last = ensembles.steps_of(made_by[0], made_by[1], OF_X)
+            x, rest = divmod(last, OF_X)
+            self.judge_made(ask, streamed.STEPS[1], x, *divmod(rest, OF_FILES))
+            if ask.last_files not in (-1, rest // OF_FILES):
+                self.scheduler.defect(
+                    f"{ask} got response {at} of load {rest // OF_FILES}, and others of {ask.last_files}"
+                )
+            ask.last_files = rest // OF_FILES
+        x, rest = divmod(value, OF_X)
         made = divmod(rest, OF_FILES)
         if not ask.got:
-            self._judge_made(ask, ask.model, x, *made)
+            self.judge_made(ask, streamed.MODEL if ask.model == streamed.FLOW else ask.model, x, *made)
         elif x != ask.input or made != ask.made:
             self.scheduler.defect(f"{ask} got response {at} of {x} by {made}, and the first by {ask.made}")
         ask.got, ask.made = ask.got + 1, made
@@ -335,7 +375,11 @@ class Clients:
 
     def judge_values(self, ask: Ask, outputs: Sequence[Any]) -> None:
         """Judges an answer that is no error: its outputs, of an ensemble those of both steps."""
-        if not self._is_whole(ask, outputs):
+        if not self._is_whole(ask, outputs[:1] if ask.model in callers.MODELS else outputs):
+            return
+        if ask.model in callers.MODELS:
+            callers.judge(self, ask, outputs, OF_X, OF_FILES)
+            self._close(ask, "answered")
             return
         if ask.model == ensembles.MODEL:
             each = zip(ensembles.STEPS, ensembles.steps_of(outputs[0], outputs[1], OF_X), strict=True)
@@ -343,7 +387,7 @@ class Clients:
             each = zip((ask.model,), (int(outputs[0][0]),), strict=True)
         for model, value in each:
             x, rest = divmod(value, OF_X)
-            self._judge_made(ask, model, x, *divmod(rest, OF_FILES))
+            self.judge_made(ask, model, x, *divmod(rest, OF_FILES))
         self._close(ask, "answered")
 
     def _is_whole(self, ask: Ask, outputs: Sequence[Any]) -> bool:
@@ -354,7 +398,8 @@ class Clients:
             self.scheduler.defect(f"{ask} got other values than it asked for: {wrong}")
         return not (wrong or ask.wrong)
 
-    def _judge_made(self, ask: Ask, model: str, x: int, files: int, push: int) -> None:
+    def judge_made(self, ask: Ask, model: str, x: int, files: int, push: int) -> None:
+        """Judges which files and which push of a model have made an answer, or a part of it, to which input."""
         self._judge_files(ask, model, x, files)
         if why := self.history.why_not_push(model, push, ask.begun_ns):
             self.scheduler.defect(f"{ask} got an answer of push {push} of '{model}': {why}")
@@ -381,6 +426,13 @@ class Clients:
         self.scheduler.tell(f"{ask} is answered as step {steps} by load {files}, push {push}")
         self._close(ask, "answered")
 
+    def _judge_rounds(self, ask: Ask, values: list[int]) -> None:
+        self._judge_files(ask, ask.model, values[0], values[3])
+        if why := rounds.why_not(ask.input, values):
+            self.scheduler.defect(f"{ask} got a wrong answer: {why}")
+        self.scheduler.tell(f"{ask} is answered after {values[1]} rounds by load {values[3]}")
+        self._close(ask, "answered")
+
     def _was_troubled(self, ask: Ask) -> bool:
         """Returns whether a worker was missing, or somebody did not run, for some of the time in which the request waited."""
         since_ns = ask.begun_ns - int(WORKER_WAIT * SECOND)
@@ -392,7 +444,11 @@ class Clients:
 
     def _is_up(self, ask: Ask) -> bool:
         """Returns whether the model, or each of an ensemble's, must have been loaded when it was asked."""
-        models = ensembles.STEPS if ask.model == ensembles.MODEL else (ask.model,)
+        models: tuple[str, ...] = (ask.model,)
+        if ask.model in ensembles.ALL:
+            models = ensembles.ALL[ask.model]
+        elif ask.model in callers.MODELS:
+            models = callers.needed(ask.model, ask.input)
         return all(self.history.is_up(model, ask.begun_ns) for model in models)
 
     def judge_error(self, ask: Ask, code: str, message: str) -> None:
@@ -412,7 +468,7 @@ class Clients:
             or (unavailable and "cannot be served now" in message and deaths >= 2)
             # Two workers may be killed while they are given a set of parameters again, and nothing else: it is blamed for that.
             or (not_found and "died of it" in message and deaths >= 2)
-            or (not_found and ask.model == ensembles.MODEL and bool(self.history.blamed) and deaths >= 2)
+            or (not_found and ask.model in ensembles.ALL and bool(self.history.blamed) and deaths >= 2)
             or (internal and "was given up" in message and deaths - ask.deaths >= 2)
             or (unavailable and "is draining" in message and self.history.drained)
             or (code == "DEADLINE_EXCEEDED" and ask.timeout is not None and waited >= ask.timeout * SECOND)
@@ -420,7 +476,13 @@ class Clients:
             or (unavailable and self.history.lacked_for(message, ask.begun_ns))
             or bool(ask.wrong and ask.wrong in message)
         )
-        if ask.model == streamed.MODEL:
+        if ask.model in callers.MODELS:
+            excused |= bool(callers.why_error(self, ask, message))
+            excused |= bool(callers.why_missing(ask.model, ask.input, message, self.history.suspected))
+        if ask.model == rounds.MODEL:
+            # A worker that dies has its state.
+            excused |= internal and deaths > ask.deaths and "may not be run twice" in message
+        if ask.model in streamed.SEVERAL:
             single = ask.endpoint == "generate"
             died = internal and deaths > ask.deaths and "may not be run twice" in message
             # Every worker that had it may have begun it, also one that had died before its front knew.

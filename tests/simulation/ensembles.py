@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.simulation import streamed
+
 #: The ensemble, and the models of its steps. It is loaded once, and comes and goes with them.
 MODEL, STEPS = "e", ("a", "b")
+#: All ensembles, with the models of their steps.
+ALL = {MODEL: STEPS, streamed.FLOW: streamed.STEPS}
 CONFIG = """
 platform: "ensemble"
 input { name: "x" data_type: TYPE_INT64 dims: -1 }

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 KINDS = {
     "ask": 60,
     "step": 25,
+    "ask a caller": 25,
+    "ask in rounds": 15,
+    "ask a flow": 15,
+    "ask for later": 15,
     "deadly ask": 0.5,
     "ask over a lane": 30,
     "program": 0.6,

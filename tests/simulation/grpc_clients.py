@@ -21,7 +21,7 @@ from tensord.protocol import grpc_service_pb2, health_pb2
 from tests.simulation import streamed
 from tests.simulation.clients import MOST_BODY, Ask
 from tests.simulation.history import Change
-from tests.simulation.http_clients import deflated, outputs_of
+from tests.simulation.http_clients import deflated
 from tests.simulation.network import Connection, Item
 from tests.simulation.scheduler import SECOND
 
@@ -126,7 +126,7 @@ class GrpcConnection(Connection):
         item.wrong = _TOO_LARGE if message.ByteSize() > MOST_BODY else ""
         # Steps of a sequence keep their order in calls of one kind.
         streams = item.step.run.number % 2 if item.step else chance.random() < 0.5
-        if item.model == streamed.MODEL:
+        if item.model in streamed.SEVERAL:
             streams = chance.random() < 0.9
             item.wrong = "" if streams else streamed.REFUSED
             item.marked = not streamed.count(item.input) or chance.random() < 0.5
@@ -165,7 +165,7 @@ class GrpcConnection(Connection):
         return call
 
     def _ask(self, call: Call, item: Item, message: Any, ends: bool) -> None:
-        if isinstance(item, Ask) and item.model == streamed.MODEL and call.path == _STREAM:
+        if isinstance(item, Ask) and item.model in streamed.SEVERAL and call.path == _STREAM:
             call.several[item.number] = item
         else:
             call.asked.append(item)
@@ -350,11 +350,15 @@ class GrpcConnection(Connection):
             self.clients.judge_error(ask, "", answer.error_message)
             return
         is_last, x = not response.outputs, ask.input
-        if _FINAL not in parameters or parameters[_FINAL].bool_param is not is_last or (is_last and not ask.marked):
+        said = parameters[_FINAL].bool_param if _FINAL in parameters else None
+        # An ensemble may know of its last response that it is that.
+        may_end = ask.model == streamed.FLOW and ask.got + 1 == streamed.count(x) and not streamed.fails(x)
+        marks = bool(said) if may_end else is_last
+        if said is not marks or (is_last and not ask.marked):
             self.scheduler.defect(f"{ask} got a response whose mark is wrong: {response}")
         if not is_last:
             self.clients.judge_response(ask, _outputs(ask, response))
-        if is_last or not (ask.marked or streamed.fails(x) or ask.got < streamed.count(x)):
+        if marks or not (ask.marked or streamed.fails(x) or ask.got < streamed.count(x)):
             del call.several[ask.number]
             if not is_last:
                 call.unmarked[ask.number] = ask
@@ -440,13 +444,12 @@ class GrpcConnection(Connection):
 def _outputs(ask: Ask, answer: Any) -> list[Any]:
     raws = zip(answer.outputs, answer.raw_output_contents, strict=True)
     values = {output.name: np.frombuffer(content, np.int64) for output, content in raws}
-    return [values.get(name, np.empty(0, np.int64)) for name in outputs_of(ask)]
+    return [values.get(name, np.empty(0, np.int64)) for name in ask.outputs]
 
 
 def _request(ask: Ask) -> Any:
     request = grpc_service_pb2.ModelInferRequest(model_name=ask.model, id=str(ask.number))
-    shape = [1, 1] if ask.step else [ask.size]
-    tensor = request.inputs.add(name="x", datatype="INT64", shape=shape)
+    tensor = request.inputs.add(name="x", datatype="INT64", shape=ask.shape)
     if ask.number % 3 or ask.size > 1000:
         request.raw_input_contents.append(np.full(ask.size, ask.input, np.int64).tobytes())
     else:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tensord_client.http_channel import HttpResponse, MalformedResponse
 
-from tests.simulation import ensembles, streamed
+from tests.simulation import rounds, streamed
 from tests.simulation.clients import MOST_BODY, Ask, safetensors
 from tests.simulation.history import Change
 from tests.simulation.network import Connection, Item
@@ -88,14 +88,17 @@ class HttpConnection(Connection):
             self.awaits()
 
     def _request(self, ask: Ask) -> bytes:
-        chance, is_decoupled = self.scheduler.chance, ask.model == streamed.MODEL
+        chance, is_decoupled = self.scheduler.chance, ask.model in streamed.SEVERAL
         form = chance.choice(_FORMS)
-        endpoint = "infer" if ask.step else chance.choice(_DECOUPLED if is_decoupled else _ENDPOINTS)
+        endpoint = (
+            "infer"
+            if ask.step or ask.model == rounds.MODEL
+            else chance.choice(_DECOUPLED if is_decoupled else _ENDPOINTS)
+        )
         if endpoint in _OF_JSON and ask.size > _MOST_TEXT:
             endpoint = "infer_stream"
         ask.endpoint, ask.wrong = endpoint, streamed.REFUSED if is_decoupled and endpoint == "infer" else ""
-        shape = [1, 1] if ask.step else [ask.size]
-        tensor: dict[str, Any] = {"name": "x", "datatype": "INT64", "shape": shape}
+        tensor: dict[str, Any] = {"name": "x", "datatype": "INT64", "shape": ask.shape}
         request: dict[str, Any] = {"id": str(ask.number), "inputs": [tensor]}
         if ask.step is not None:
             step = ask.step
@@ -226,7 +229,7 @@ class HttpConnection(Connection):
         elif item.endpoint in STREAMS and response.status == 200:
             if response.stream:
                 self.scheduler.defect(f"{item} got a part of a response: {bytes(response.stream)!r}")
-            elif item.model == streamed.MODEL and not item.outcome.startswith("error"):
+            elif item.model in streamed.SEVERAL and not item.outcome.startswith("error"):
                 self.clients.judge_end(item)
             elif not item.outcome:
                 self.scheduler.defect(f"{item} got no response")
@@ -278,7 +281,7 @@ class HttpConnection(Connection):
         """Judges a response, or the only one."""
         if said.get("id") != str(ask.number):
             self.scheduler.defect(f"{ask} got the answer of request {said.get('id')!r}")
-        names, values = outputs_of(ask), {}
+        names, values = ask.outputs, {}
         if ask.endpoint in _OF_JSON:
             values = {name: np.atleast_1d(np.array(said[name], np.int64)) for name in names if name in said}
         for output in said.get("outputs", ()):
@@ -291,7 +294,7 @@ class HttpConnection(Connection):
         if tail:
             self.scheduler.defect(f"{ask} got {len(tail)} bytes more than its outputs")
         outputs = [values.get(name, np.empty(0, np.int64)) for name in names]
-        if ask.model != streamed.MODEL:
+        if ask.model not in streamed.SEVERAL:
             self.clients.judge(ask, outputs)
             return
         self.clients.judge_response(ask, outputs)
@@ -327,10 +330,6 @@ class HttpConnection(Connection):
             else:
                 self.scheduler.defect(f"{self} is closed, and {item} has no answer")
                 return
-
-
-def outputs_of(ask: Ask) -> tuple[str, ...]:
-    return {ensembles.MODEL: ("first", "y"), streamed.MODEL: ("y", "at")}.get(ask.model, ("y",))
 
 
 def deflated(content: bytes, bits: int, members: int = 1) -> bytes:

@@ -175,7 +175,7 @@ class LaneClients:
                 return
             model = program.model(ask.model)
             model = Model(model._connection, model._description, 0, ask.timeout)
-            inputs = {"x": np.full(ask.size, ask.input, np.int64)}
+            inputs = {"x": np.full(ask.shape, ask.input, np.int64)}
             if ask.way == "stream":
                 with contextlib.closing(model.stream(inputs)) as responses:  # type: ignore[type-var]
                     for response in responses:
@@ -218,13 +218,13 @@ class LaneClients:
                 model = program.asynchronous(ask.model)
                 model.timeout = ask.timeout
                 if ask.way == "await stream":
-                    stream = model.stream({"x": np.full(ask.size, ask.input, np.int64)})
+                    stream = model.stream({"x": np.full(ask.shape, ask.input, np.int64)})
                     async with contextlib.aclosing(stream) as responses:  # type: ignore[type-var]
                         async for response in responses:
                             self._responded(ask, response)
                     self._streamed(ask)
                     return
-                answer = await model({"x": np.full(ask.size, ask.input, np.int64)})
+                answer = await model({"x": np.full(ask.shape, ask.input, np.int64)})
         except ServingError as error:
             self._failed(ask, error)
         else:
@@ -240,7 +240,7 @@ class LaneClients:
         if self.scheduler.chance.random() < 0.3:
             ask.front.held.append(answer)
         if self._awaits(ask):
-            self._clients.judge_response(ask, [np.array(answer[name]) for name in ("y", "at")])
+            self._clients.judge_response(ask, [np.array(answer[name]) for name in ask.outputs])
 
     def _streamed(self, ask: Ask) -> None:
         if self._awaits(ask):
@@ -257,10 +257,10 @@ class LaneClients:
             self._failed(ask, error)
 
     def _answered(self, ask: Ask, answer: Any) -> None:
-        outputs = [np.array(answer[name]) for name in ("first", "y") if name in answer]
+        outputs = [np.array(answer[name]) for name in ask.outputs]
         ask.front.held.append(answer)
         if self._awaits(ask):
-            self._clients.judge_values(ask, outputs)
+            self._clients.judge(ask, [values.reshape(-1) for values in outputs])
 
     def _failed(self, ask: Ask, error: BaseException) -> None:
         if not self._awaits(ask):

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tensord.config.options import (
 from tensord.daemon.operator.drain import DrainPhase
 from tensord.daemon.processes.shutdown import DaemonPhase
 from tensord.shm.errors import ServingError, Unavailable
-from tests.simulation import ensembles, lacking, sequences, streamed, threads
+from tests.simulation import callers, ensembles, lacking, rounds, sequences, streamed, threads, worker_threads
 from tests.simulation.clients import MOST_BODY, PATIENCE_NS, WORKER_WAIT, Clients
 from tests.simulation.events import TROUBLES, Event
 from tests.simulation.grpc_clients import GrpcConnection
@@ -42,6 +42,13 @@ from tests.simulation.scheduler import SECOND, Scheduler
 #: Models that are asked without further ado, and all.
 PLAIN = ("a", "b")
 MODELS = (*PLAIN, sequences.MODEL, streamed.MODEL)
+#: Models that some runs have besides, and the event with which they are asked.
+BESIDES = {
+    "ask a caller": callers.MODELS,
+    "ask in rounds": (rounds.MODEL,),
+    "ask a flow": (streamed.FLOW,),
+    "ask for later": (streamed.LATER,),
+}
 #: The models that clients ask with single requests: the plain ones, the ensemble of these, and the decoupled one.
 ASKED = (*PLAIN, ensembles.MODEL, streamed.MODEL)
 #: How many values a request has; the last has more than a request may.
@@ -101,10 +108,17 @@ class World:
         #: The models' files, beside which the clients' socket is.
         self._folder = folder / "models"
         self._handler = Defects(self.scheduler)
+        besides = random.Random(f"models {seed}")
+        #: The models of this run besides those of all runs.
+        self._besides = [name for names in BESIDES.values() if besides.random() < 0.5 for name in names]
+        #: The models that clients change.
+        self._models = (*MODELS, *(name for name in self._besides if name not in ensembles.ALL))
         compressions: tuple[Compression, ...] = ("none", "low")
         compression = self.scheduler.chance.choice(compressions)
         options = Options(
-            repository=Repository(paths=(str(self._folder),), control_mode="explicit", load=(*MODELS, ensembles.MODEL)),
+            repository=Repository(
+                paths=(str(self._folder),), control_mode="explicit", load=(*MODELS, ensembles.MODEL, *self._besides)
+            ),
             http=Http(
                 port=0,
                 processes=1 + seed % 2,
@@ -134,7 +148,7 @@ class World:
         )
         devices = [f"cpu:{number}" for number in range(1 + seed // 3 % 3)]
         self.daemon = Daemon(self.scheduler, options, devices)
-        self.history = History(MODELS)
+        self.history = History(self._models)
         self.clients = Clients(self.daemon, self.history, folder / "clients.sock", _KINDS)
         self.daemon.pure = PLAIN[:1]
         self.counts = self.clients.counts
@@ -159,21 +173,27 @@ class World:
     def run(self, events: Iterable[Event], turns: int) -> list[Event]:
         """Runs a daemon from its start to its end, and has ``events`` happen meanwhile. Returns those that have happened."""
         happened: list[Event] = []
-        for model in MODELS:
+        for model in self._models:
             self._write(model)
-        (self._folder / ensembles.MODEL / "1").mkdir(parents=True)
-        (self._folder / ensembles.MODEL / "config.pbtxt").write_text(ensembles.CONFIG)
+        for model, config in ((ensembles.MODEL, ensembles.CONFIG), (streamed.FLOW, streamed.FLOW_CONFIG)):
+            (self._folder / model / "1").mkdir(parents=True)
+            (self._folder / model / "config.pbtxt").write_text(config)
         logger, level = logging.getLogger("tensord"), logging.getLogger("tensord").level
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)
         propagates, logger.propagate = logger.propagate, False
         try:
-            with self.daemon.in_place(), threads.in_place(self.scheduler), lacking.in_place(self.scheduler):
+            with (
+                self.daemon.in_place(),
+                threads.in_place(self.scheduler),
+                worker_threads.in_place(self.scheduler),
+                lacking.in_place(self.scheduler),
+            ):
                 try:
                     self.daemon.begin()
                     self._until(self._is_up, "the daemon serves")
                     now_ns = self.scheduler.clock.now_ns
-                    for model in MODELS:
+                    for model in self._models:
                         self.history.changes[model].append(Change("load", model, 1, 0, None, "", now_ns))
                     self._began = True
                     self.clients.lanes.start()
@@ -283,11 +303,12 @@ class World:
         # Whoever asks now is answered.
         self.history.drained = False
         clients.calm_ns = scheduler.clock.now_ns
+        asked = (*ASKED, *self._besides)
         for front in self.daemon.children(FrontProcess):
-            for model in ASKED if front.serves else ():
+            for model in asked if front.serves else ():
                 clients.ask(front, model, 1)
         for program in clients.lanes.living:
-            for model in ASKED:
+            for model in asked:
                 clients.ask_over_lane(program, model, 1, scheduler.chance)
         self._until(self._is_quiet, "every request has its end after everything has come to rest")
         self._calm()
@@ -314,6 +335,8 @@ class World:
             running = worker.worker
             if running is not None and running._clients:
                 scheduler.defect(f"{worker} has {len(running._clients)} lanes of programs that have left")
+            if running is not None and (found := worker_threads.left(running)):
+                scheduler.defect(f"{worker} has something left: {found}")
             submitters = running._submitters.values() if running is not None else ()
             if len({submitter.peer for submitter in submitters}) < len(submitters):
                 scheduler.defect(f"{worker} has two lanes of a front")
@@ -437,6 +460,8 @@ class World:
             case "ask" if fronts:
                 for _ in range(chance.choice((1, 1, 1, 4))):
                     clients.ask(chance.choice(fronts), chance.choice(ASKED), chance.choice(_SIZES))
+            case kind if kind in BESIDES:
+                self._ask_besides(BESIDES[kind], fronts, chance)
             case "deadly ask" if fronts:
                 clients.ask(chance.choice(fronts), chance.choice(PLAIN), 1, deadly=True)
             case "ask over a lane" if programs and len(clients.open) < _MOST_OPEN:
@@ -471,7 +496,9 @@ class World:
                 )
                 if not changers:
                     return
-                front, model = chance.choice(changers), chance.choice(MODELS)
+                front, model = chance.choice(changers), chance.choice(self._models)
+                if kind == "push" and model in (rounds.MODEL, streamed.LATER):
+                    return  # it has no parameters
                 if self._one_by_one and any(change.model == model for change in self.history.pending()):
                     return
                 number = self._write(model) if kind == "load" else len(self.history.changes[model])
@@ -499,7 +526,7 @@ class World:
                     for _ in range(chance.choice((0, 1, 4))):
                         clients.ask_over_lane(program, chance.choice(ASKED), 1, chance, way="future")
             case "no memory":
-                model, seconds = chance.choice(MODELS), chance.choice((1.0, 10.0, 60.0))
+                model, seconds = chance.choice(self._models), chance.choice((1.0, 10.0, 60.0))
                 scheduler.tell(f"workers that load '{model}' within {seconds} s are killed")
                 self.daemon.deadly_loads[model] = scheduler.clock.now_ns + int(seconds * SECOND)
             case "drain":
@@ -534,6 +561,18 @@ class World:
                 self._troubled()
         if chance.random() < 0.3:
             clients.release()
+
+    def _ask_besides(self, models: Sequence[str], fronts: list[FrontProcess], chance: random.Random) -> None:
+        """Has clients ask models that only some runs have, over fronts and lanes."""
+        clients, programs = self.clients, self.clients.lanes.living
+        if models[0] not in self._besides or len(clients.open) >= _MOST_OPEN:
+            return
+        for _ in range(chance.choice((1, 1, 2, 6))):
+            model, size = chance.choice(models), chance.choice((1, 1, 1, 100, 1000))
+            if programs and chance.random() < 0.4:
+                clients.ask_over_lane(chance.choice(programs), model, size, chance)
+            elif fronts:
+                clients.ask(chance.choice(fronts), model, size)
 
     def _rest(self, connection: Connection, chance: random.Random) -> None:
         seconds = chance.choice((0.001, 0.01, 0.1, 3.0, 40.0))
@@ -600,6 +639,15 @@ class World:
     def _ended(self, process: ChildProcess) -> None:
         if not isinstance(process, FrontProcess):
             self.history.deaths.append(self.scheduler.clock.now_ns)
+            if self._began:
+                loaded = self.daemon.supervisor.supervisor.models.lifecycle.models
+                self.history.suspected |= {
+                    name
+                    for name, model in loaded.items()
+                    if any(version.loading or version.postponed for version in model.versions.values())
+                }
+                # The next worker loads an ensemble behind its models, and does not know that it comes.
+                self.history.suspected |= ensembles.ALL.keys()
 
     def _opened(self, front: FrontProcess) -> None:
         """Has clients ask a front as soon as it can be asked."""
@@ -618,5 +666,13 @@ class World:
             (folder.parent / "config.pbtxt").write_text(sequences.CONFIG)
         elif model == streamed.MODEL:
             source = streamed.SOURCE
+        elif model == streamed.LATER:
+            source = streamed.LATER_SOURCE
+            (folder.parent / "config.pbtxt").write_text(streamed.LATER_CONFIG)
+        elif model in callers.MODELS:
+            source = callers.SOURCE
+        elif model == rounds.MODEL:
+            source = rounds.SOURCE
+            (folder.parent / "config.pbtxt").write_text(rounds.CONFIG)
         (folder / "model.py").write_text(source.format(files=number))
         return number
