@@ -90,8 +90,8 @@ class CallCircles:
         return None, again_ns
 
     def _is_stuck(self, inner: InnerRequest) -> bool:
-        """Returns whether a request is deadlocked: nothing that it waits for can go on."""
-        visited: set[_Node] = {inner}
+        """Returns whether a request is in a deadlock: nothing that it waits for can go on, and some of that waits for it."""
+        visited: set[_Node] = set()
         left: list[_Node] = [inner]
         while left:
             found = tuple(self._waits_for(left.pop()))
@@ -99,7 +99,7 @@ class CallCircles:
                 return False
             left += [other for other in found if other not in visited]
             visited.update(found)
-        return True
+        return inner in visited
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:

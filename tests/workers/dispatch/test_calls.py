@@ -1,0 +1,72 @@
+"""Calls from model to model in a worker's loop, where the moment at which each comes matters."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.records import Tensor
+from tests.repositories import write_model
+from tests.workers.worker_loop import WorkerLoop
+
+#: Notes that it runs, holds its call until there is a file "open", and then makes it, if any is to be made.
+CALLS = """
+    import time
+    from pathlib import Path
+    from tensord import models
+
+    host = True
+    inputs = {"x": "FP32[1]"}
+    outputs = {"y": "FP32[1]"}
+
+    def create(path, config, device):
+        folder = Path(path).parent
+        def apply(params, inputs):
+            (folder / "begun").touch()
+            while not (folder / "open").exists():
+                time.sleep(0.001)
+            if inputs["x"][0]:
+                models.call("MODEL", {"x": inputs["x"] - 1})
+            return {"y": inputs["x"]}
+        return apply, None
+"""
+FIRST, MIDDLE, BESIDE = "first", "middle", "beside"
+
+
+def test_only_a_call_of_the_circle_ends_it(loop: WorkerLoop, tmp_path: Path) -> None:
+    """
+    1. ``first`` calls ``middle``. 2. ``middle`` calls ``first``, which is a circle. 3. Before the worker looks, ``beside`` calls
+    ``middle`` as well.
+    Result: the circle is refused. The call of ``beside``, the newest, only waits for it, and is answered.
+    """
+    for name, called in ((FIRST, MIDDLE), (MIDDLE, FIRST), (BESIDE, MIDDLE)):
+        write_model(tmp_path, name, CALLS.replace("MODEL", called))
+        loop.load(tmp_path / name)
+
+    def begins(name: str) -> None:
+        while not (tmp_path / name / "begun").exists():
+            loop.worker.iterate()
+
+    def opens(name: str, calls: int) -> None:
+        """Has a model make its call, which the loop has yet to see then, as the last of so many."""
+        (tmp_path / name / "open").touch()
+        while len(loop.worker._inbox._calls) < calls:
+            time.sleep(0.001)
+
+    in_a_circle, other = (loop.submit(name, [_tensor(x)]) for name, x in ((FIRST, 3.0), (BESIDE, 1.0)))
+    assert loop.front.flush()
+    begins(FIRST)
+    begins(BESIDE)
+    (tmp_path / FIRST / "open").touch()
+    begins(MIDDLE)
+    opens(MIDDLE, 1)
+    opens(BESIDE, 2)
+    answers = {answer.request_id: answer for answer in loop.answers(2)}
+    assert "waits for itself (first -> middle -> first)" in answers[in_a_circle].message
+    assert answers[other].message == ""
+
+
+def _tensor(x: float) -> Tensor:
+    return Tensor("x", "FP32", (1,), np.array([x], np.float32).tobytes())
