@@ -470,7 +470,7 @@ class Clients:
             or (not_found and "died of it" in message and deaths >= 2)
             or (not_found and ask.model in ensembles.ALL and bool(self.history.blamed) and deaths >= 2)
             or (internal and "was given up" in message and deaths - ask.deaths >= 2)
-            or (unavailable and "is draining" in message and self.history.drained)
+            or (unavailable and "is draining" in message and self.history.was_drained(ask.begun_ns))
             or (code == "DEADLINE_EXCEEDED" and ask.timeout is not None and waited >= ask.timeout * SECOND)
             or any(said in message and waited >= _ROOM_WAIT * SECOND * 0.9 for said in _NO_ROOM)
             or (unavailable and self.history.lacked_for(message, ask.begun_ns))
@@ -525,6 +525,7 @@ class Clients:
         change = Change(kind, model, number, self.scheduler.clock.now_ns, front, deaths=len(self.history.deaths))
         change.deadly = deadly
         change.moves = kind == "push" and number % 2 == 1
+        change.by_program = isinstance(front, Program)
         self.history.changes[model].append(change)
         self.scheduler.tell(f"{'deadly ' * deadly}{change} at {front}")
         if isinstance(front, Program):
@@ -534,7 +535,7 @@ class Clients:
 
     def change_ended(self, change: Change, error: str) -> None:
         error = error.replace(f"{self.lanes.path.parent}/", "")
-        change.error, change.ended_ns = error, self.scheduler.clock.now_ns
+        change.error, change.ended_ns = error, change.ended_ns or self.scheduler.clock.now_ns
         if not error:
             self.history.blamed.discard(change.model)
         self.scheduler.tell(f"{change} is answered: {error or 'done'}")

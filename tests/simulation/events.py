@@ -42,8 +42,14 @@ KINDS = {
     "end drain": 0.8,
     "descriptors run out": 0.6,
     "descriptors are back": 0.6,
+    "kill supervisor": 0.15,
+    "kill supervisor sending": 0.15,
+    "kill supervisor starting": 0.1,
+    "restart": 0.1,
 }
 
+#: The events by which the daemon ends. In half of the runs there are none of them.
+ENDS = ("kill supervisor", "kill supervisor sending", "kill supervisor starting", "restart")
 
 #: The events that may come between two responses of a request, besides those of its client.
 TROUBLES = ("kill worker", "kill worker", "kill front", "kill client", "load", "unload", "push", "stop", "drain")
@@ -66,6 +72,8 @@ def plan(seed: int) -> Iterator[Event]:
     chance = random.Random(f"plan {seed}")
     # Some runs are calm, and some have one kind of trouble only.
     kinds = {kind: weight * chance.choice((0, 0.3, 1, 1, 3)) for kind, weight in KINDS.items()}
+    if chance.random() < 0.5:
+        kinds |= dict.fromkeys(ENDS, 0)
     kinds["ask"], kinds["load"] = max(kinds["ask"], 10), max(kinds["load"], 0.5)
     if chance.random() < 0.3:
         kinds["unload"] = 0

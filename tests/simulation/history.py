@@ -22,7 +22,7 @@ class Change:
     model: str
     number: int
     begun_ns: int
-    #: The front that was asked; None before there were any.
+    #: Who was asked, a front, or who asks over the clients' socket, a program; None before there were any.
     front: Any
     #: None: its client never got an answer. "": it was done.
     error: str | None = None
@@ -39,10 +39,18 @@ class Change:
     killed_ns: int = 0
     #: A push that sequences which have begun go on with.
     moves: bool = False
+    #: A program asks the supervisor for it.
+    by_program: bool = False
+    #: When the daemon has ended that it was made in; 0: it has not, or nobody knows in which one it was made.
+    gone_ns: int = 0
 
     @property
     def done(self) -> bool:
         return self.error == ""
+
+    def is_gone(self, moment_ns: int) -> bool:
+        """Returns whether the daemon that it was made in had ended at that moment."""
+        return 0 < self.gone_ns <= moment_ns
 
     def ended_before(self, moment_ns: int) -> bool:
         return self.done and self.ended_ns < moment_ns
@@ -79,6 +87,10 @@ class History:
         self.drained = False
         #: When the last one has ended, or was given up; 0: it is under way.
         self.drained_ns = 0
+        #: When a daemon has last ended; 0: none has.
+        self.ended_ns = 0
+        #: Whether that one refused requests, or may have.
+        self.ended_drained = False
 
     def pending(self) -> list[Change]:
         """Returns the changes whose client still waits for an answer."""
@@ -90,6 +102,25 @@ class History:
         for change in (change for each in self.changes.values() for change in each):
             if change.error is None and not change.front.alive:
                 change.ended_ns = change.ended_ns or now_ns
+
+    def daemon_ended(self, now_ns: int) -> None:
+        """Notes that the daemon has ended, and everything with it that its fronts were asked and that was told a client."""
+        self.ended_ns, self.ended_drained = now_ns, self.drained
+        self.drained, self.drained_ns = False, now_ns
+        for change in (change for each in self.changes.values() for change in each):
+            if change.error is None and change.by_program:
+                continue  # the next one may be asked
+            change.gone_ns = change.gone_ns or now_ns
+            change.ended_ns = change.ended_ns or now_ns
+
+    def daemon_begins(self, now_ns: int) -> None:
+        """Notes that the next daemon begins, which knows nothing of the workers before."""
+        self.fences += [now_ns] * (len(self.deaths) - len(self.fences))
+        self.blamed.clear()
+
+    def was_drained(self, since_ns: int) -> bool:
+        """Returns whether a request that was begun then may be refused because of a drain."""
+        return self.drained or (self.ended_drained and since_ns <= self.ended_ns)
 
     def lacked(self, since_ns: int) -> bool:
         """Returns whether somebody may have lacked descriptors at some time since then."""
@@ -130,7 +161,7 @@ class History:
         changes = self.changes[model]
         before = [each for each in changes if each.kind != "unload" and each.ended_before(moment_ns)]
         if number == 0:
-            pushes = [each for each in before if each.kind == "push"]
+            pushes = [each for each in before if each.kind == "push" and not each.is_gone(moment_ns)]
             last = max(pushes, key=lambda each: each.begun_ns, default=None)
             if last is None or any(each.kind == "load" and each.may_last(last.begun_ns) for each in changes):
                 return ""
@@ -138,6 +169,8 @@ class History:
         found = next((each for each in changes if each.kind == "push" and each.number == number), None)
         if found is None:
             return "there was no such push"
+        if found.is_gone(moment_ns):
+            return f"{found} was of a daemon that had ended before it was asked"
         if found.error:
             return f"{found} had failed: {found.error}"
         if found.error is None:
@@ -150,6 +183,8 @@ class History:
         others = [each for each in self.changes[change.model] if each is not change and each.may_last(change.begun_ns)]
         if others:
             return f"{others[0]} was under way"
+        if self.ended_ns >= change.begun_ns:
+            return "the daemon has ended"
         if change.kind == "push" and not self.is_up(change.model, change.begun_ns):
             return "the model was not loaded"
         if self.lacked_for(str(change.error), change.begun_ns):

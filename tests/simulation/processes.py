@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -23,6 +24,8 @@ import msgspec
 from tensord.config import log as log_settings
 from tensord.config.layers import Configured
 from tensord.config.options import Options
+from tensord.daemon.clients import client_socket
+from tensord.daemon.clients.client_socket import ClientSocket
 from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.front import acceptor, opening
 from tensord.daemon.front import process as front_module
@@ -45,9 +48,9 @@ from tensord.daemon.submit.sequences import SequenceRouting
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.supervisor import Supervisor
 from tensord.shm import child_process, descriptors, running_time
-from tensord.shm.channel import Channel, pair
+from tensord.shm.channel import Channel, ChannelClosed, pair
 from tensord.shm.common.descriptors import descriptors_in
-from tensord.shm.control_records import Start, ToWorkerControl, WorkerFenced
+from tensord.shm.control_records import ModelState, Start, ToWorkerControl, WorkerFenced
 from tensord.shm.operations import StageParameters
 from tensord.shm.record import decoder
 from tensord.shm.seldom import LineRate, Seldom
@@ -129,6 +132,11 @@ class ChildProcess(Process):
         self.world.ended(self)
         self.scheduler.wake()
 
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether the kernel kills it when its parent dies, as it has asked for at its start."""
+        raise NotImplementedError
+
     def dies_sending(self, chance: random.Random) -> None:
         """Has it die before or after it sends one of its next datagrams."""
         self.sends_left, self.dies_sent = chance.randrange(6), chance.random() < 0.5
@@ -200,6 +208,10 @@ class FrontProcess(ChildProcess):
     @property
     def serves(self) -> bool:
         return self.alive and self.opens
+
+    @property
+    def has_begun(self) -> bool:
+        return self.task is not None
 
     def iterate(self) -> bool:
         if self.task is None:
@@ -282,6 +294,10 @@ class WorkerProcess(ChildProcess):
         self.imported: list[ModelImports] = []
         self._iterated_ns = 0
 
+    @property
+    def has_begun(self) -> bool:
+        return self.worker is not None
+
     def iterate(self) -> bool:
         now_ns = self.scheduler.clock.now_ns
         if self.worker is None:
@@ -298,8 +314,12 @@ class WorkerProcess(ChildProcess):
         return due or self.found
 
     def _start(self) -> bool:
-        if (received := self.channel.receive()) is None:
-            return False
+        try:
+            if (received := self.channel.receive()) is None:
+                return False
+        except ChannelClosed:  # its supervisor has died
+            self.end(1)
+            return True
         (start,), fds = received
         assert isinstance(start, Start)
         descriptors.close(fds)
@@ -356,10 +376,17 @@ class WorkerProcess(ChildProcess):
 
 
 class SupervisorProcess(Process):
-    """The supervisor. It does not die: the daemon would."""
+    """The supervisor. When it ends, so does the daemon."""
 
     def __init__(self, world: Daemon, options: Options) -> None:
         super().__init__(world.scheduler, "supervisor")
+        self.world = world
+        #: What it has started, and its sockets to programs.
+        self.spawned: list[Spawned] = []
+        self.accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self.status = 0
+        #: It dies when it has started so many further processes; -1: it does not.
+        self.spawns_left = -1
         self.loop = Loop(self)
         self.main: asyncio.Task[None] = self.loop.create_task(self._run(world, options))
         self.supervisor: Supervisor
@@ -368,7 +395,7 @@ class SupervisorProcess(Process):
     async def _run(self, world: Daemon, options: Options) -> None:
         configured = Configured(options, {})
         spawned = [(device, world.spawn_worker("", device)) for device in world.devices]
-        supervisor = self.supervisor = Supervisor(configured, lambda: configured, {}, spawned)
+        supervisor = self.supervisor = Supervisor(configured, lambda: configured, world.environment, spawned)
         protocols = ("http", "grpc") if options.grpc.enabled else ("http",)
         supervisor.fronts._listeners = {protocol: [] for protocol in protocols}
         supervisor.fronts._counters = {protocol: SharedCounters.create() for protocol in protocols}
@@ -384,6 +411,8 @@ class SupervisorProcess(Process):
         self.up = True
         await supervisor._shutdown.requested.wait()
         await supervisor._drain()
+        if not supervisor._shutdown.exit_status:
+            supervisor.models.forget_served()
         await supervisor._bury()
         supervisor.models.close()
         supervisor.parameters.close()
@@ -395,10 +424,37 @@ class SupervisorProcess(Process):
     def iterate(self) -> bool:
         did = self.loop.iterate()
         if self.main.done() and self.alive:
-            self.alive = False
-            if self.main.exception() is not None:
-                logging.error("the supervisor failed", exc_info=self.main.exception())
+            if (error := self.main.exception()) is not None:
+                self.scheduler.defect(f"the supervisor fails with {error!r}")
+            self.end(self.supervisor._shutdown.exit_status if error is None else 1)
         return did
+
+    def end(self, status: int) -> None:
+        """Ends the process: nothing of it runs any more, and its sockets close."""
+        if not self.alive:
+            return
+        self.alive, self.status = False, status
+        self.scheduler.tell(f"{self} has ended ({child.describe_exit(status)})")
+        # What else it has open only the kernel would close.
+        self.scheduler.cut_short |= status < 0
+        supervisor = getattr(self, "supervisor", None)
+        for each in () if supervisor is None else (*supervisor.fronts, *supervisor.workers):
+            each._connection.close()
+            os.close(each._pidfd)
+            os.close(each._stack_fd)
+        for spawned in self.spawned:
+            if spawned.channel.fileno() >= 0:
+                spawned.channel.close()
+        for sock in self.accepted:
+            sock.close()
+        if supervisor is not None:
+            if supervisor._clients._listener is not None:
+                supervisor._clients._listener.close()
+            supervisor._regions.close()
+            supervisor._trace_settings.close()
+            supervisor.fronts.close()
+        self.world.on_supervisor_end(status)
+        self.scheduler.wake()
 
     def due_ns(self) -> int | None:
         return self.loop.due_ns()
@@ -423,6 +479,8 @@ class SupervisorProcess(Process):
         return []
 
     def bury(self) -> None:
+        # What its coroutines still do when they are dropped comes of nothing.
+        self.dies = True
         self.loop.bury()
 
 
@@ -455,11 +513,22 @@ class Daemon:
         self.deadly_loads: dict[str, int] = {}
         #: The models whose requests clients may send again.
         self.pure: Sequence[str] = ()
+        #: Called with the exit status of each supervisor that has ended.
+        self.on_supervisor_end: Callable[[int], None] = lambda status: None
+        #: Called with each model and state that the supervisor tells fronts.
+        self.on_state: Callable[[str, str], None] = lambda model, state: None
+        self.environment: dict[str, str] = {}
         self.supervisor: SupervisorProcess
+        #: All supervisors, the one of now as well.
+        self.supervisors: list[SupervisorProcess] = []
         self._options = options
 
     def begin(self) -> None:
+        """Starts a daemon, in the place of one that has ended."""
+        for ended in self.supervisors[-1:]:
+            self.scheduler.processes.remove(ended)
         self.supervisor = SupervisorProcess(self, self._options)
+        self.supervisors.append(self.supervisor)
         self.scheduler.processes.append(self.supervisor)
 
     # ------------------------------------------------------------------------------------------------- the kernel's part
@@ -493,7 +562,13 @@ class Daemon:
         self._children[pid] = process
         self.scheduler.processes.append(process)
         self.scheduler.tell(f"{process} is started")
-        return Spawned(Popen(process, pid), ours, stack_fd)  # type: ignore[arg-type]
+        spawned = Spawned(Popen(process, pid), ours, stack_fd)  # type: ignore[arg-type]
+        supervisor = self.supervisor
+        supervisor.spawned = [each for each in supervisor.spawned if each.channel.fileno() >= 0] + [spawned]
+        if supervisor.spawns_left == 0:
+            raise Death
+        supervisor.spawns_left -= supervisor.spawns_left > 0
+        return spawned
 
     def pidfd_open(self, pid: int, flags: int = 0) -> int:
         fd = os.dup(self._children[pid].dead_fd)
@@ -567,6 +642,8 @@ class Daemon:
             original_publish(told, record, *fds)
             if isinstance(record, WorkerFenced):
                 self.on_fence()
+            elif isinstance(record, ModelState):
+                self.on_state(record.name, record.state)
 
         original_fence = Submitter.fence
 
@@ -591,6 +668,23 @@ class Daemon:
                 channel.put(record)
                 return False
             return bool(scheduler.current.sends(lambda: original_alone(channel, record)))
+
+        original_serve, original_answer = ClientSocket._serve, client_socket._send
+
+        def serve(socket_of_clients: ClientSocket, client: socket.socket, connection: Any) -> Any:
+            assert isinstance(scheduler.current, SupervisorProcess)
+            scheduler.current.accepted.add(client)
+            return original_serve(socket_of_clients, client, connection)
+
+        async def answer(client: socket.socket, content: bytes, fds: list[int]) -> None:
+            process = scheduler.current
+            assert isinstance(process, SupervisorProcess)
+            if process.sends_left == 0 and not process.dies_sent:
+                raise Death
+            await original_answer(client, content, fds)
+            if process.sends_left == 0:
+                raise Death
+            process.sends_left -= process.sends_left > 0
 
         original_imports = ModelImports.of_version
 
@@ -659,6 +753,8 @@ class Daemon:
                 (ModelImports, "of_version", of_version),
                 (Channel, "flush", flush),
                 (Channel, "send_alone", send_alone),
+                (ClientSocket, "_serve", serve),
+                (client_socket, "_send", answer),
                 (Audit.__init__, "__defaults__", (clock.nanoseconds,)),
                 (LineRate.__init__, "__defaults__", (clock.nanoseconds,)),
                 (Seldom.__init__, "__defaults__", (clock.seconds,)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +36,7 @@ from tests.simulation.history import Change, History
 from tests.simulation.http_clients import HttpConnection
 from tests.simulation.network import LAST_CALL_NS, Connection
 from tests.simulation.processes import ChildProcess, Daemon, FrontProcess, WorkerProcess
+from tests.simulation.restarts import Keeper
 from tests.simulation.scheduler import SECOND, Scheduler
 
 #: Models that are asked without further ado, and all.
@@ -165,8 +165,12 @@ class World:
         self._one_by_one = self.scheduler.chance.random() < 0.5
         #: The daemon is told to stop in the middle of everything.
         self._hasty = self.scheduler.chance.random() < 0.3
+        #: The daemon has ended, or was to end, before the end of the run.
+        self._ends = False
         #: The drains whose end an operator awaits.
         self._drains = 0
+        self._keeper = Keeper(self.daemon, self.history, MODELS, folder)
+        self._keeper.on_end = self._daemon_ended
 
     # ------------------------------------------------------------------------------------------------------------- the run
 
@@ -205,6 +209,8 @@ class World:
                         self._settle()
                     if not self.scheduler.fault:
                         self._stop()
+                    if not self.scheduler.fault:
+                        self._judge_end()
                 finally:
                     self._clear()
         finally:
@@ -234,7 +240,8 @@ class World:
             self._happen(event)
             if len(happened) % 16 == 0:
                 self.clients.check_patience()
-                if not self.daemon.supervisor.answers(self._connections()):
+                supervisor = self.daemon.supervisor
+                if not supervisor.alive or (supervisor.up and not supervisor.answers(self._connections())):
                     self.history.conclude(scheduler.clock.now_ns)
                 self.daemon.bury(20 * SECOND)
                 self.clients.lanes.bury()
@@ -260,7 +267,7 @@ class World:
 
     def _is_up(self) -> bool:
         supervisor = self.daemon.supervisor
-        return supervisor.up and supervisor.supervisor.phase is DaemonPhase.SERVING
+        return supervisor.alive and supervisor.up and supervisor.supervisor.phase is DaemonPhase.SERVING
 
     def _is_later(self, than_ns: int) -> bool:
         return self.scheduler.clock.now_ns > than_ns
@@ -278,6 +285,7 @@ class World:
         for process in self.scheduler.processes:
             process.stopped, process.weight, process.sends_left, process.dies_in_run = False, 1.0, -1, False
         self._descriptors_are_back()
+        self._keeper.is_calm, self.daemon.supervisor.spawns_left = True, -1
         self._at_supervisor(self._end_drain)
         self.daemon.deadly_loads.clear()
         if self._hasty:
@@ -288,6 +296,9 @@ class World:
                 connection.rests_until_ns = 0
         self.scheduler.wake()
         self.clients.release()
+        if self.daemon.supervisor is not self.daemon.supervisors[0] or not self.daemon.supervisor.alive:
+            self._until(self._is_up, "the next daemon serves")
+            self._at_supervisor(self._end_drain)
 
     def _settle(self) -> None:
         """Lets everything come to rest, and checks that nothing is left."""
@@ -375,8 +386,12 @@ class World:
             self._until(functools.partial(self._is_later, rests), "time passes")
 
     def _stop(self) -> None:
-        """Stops the daemon in order, while clients go on asking: every process ends by itself, and what was taken is answered."""
+        """Stops the daemon in order, while clients go on asking: every process ends by itself, and what was taken is answered.
+
+        In some runs its supervisor is killed meanwhile.
+        """
         supervisor, clients, chance = self.daemon.supervisor, self.clients, self.scheduler.chance
+        self._keeper.is_told = True
         children = self.daemon.children(ChildProcess)
         # Of programs that are still there, only the kernel closes the supervisor's sockets.
         self.scheduler.cut_short |= bool(clients.lanes.programs)
@@ -395,11 +410,48 @@ class World:
             self._ask_on()
             if chance.random() < 0.3:
                 self._lag()
+        if self._ends and chance.random() < 0.3:
+            for _ in range(chance.choice((0, 10, 100, 300))):
+                self.scheduler.turn()
+            self._keeper.kill(chance.choice(("kill supervisor", "kill supervisor sending")), chance)
         self._until(lambda: not supervisor.alive, "the daemon has stopped")
+        self._until(lambda: not self.daemon.children(ChildProcess), "its processes have ended")
         self._until(lambda: not clients.waits, "who has asked knows how that ended")
         for process in children:
             if process.status not in (0, -signal.SIGKILL, -signal.SIGSEGV) or process.alive:
                 self.scheduler.defect(f"{process} ended with status {process.status}")
+
+    def _restart(self) -> None:
+        """Stops the daemon in order, and starts the next one at once."""
+        self._go_on()
+        if self.scheduler.fault:
+            return
+        self._stop()
+        if self.scheduler.fault:
+            return
+        self._start_anew()
+        for process in self.scheduler.processes:
+            process.weight = self.scheduler.weight()
+
+    def _start_anew(self) -> None:
+        clients = self.clients
+        if self.daemon.supervisor.status == 0:
+            self._keeper.judge_left(self._folder.parent)
+        clients.stopped_ns, clients.cut = 0, False
+        self._keeper.is_told = self._keeper.is_calm = False
+        self._keeper.start()
+
+    def _judge_end(self) -> None:
+        """Checks that nothing is left of a daemon that has stopped; starts another one where its supervisor was killed."""
+        if self.daemon.supervisor.status != 0:
+            self._start_anew()
+            self._keeper.is_calm = True
+            self._until(self._is_up, "the next daemon serves")
+            self._ends = False
+            if not self.scheduler.fault:
+                self._stop()
+        if not self.scheduler.fault:
+            self._keeper.judge_left(self._folder.parent)
 
     def _lag(self) -> None:
         """Has somebody, mostly a front, read late what is sent to him, as on a host that is out of breath."""
@@ -430,25 +482,11 @@ class World:
         self.clients.asks.clear()
         self.clients.lanes.end()
         self.daemon.bury()
-        supervisor = self.daemon.supervisor
-        if supervisor.alive:
-            self._abandon(supervisor)
-        supervisor.bury()
+        self._keeper.is_told = True
+        self.daemon.supervisor.end(-signal.SIGKILL)
+        for supervisor in self.daemon.supervisors:
+            supervisor.bury()
         self.scheduler.processes.clear()
-
-    @staticmethod
-    def _abandon(process: Any) -> None:
-        """Closes what a supervisor that has not stopped has open."""
-        supervisor = getattr(process, "supervisor", None)
-        if supervisor is None:
-            return
-        for child in (*supervisor.fronts, *supervisor.workers):
-            child._connection.close()
-            os.close(child._pidfd)
-            os.close(child._stack_fd)
-        supervisor._regions.close()
-        supervisor._trace_settings.close()
-        supervisor.fronts.close()
 
     # ----------------------------------------------------------------------------------------------------- what happens
 
@@ -529,6 +567,12 @@ class World:
                 model, seconds = chance.choice(self._models), chance.choice((1.0, 10.0, 60.0))
                 scheduler.tell(f"workers that load '{model}' within {seconds} s are killed")
                 self.daemon.deadly_loads[model] = scheduler.clock.now_ns + int(seconds * SECOND)
+            case "kill supervisor" | "kill supervisor sending" | "kill supervisor starting":
+                self._ends = True
+                self._keeper.kill(event.kind, chance)
+            case "restart":
+                self._ends = True
+                self._restart()
             case "drain":
                 self._at_supervisor(functools.partial(self._drain, chance.choice((0.0, 0.3, 3.0))))
             case "end drain":
@@ -582,8 +626,9 @@ class World:
 
     def _at_supervisor(self, call: Callable[[], object]) -> None:
         """Has the supervisor's loop call a function, as for an operator."""
-        self.daemon.supervisor.loop.call_soon(call)
-        self.daemon.supervisor.idle = False
+        if self.daemon.supervisor.alive:
+            self.daemon.supervisor.loop.call_soon(call)
+            self.daemon.supervisor.idle = False
 
     def _drain(self, seconds: float) -> None:
         drain = self.daemon.supervisor.supervisor.drain
@@ -631,6 +676,11 @@ class World:
 
     def _troubled(self) -> None:
         self.history.trouble_ns = max(self.history.trouble_ns, self.scheduler.clock.now_ns)
+
+    def _daemon_ended(self) -> None:
+        """Notes that nobody awaits the end of a drain any more, because the daemon has ended."""
+        self._drains = 0
+        self._troubled()
 
     def _kill(self, process: ChildProcess) -> None:
         self.scheduler.tell(f"{process} is killed")
