@@ -433,7 +433,7 @@ class SupervisorProcess(Process):
         """Ends the process: nothing of it runs any more, and its sockets close."""
         if not self.alive:
             return
-        self.alive, self.status = False, status
+        self.alive, self.status, self.lack = False, status, 0.0
         self.scheduler.tell(f"{self} has ended ({child.describe_exit(status)})")
         # What else it has open only the kernel would close.
         self.scheduler.cut_short |= status < 0
@@ -479,8 +479,12 @@ class SupervisorProcess(Process):
         return []
 
     def bury(self) -> None:
-        # What its coroutines still do when they are dropped comes of nothing.
-        self.dies = True
+        # What its coroutines still do when they are closed comes of nothing, but that they close what they have open.
+        self.dies, self.scheduler.current = True, self
+        for task in asyncio.all_tasks(self.loop):
+            with contextlib.suppress(Death, Exception):
+                task.get_coro().close()  # type: ignore[union-attr]
+        self.scheduler.current = None
         self.loop.bury()
 
 
