@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -93,8 +94,13 @@ class ClientsSocket:
         """Closes the connection. The daemon then ends all lanes that were opened over it. Idempotent."""
         self._sock.close()
 
-    @property
-    def is_closed(self) -> bool:
+    def has_ended(self) -> bool:
+        """Returns whether the daemon or this process has ended the connection, which is closed then. Never waits."""
+        if self._sock.fileno() >= 0:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            if poll.poll(0):  # no answer is owed, so it is the end
+                self.close()
         return self._sock.fileno() < 0
 
 

@@ -205,7 +205,7 @@ class LaneConnection(Sender):
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        if self._socket is None or self._socket.is_closed:
+        if self._socket is None or self._socket.has_ended():
             self._socket = None
             self._socket = self._connect()
             self._former.extend(self._lanes.values())

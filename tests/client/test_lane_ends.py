@@ -270,6 +270,21 @@ def test_requests_wait_for_a_daemon_that_is_restarted(
     assert failed == []
 
 
+@pytest.mark.parametrize("ending", ["stop", "kill"])
+def test_a_model_is_looked_up_where_a_daemon_has_taken_the_place_of_another(
+    ending: str, start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]
+) -> None:
+    """Whoever asks nothing meanwhile is not told that the former one does not answer."""
+    first, connection = start(), connect()
+    assert connection.open("addsub").metadata["name"] == "addsub"
+    if ending == "kill":
+        os.kill(first.pid, signal.SIGKILL)
+    first.stop()
+    start()
+    assert connection.open("addsub").metadata["name"] == "addsub"
+    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+
+
 @pytest.mark.parametrize("way", ["thread", "callback", "prepared"])
 def test_what_waits_for_a_daemon_is_cancelled_by_close(
     way: str,
