@@ -69,6 +69,8 @@ class Ask:
     endpoint: str = ""
     #: What the daemon says is wrong with the request; "": nothing is.
     wrong: str = ""
+    #: Over a lane: its program knows the model, and so waits for a worker, or a daemon, that is being replaced.
+    waits: bool = False
     #: Over gRPC: it wants a mark behind its last response.
     marked: bool = False
     #: How many responses the request has got, and of which files and push they are, where it may get several.
@@ -148,7 +150,7 @@ class Clients:
         elif model == rounds.MODEL:
             # Who waits in a thread cannot take it back.
             ask.size, drawn = 1, "await" if drawn.startswith("await") else "future"
-        ask.way = way or drawn
+        ask.way, ask.waits = way or drawn, model in program.models
         self._begin(ask, f"{ask.way}, {size * 8} bytes{'' if ask.timeout is None else f', for {ask.timeout} s'}")
 
     def step(self, fronts: list[FrontProcess], chance: random.Random | None = None) -> bool:
@@ -308,6 +310,8 @@ class Clients:
         found = next(
             (each for each in self.history.changes[model] if each.kind == "push" and each.number == push), None
         )
+        if found is not None and found.is_gone(worker.started_ns):
+            self.scheduler.defect(f"{found}, of a daemon that has ended, is given to {worker} of the next one")
         if found is None or not found.deadly:
             return False
         if found.killed_ns and worker.started_ns > found.killed_ns:

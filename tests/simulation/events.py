@@ -42,10 +42,10 @@ KINDS = {
     "end drain": 0.8,
     "descriptors run out": 0.6,
     "descriptors are back": 0.6,
-    "kill supervisor": 0.15,
-    "kill supervisor sending": 0.15,
-    "kill supervisor starting": 0.1,
-    "restart": 0.1,
+    "kill supervisor": 0.4,
+    "kill supervisor sending": 0.4,
+    "kill supervisor starting": 0.3,
+    "restart": 0.3,
 }
 
 #: The events by which the daemon ends. In half of the runs there are none of them.

@@ -293,7 +293,8 @@ class LaneClients:
         history = self._clients.history
         # A program may send to a worker that has died just before. One that cannot map a segment ends the lane.
         died = deaths > ask.deaths or history.deaths[-1:] > [ask.begun_ns - SECOND] or history.lacked(ask.begun_ns)
-        if code == "UNAVAILABLE" and troubled:
+        waited = self.scheduler.clock.now_ns - ask.begun_ns
+        if code == "UNAVAILABLE" and troubled and not (ask.waits and waited < _PATIENCE * SECOND * 0.9):
             return "a worker was missing"
         if code == "INTERNAL" and died and ("may not be run twice" in message or "was given up" in message):
             return "its worker has died, or has ended the lane for want of a descriptor"

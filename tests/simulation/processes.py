@@ -424,7 +424,9 @@ class SupervisorProcess(Process):
     def iterate(self) -> bool:
         did = self.loop.iterate()
         if self.main.done() and self.alive:
-            if (error := self.main.exception()) is not None:
+            error = self.main.exception()
+            # A daemon that has no descriptors left when it starts ends, and is started again.
+            if not (error is None or (isinstance(error, OSError) and self.lack and not self.up)):
                 self.scheduler.defect(f"the supervisor fails with {error!r}")
             self.end(self.supervisor._shutdown.exit_status if error is None else 1)
         return did

@@ -7,7 +7,8 @@ start, in its stop; or it ends by itself, told to stop, or because its start has
   close; those that have not see that they close, or are killed with what the service has left. The next daemon begins when
   all are dead.
 * What was asked at a front ends with the front, once; what was asked over a lane ends within its program's patience, whether
-  the next daemon comes or not: an answer is of the daemon that was there when it was asked, or of a later one.
+  the next daemon comes or not: an answer is of the daemon that was there when it was asked, or of a later one. A program that
+  knows the model is not told before that, that nobody is there.
 * The next daemon comes up with what is left: the socket's file on which nobody listens, files half written, folders of models
   that nobody has locked. It serves the files that were in the repository when it began, or newer ones, whatever was unloaded.
 * No push of the daemon before is in force in the next one, and no worker is given one again, also where it was answered late.
@@ -29,6 +30,7 @@ from tests.simulation.scheduler import SECOND, Process
 
 #: How long a child may go on whose supervisor has died: the kernel closes that one's sockets before it kills.
 _MOST_ORPHANED_NS = 2_000_000
+_NEVER_NS = 1 << 62
 #: Seconds after which systemd starts the next daemon: as the unit says, or later where it has tried often.
 _DELAYS = (0.5, 0.5, 0.5, 0.5, 4.0, 30.0)
 
@@ -99,7 +101,9 @@ class Keeper(Process):
             if process.has_begun and chance.random() < 0.5:
                 process.end(-signal.SIGKILL)
             else:
-                dies_ns = now_ns + chance.randrange(_MOST_ORPHANED_NS) if process.has_begun else self._begins_ns
+                # Where no service ends what is left, those that have not begun end by themselves.
+                left_ns = chance.choice((self._begins_ns, _NEVER_NS))
+                dies_ns = now_ns + chance.randrange(_MOST_ORPHANED_NS) if process.has_begun else left_ns
                 self._doomed.append((dies_ns, process))
         if status < 0:
             self._leave(chance)
@@ -139,7 +143,10 @@ class Keeper(Process):
         return begins or bool(due)
 
     def due_ns(self) -> int | None:
-        return min([dies_ns for dies_ns, _ in self._doomed] + [self._begins_ns] * (self._begins_ns > 0), default=None)
+        if self._doomed:
+            due_ns = min(dies_ns for dies_ns, _ in self._doomed)
+            return due_ns if due_ns < _NEVER_NS else None
+        return self._begins_ns or None
 
     def sockets(self) -> list[object]:  # type: ignore[override]
         return []
@@ -161,6 +168,7 @@ class Keeper(Process):
         for model, load in self._loads.items():
             load.number = self._history.files[model]
         self._daemon.begin()
+        self.idle = False
         if not self.is_calm and chance.random() < 0.2:
             supervisor = self._daemon.supervisor
             supervisor.sends_left, supervisor.dies_sent = chance.randrange(40), chance.random() < 0.5
@@ -176,6 +184,12 @@ class Keeper(Process):
             del self._loads[model]
 
     # --------------------------------------------------------------------------------------------------- what is checked
+
+    def judge_ready(self) -> None:
+        """Checks that the daemon is ready, of which nobody wants anything: each of its models has served, or was taken away."""
+        readiness = self._daemon.supervisor.supervisor.models.readiness
+        if not (readiness.ready or self._history.blamed):
+            self.scheduler.defect(f"the daemon is at rest and not ready: {readiness.sentence()}")
 
     def judge_left(self, folder: Path) -> None:
         """Checks that a daemon that has stopped in order has left nothing in its folders."""

@@ -324,6 +324,7 @@ class World:
         self._until(self._is_quiet, "every request has its end after everything has come to rest")
         self._calm()
         self._judge_watches()
+        self._keeper.judge_ready()
         for program in clients.lanes.living:
             clients.lanes.leave(program)
         self._until(lambda: not any(each.alive for each in clients.lanes.programs), "every program has left")
@@ -450,6 +451,7 @@ class World:
             self._ends = False
             if not self.scheduler.fault:
                 self._stop()
+        self._until(lambda: not self.clients.open, "programs know that their daemon has ended")
         if not self.scheduler.fault:
             self._keeper.judge_left(self._folder.parent)
 
