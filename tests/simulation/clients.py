@@ -447,13 +447,15 @@ class Clients:
         )
 
     def _is_up(self, ask: Ask) -> bool:
-        """Returns whether the model, or each of an ensemble's, must have been loaded when it was asked."""
-        models: tuple[str, ...] = (ask.model,)
+        """Returns whether the model, and each that it needs, must have been loaded when it was asked."""
+        return all(self.history.is_up(model, ask.begun_ns) for model in self._used(ask))
+
+    @staticmethod
+    def _used(ask: Ask) -> tuple[str, ...]:
+        """Returns the models that a request uses."""
         if ask.model in ensembles.ALL:
-            models = ensembles.ALL[ask.model]
-        elif ask.model in callers.MODELS:
-            models = callers.needed(ask.model, ask.input)
-        return all(self.history.is_up(model, ask.begun_ns) for model in models)
+            return (*ensembles.ALL[ask.model], ask.model)
+        return callers.needed(ask.model, ask.input) if ask.model in callers.MODELS else (ask.model,)
 
     def judge_error(self, ask: Ask, code: str, message: str) -> None:
         """Judges an error. ``code``: "" where the protocol does not tell it."""
@@ -464,8 +466,9 @@ class Clients:
         deaths = len(self.history.deaths)
         waited = self.scheduler.clock.now_ns - ask.begun_ns
         unavailable, not_found, internal = (code in ("", each) for each in ("UNAVAILABLE", "NOT_FOUND", "INTERNAL"))
+        unknown = not_found and not all(self.history.is_coming(model, ask.begun_ns) for model in self._used(ask))
         excused = (
-            ((unavailable or not_found) and not self._is_up(ask))
+            ((unavailable or unknown) and not self._is_up(ask))
             or (
                 unavailable and "within" in message and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask)
             )

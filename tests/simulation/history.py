@@ -39,6 +39,8 @@ class Change:
     killed_ns: int = 0
     #: A push that sequences which have begun go on with.
     moves: bool = False
+    #: A load of a daemon that is started.
+    starts: bool = False
     #: A program asks the supervisor for it.
     by_program: bool = False
     #: When the daemon has ended that it was made in; 0: it has not, or nobody knows in which one it was made.
@@ -155,6 +157,13 @@ class History:
             and each.may_last(last.begun_ns)
             for each in self.changes[model]
         )
+
+    def is_coming(self, model: str, moment_ns: int) -> bool:
+        """Returns whether the daemon that began before that moment loads the model, or has, and nobody has unloaded it."""
+        last = next((each for each in reversed(self.changes[model]) if each.starts), None)
+        if last is None or last.error or moment_ns < last.begun_ns:
+            return False
+        return not any(each.kind == "unload" and each.may_last(last.begun_ns) for each in self.changes[model])
 
     def why_not_push(self, model: str, number: int, moment_ns: int) -> str:
         """Returns why push ``number`` (0: the files' own parameters) was not in force since that moment; "": it may have been."""

@@ -12,6 +12,7 @@ start, in its stop; or it ends by itself, told to stop, or because its start has
 * The next daemon comes up with what is left: the socket's file on which nobody listens, files half written, folders of models
   that nobody has locked. It serves the files that were in the repository when it began, or newer ones, whatever was unloaded.
 * No push of the daemon before is in force in the next one, and no worker is given one again, also where it was answered late.
+* A model that the next daemon is to load is not unknown to it, from the first moment on.
 * A drain ends with its daemon.
 * The next one waits for what had served before it, and nothing else, to be ready; after an orderly stop for what it is to load.
 * When a daemon has stopped in order nothing of it is left in its folders: neither sockets nor the list of what it had served.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.simulation.history import Change, History
@@ -41,12 +42,11 @@ class Keeper(Process):
     #: Nobody stops it.
     stopped = property(lambda _: False, lambda *_: None)  # type: ignore[assignment]
 
-    def __init__(self, daemon: Daemon, history: History, models: Sequence[str], folder: Path) -> None:
+    def __init__(self, daemon: Daemon, history: History, folder: Path) -> None:
         super().__init__(daemon.scheduler, "systemd")
         self.weight = 1.0
         self._daemon = daemon
         self._history = history
-        self._models = models
         #: The folders that systemd keeps for the daemon.
         self._runtime, self._state = folder / "run", folder / "state"
         self._doomed: list[tuple[int, ChildProcess]] = []
@@ -110,15 +110,18 @@ class Keeper(Process):
         if self.is_told:
             self._begins_ns = 0
         else:
-            # From then on nobody knows of a model whether it is served.
-            for model in self._models:
-                load = Change("load", model, self._history.files[model], now_ns + 1, self)
-                self._history.changes[model].append(load)
-                self._loads[model] = load
+            self._load()
         self.on_end()
         if self not in self.scheduler.processes:
             self.scheduler.processes.append(self)
         self.idle = False
+
+    def _load(self) -> None:
+        """Notes that the next daemon loads every model, and that until then nobody knows whether it is served."""
+        for model, changes in self._history.changes.items():
+            load = Change("load", model, self._history.files[model], self.scheduler.clock.now_ns + 1, self, starts=True)
+            changes.append(load)
+            self._loads[model] = load
 
     def _leave(self, chance: random.Random) -> None:
         """Leaves what a daemon leaves that dies while it writes."""
@@ -154,10 +157,7 @@ class Keeper(Process):
     def start(self) -> None:
         """Starts the next daemon after one that has stopped in order."""
         assert not self._daemon.children(ChildProcess)
-        for model in self._models:
-            load = Change("load", model, self._history.files[model], self.scheduler.clock.now_ns + 1, self)
-            self._history.changes[model].append(load)
-            self._loads[model] = load
+        self._load()
         self._begin()
 
     def _begin(self) -> None:

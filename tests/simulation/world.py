@@ -148,7 +148,7 @@ class World:
         )
         devices = [f"cpu:{number}" for number in range(1 + seed // 3 % 3)]
         self.daemon = Daemon(self.scheduler, options, devices)
-        self.history = History(self._models)
+        self.history = History(options.repository.load)
         self.clients = Clients(self.daemon, self.history, folder / "clients.sock", _KINDS)
         self.daemon.pure = PLAIN[:1]
         self.counts = self.clients.counts
@@ -169,7 +169,7 @@ class World:
         self._ends = False
         #: The drains whose end an operator awaits.
         self._drains = 0
-        self._keeper = Keeper(self.daemon, self.history, MODELS, folder)
+        self._keeper = Keeper(self.daemon, self.history, folder)
         self._keeper.on_end = self._daemon_ended
 
     # ------------------------------------------------------------------------------------------------------------- the run
@@ -197,8 +197,8 @@ class World:
                     self.daemon.begin()
                     self._until(self._is_up, "the daemon serves")
                     now_ns = self.scheduler.clock.now_ns
-                    for model in self._models:
-                        self.history.changes[model].append(Change("load", model, 1, 0, None, "", now_ns))
+                    for model, changes in self.history.changes.items():
+                        changes.append(Change("load", model, 1, 0, None, "", now_ns))
                     self._began = True
                     self.clients.lanes.start()
                     for _ in range(2):
