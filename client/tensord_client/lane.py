@@ -517,18 +517,18 @@ class LaneConnection(Sender):
 
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
-    def find_lanes(self, call: Call, until: float | None, anew: bool = False, since: float | None = None) -> None:
+    def find_lanes(self, call: Call, until: float | None, since: float, anew: bool = False) -> None:
         """Asks the daemon for lanes to workers of the call's model, until this connection has a usable lane to one of them.
 
         Args:
           until: the time of ``time.monotonic()`` in seconds at which to stop, or None for no deadline.
+          since: the time of ``time.monotonic()`` in seconds from which the constructor's ``patience`` counts.
           anew: if True, asks the daemon at least once, even if there is a usable lane.
-          since: the time of ``time.monotonic()`` in seconds from which the constructor's ``patience`` counts, or None for now.
 
         Raises: WaitEnded: ``until`` has passed.  Unavailable: ``patience`` seconds have passed since ``since``, or this
           connection was closed.  ServingError: the daemon answered with any other error than Unavailable.
         """
-        patience = self._patience + (time.monotonic() if since is None else since)
+        patience = self._patience + since
         try:
             self._ask_for(call.model, call.version, patience if until is None else min(until, patience), anew)
         except Unavailable:
@@ -536,10 +536,12 @@ class LaneConnection(Sender):
                 raise WaitEnded from None
             raise
 
-    def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
+    def _is_elsewhere(
+        self, call: Call, until: float | None, since: float, refusal: ServingError, by: ClientLane | None
+    ) -> bool:
         before = self.known(call)
         if before is None or before.choose() is None:
-            self.find_lanes(call, until)
+            self.find_lanes(call, until, since)
             return True
         if by not in before.lanes:
             return True  # the daemon has been asked since: for another request that was refused, or another daemon
@@ -549,7 +551,7 @@ class LaneConnection(Sender):
             after = self._ask_for(call.model, call.version, time.monotonic(), anew=True)
         except Unavailable:
             # Its worker is being replaced, or the daemon stops, perhaps to be started again.
-            self.find_lanes(call, until, anew=True)
+            self.find_lanes(call, until, since, anew=True)
             return True
         return after.lanes != before.lanes or after.description.version != before.description.version
 
@@ -564,15 +566,16 @@ class LaneConnection(Sender):
         """
         refusal, pending.refusal = pending.refusal, None
         lane, pending.former = pending.former, None
-        call, known = pending.call, self.known(pending.call)
+        # Not from now on: those before it, which this thread has sent, may have waited for all their patience.
+        call, known, since = pending.call, self.known(pending.call), pending.astray_at
         if refusal is not None:
-            if not self._is_elsewhere(call, until, refusal, lane):
+            if not self._is_elsewhere(call, until, since, refusal, lane):
                 raise refusal
         elif pending.strikes and lane is not None and (known is None or known.opened_at <= lane.ended_at):
             # Other workers may be ending as well, with the daemon for example: the request is not to be lost with all of them.
-            self.find_lanes(call, until, anew=True)
+            self.find_lanes(call, until, since, anew=True)
         while not (pending.done() or self._send(pending)):
-            self.find_lanes(call, until, False, pending.astray_at)
+            self.find_lanes(call, until, since)
         pending.watch_again()
 
     # ---------------------------------------------------------------------------------------------------------- end

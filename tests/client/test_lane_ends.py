@@ -30,7 +30,7 @@ from tensord_client.memory import Memory
 from tensord_client.worker_lane import ClientLane
 
 from tests.client.conftest import clients_socket, write_models
-from tests.client.test_lane import addsub, check, prepared
+from tests.client.test_lane import CountedCalls, addsub, check, prepared
 from tests.daemon_process import ROOT, DaemonProcess, wait_until
 from tests.repositories import of_x, total_model, write_model
 
@@ -268,6 +268,30 @@ def test_requests_wait_for_a_daemon_that_is_restarted(
     for thread in threads:
         thread.join()
     assert failed == []
+
+
+def test_what_waits_for_a_daemon_without_a_thread_waits_at_the_same_time(
+    start: Callable[..., DaemonProcess], connect: Callable[..., LaneConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    1. Requests that are called back lose their daemon. 2. It does not come back, and the patience of all is over.
+    Result: each is told so. Those behind the first, which one thread sends again, ask for the daemon only once more.
+    """
+    daemon, connection = start(), connect(patience=1)
+    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+    (worker,) = daemon.workers
+    worker.suspend()
+    questions = CountedCalls(monkeypatch, connection, "_open")
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    asked = [connection.ask(addsub(number)) for number in range(5)]
+    for each in asked:
+        each.add_done_callback(lambda _: done.put(questions.count))
+    os.kill(daemon.pid, signal.SIGKILL)
+    first, *others = [done.get(timeout=_PATIENCE) for _ in asked]
+    assert others == [first + 1, first + 2, first + 3, first + 4]
+    for each in asked:
+        with pytest.raises(Unavailable):
+            each.result(_PATIENCE)
 
 
 @pytest.mark.parametrize("ending", ["stop", "kill"])
