@@ -16,6 +16,7 @@ KINDS = {
     "ask for later": 15,
     "deadly ask": 0.5,
     "ask over a lane": 30,
+    "full lanes": 0.15,
     "program": 0.6,
     "kill program": 0.4,
     "program leaves": 0.2,

@@ -46,6 +46,8 @@ class Program(ClientProcess):
         #: Whether it closes its connection now, or has closed it.
         self.leaves = False
         self.ways: Sequence[str] = scheduler.chance.choice((_WAYS, _WAYS, _MOSTLY_CALLS))
+        #: It has sent as much as it could.
+        self.fills = False
         #: Answers whose arrays it still reads.
         self.held: list[Any] = []
 
@@ -300,6 +302,8 @@ class LaneClients:
             return "its worker has died, or has ended the lane for want of a descriptor"
         if code == ResultsHeld.code or "no room for an answer" in message:
             return "its program has held answers"
+        if ask.front.fills and "segments of" in message and "bytes are used" in message:
+            return "its program's memory is full"
         if ask.front.leaves and message == CLOSED:
             return "its program leaves"
         return ""

@@ -323,6 +323,8 @@ class Scheduler:
         self.uneven = self.chance.random() < 0.7
         #: How often a socket is full when somebody sends: until he looks once more.
         self.full = self.chance.choice((0.0, 0.0, 0.02, 0.3))
+        #: Sockets of lanes have room for little, and programs may send much ahead.
+        self.narrow = random.Random(f"narrow {seed}").random() < 0.3
         self.clock = Clock()
         self.processes: list[Process] = []
         #: The process that has its turn.

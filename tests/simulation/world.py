@@ -34,6 +34,7 @@ from tests.simulation.events import TROUBLES, Event
 from tests.simulation.grpc_clients import GrpcConnection
 from tests.simulation.history import Change, History
 from tests.simulation.http_clients import HttpConnection
+from tests.simulation.lane_clients import Program
 from tests.simulation.network import LAST_CALL_NS, Connection
 from tests.simulation.processes import ChildProcess, Daemon, FrontProcess, WorkerProcess
 from tests.simulation.restarts import Keeper
@@ -55,6 +56,8 @@ ASKED = (*PLAIN, ensembles.MODEL, streamed.MODEL)
 _SIZES = (*[1] * 30, *[100] * 10, *[5000] * 10, 10_000)
 #: Programs ask nothing more while so many requests have no end.
 _MOST_OPEN = 60
+#: So many requests fill a lane.
+_MANY = 150
 #: What clients speak to fronts.
 _KINDS = {"http": HttpConnection, "grpc": GrpcConnection}
 #: What is said where something does not end in its time, though every process runs.
@@ -139,7 +142,7 @@ class World:
             workers=Workers(device="cpu", cpu=1, idle_timeout=10.0, execute_timeout=10.0, single_thread_flops=0),
             clients=ClientsOptions(
                 socket=str(folder / "clients.sock"),
-                max_in_flight=4,
+                max_in_flight=256 if self.scheduler.narrow else 4,
                 segment_byte_size=1 << 20,
                 response_byte_size=4 << 20,
             ),
@@ -508,6 +511,8 @@ class World:
                 for _ in range(chance.choice((1, 1, 1, 4, 10))):
                     model, size = chance.choice(ASKED), chance.choice((1, 1, 1, 100, 5000))
                     clients.ask_over_lane(chance.choice(programs), model, size, chance)
+            case "full lanes" if workers and programs and len(clients.open) < _MOST_OPEN:
+                self._fill(workers, chance.choice(programs), chance)
             case "program" if len(programs) < 3:
                 clients.lanes.start()
             case "kill program" if programs:
@@ -619,6 +624,25 @@ class World:
                 clients.ask_over_lane(chance.choice(programs), model, size, chance)
             elif fronts:
                 clients.ask(chance.choice(fronts), model, size)
+
+    def _fill(self, workers: list[WorkerProcess], program: Program, chance: random.Random) -> None:
+        """Has a program send until there is no room, neither in its memory nor in a narrow lane, of which no worker reads."""
+        self.scheduler.tell(f"{program} sends as much as it can to workers that are stopped")
+        self._troubled()
+        for worker in workers:
+            worker.stopped = True
+        program.fills, size = True, chance.choice((1, 100, 5000))
+        asked = range(len(self.clients.asks) + 1, len(self.clients.asks) + _MANY + 1)
+        for _ in asked:
+            self.clients.ask_over_lane(program, chance.choice(PLAIN), size, chance, way="future")
+        for _ in range(chance.randrange(5 * _MANY)):
+            self.scheduler.run(program)
+        for number in asked:
+            if number in self.clients.open and chance.random() < 0.6:
+                self.clients.cancel(self.clients.open[number])
+        for _ in range(chance.randrange(5 * _MANY)):
+            self.scheduler.run(program)
+        self._happen(Event(0, "go on", 0)) if chance.random() < 0.5 else None
 
     def _rest(self, connection: Connection, chance: random.Random) -> None:
         seconds = chance.choice((0.001, 0.01, 0.1, 3.0, 40.0))
