@@ -426,7 +426,7 @@ class SupervisorProcess(Process):
         if self.main.done() and self.alive:
             error = self.main.exception()
             # A daemon that has no descriptors left when it starts ends, and is started again.
-            if not (error is None or (isinstance(error, OSError) and self.lack and not self.up)):
+            if error is not None and (self.up or not self.lack):
                 self.scheduler.defect(f"the supervisor fails with {error!r}")
             self.end(self.supervisor._shutdown.exit_status if error is None else 1)
         return did
