@@ -485,7 +485,7 @@ class SupervisorProcess(Process):
         self.dies, self.scheduler.current = True, self
         for task in asyncio.all_tasks(self.loop):
             with contextlib.suppress(Death, Exception):
-                task.get_coro().close()  # type: ignore[union-attr]
+                task.get_coro().close()
         self.scheduler.current = None
         self.loop.bury()
 

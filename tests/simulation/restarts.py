@@ -40,7 +40,7 @@ class Keeper(Process):
     """Stands for the kernel, which kills the children of a dead supervisor, and for systemd, which starts the next daemon."""
 
     #: Nobody stops it.
-    stopped = property(lambda _: False, lambda *_: None)  # type: ignore[assignment]
+    stopped = property(lambda _: False, lambda *_: None)
 
     def __init__(self, daemon: Daemon, history: History, folder: Path) -> None:
         super().__init__(daemon.scheduler, "systemd")

@@ -642,7 +642,8 @@ class World:
                 self.clients.cancel(self.clients.open[number])
         for _ in range(chance.randrange(5 * _MANY)):
             self.scheduler.run(program)
-        self._happen(Event(0, "go on", 0)) if chance.random() < 0.5 else None
+        if chance.random() < 0.5:
+            self._happen(Event(0, "go on", 0))
 
     def _rest(self, connection: Connection, chance: random.Random) -> None:
         seconds = chance.choice((0.001, 0.01, 0.1, 3.0, 40.0))
