@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.simulation import ensembles
+
 #: What the daemon tells a client of a process that may open no more files, and how the system says it.
 _NONE_LEFT = re.compile(f"open as it may|{os.strerror(errno.EMFILE)}")
 
@@ -143,7 +145,10 @@ class History:
         if not unloads:
             return False
         last = max(unloads, key=lambda each: each.begun_ns)
-        return not any(each.kind == "load" and each.may_last(last.begun_ns) for each in self.changes[model])
+        # The load of an ensemble loads its models as well.
+        ensemble = self.changes[ensembles.MODEL] if model in ensembles.STEPS else []
+        loads = [each for each in (*self.changes[model], *ensemble) if each.kind == "load"]
+        return not any(each.may_last(last.begun_ns) for each in loads)
 
     def is_up(self, model: str, moment_ns: int) -> bool:
         """Returns whether a load had been answered before that moment, and no unload can have been under way since it began."""
