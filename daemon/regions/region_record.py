@@ -48,7 +48,7 @@ class RegisteredRegion:
     state: RegionState = RegionState.REGISTERING
     #: The object of a system region, kept for workers that come later; owned here.
     fd: int = -1
-    #: Incarnations of the workers that have it.
+    #: Incarnations of the workers that have it, or were asked to take it.
     holders: set[int] = field(default_factory=set)
     #: Tells when it is to be unregistered by itself; None: never.
     watch: EndWatch | None = None

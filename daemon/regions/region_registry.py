@@ -214,10 +214,14 @@ class RegionRegistry:
         if isinstance(request, RegisterCudaRegion):
             request = msgspec.structs.replace(request, near=region.is_near(worker))
         given = (region.fd,) if region.fd >= 0 else ()
-        answer, fds = await worker.call(request, *given)
+        # From now on: who unregisters the region before the answer is there tells the worker as well.
+        region.holders.add(worker.incarnation)
         try:
-            if worker.alive:  # else it died with the answer on its way, and was struck off already
-                region.holders.add(worker.incarnation)
+            answer, fds = await worker.call(request, *given)
+        except ServingError:
+            region.holders.discard(worker.incarnation)
+            raise
+        try:
             if region.kind == "system" and not given:
                 if not fds:
                     raise refused(region.request.name, descriptors.none_left("the server").message, NoDescriptor)
@@ -234,28 +238,24 @@ class RegionRegistry:
 
     async def restore(self, worker: WorkerProcess) -> None:
         """Registers all regions on a new worker. A region that the worker refuses is logged."""
-        regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
-        await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
+        await asyncio.gather(*(self._restore_one(region, worker) for region in list(self._regions.values())))
 
     async def _restore_one(self, region: RegisteredRegion, worker: WorkerProcess, renews: bool = False) -> None:
         name = region.request.name
 
-        async def put() -> bool:
+        async def put() -> None:
+            # A renewal gives it to every worker that is up.
+            while region.state is RegionState.RENEWING and worker.incarnation not in region.holders:
+                await region.changed.wait()
             # Where it was unregistered, its descriptor's number may be another file's by now.
-            if region.state is not RegionState.REGISTERED:
-                return False
-            await self._put(region, worker, renews)
-            return True
+            if region.state is RegionState.REGISTERED and worker.incarnation not in region.holders:
+                await self._put(region, worker, renews)
 
         try:
-            if not await open_files.awaited(put):
-                return
+            await open_files.awaited(put)
         except ServingError as error:
             # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
             _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
-            return
-        if region.state is not RegionState.REGISTERED:
-            await _tell(worker, UnregisterRegion(region.kind, name))
 
     def worker_left(self, incarnation: int) -> None:
         """Notes that a dead worker has no regions any more. ``incarnation``: the number of the worker process."""

@@ -327,6 +327,68 @@ async def test_a_replacement_gets_every_region(memory: int) -> None:
     registry.close()
 
 
+class LateHolder(FakeHolder):
+    """A worker whose answers come late: it has carried out what it was asked."""
+
+    def __init__(self, incarnation: int, memory: int) -> None:
+        super().__init__(incarnation, memory)
+        self.answers = asyncio.Event()
+
+    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
+        answer = await super().call(operation, *fds)
+        await self.answers.wait()
+        return answer
+
+
+async def test_a_name_is_free_also_where_a_worker_just_got_its_region(memory: int) -> None:
+    """
+    1. A new worker is given a region, and its answer is late. 2. The region is unregistered. 3. Its name gets other memory.
+    Result: 3 is done, and every worker has that memory.
+    """
+    fresh = LateHolder(1, -1)
+    workers = [FakeHolder(0, memory)]
+    registry = made(lambda: workers, RegionsOptions())
+    await registry.register(request(), TCP)
+    workers.append(fresh)
+    restored = asyncio.create_task(registry.restore(fresh))
+    await asyncio.sleep(0.01)
+    assert set(fresh.regions) == {"r"}
+    unregistered = asyncio.create_task(registry.unregister(UnregisterRegion("system", "r"), TCP))
+    await asyncio.sleep(0.01)
+    registered = asyncio.create_task(registry.register(request(byte_size=32), TCP))
+    await asyncio.sleep(0.01)
+    fresh.answers.set()
+    await asyncio.gather(restored, unregistered, registered)
+    assert set(fresh.regions) == set(workers[0].regions) == {"r"}
+    registry.check_invariants()
+    registry.close()
+
+
+async def test_a_worker_that_joins_during_a_renewal_has_the_region(memory: int) -> None:
+    """
+    1. A region is registered again, of which a worker tells late. 2. Another worker is up, and gets its regions.
+    Result: it has the region before it gets requests.
+    """
+    late = LateHolder(0, memory)
+    late.answers.set()
+    fresh = FakeHolder(1, -1)
+    workers: list[FakeHolder] = [late]
+    registry = made(lambda: workers, RegionsOptions())
+    await registry.register(request(), TCP)
+    late.answers.clear()
+    renewed = asyncio.create_task(registry.register(request(), TCP))
+    await asyncio.sleep(0.01)
+    workers.append(fresh)
+    restored = asyncio.create_task(registry.restore(fresh))
+    await asyncio.sleep(0.01)
+    assert restored.done() is ("r" in fresh.regions)
+    late.answers.set()
+    await asyncio.gather(renewed, restored)
+    assert set(fresh.regions) == {"r"}
+    registry.check_invariants()
+    registry.close()
+
+
 async def test_whose_a_region_is(memory: int) -> None:
     """A user's regions are the user's and the operator's; what came over TCP is everybody's by name, and TCP's by "all"."""
     holder = FakeHolder(0, memory)
