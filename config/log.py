@@ -7,7 +7,7 @@
 A JSON object lacks the keys marked "?" if there is no value. In a line of the access log, the object also has "request".
 In systemd's journal, all lines begin with a syslog priority, and the formats default and ISO8601 are ``<6>worker-0: text``.
 A line about a traced request contains the trace id. Control characters in a message are escaped, so that nobody forges lines.
-In the formats default and ISO8601, a traceback follows its message in further lines.
+In the formats default and ISO8601, a traceback follows its message in further lines, which all begin with blanks.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def _message(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     if (trace_id := getattr(record, "trace_id", "")) and not hasattr(record, "request"):
         text += f" trace_id={trace_id}"
     if record.exc_info and record.exc_info[0] is not None:
-        text += "\n" + formatter.formatException(record.exc_info)
+        # An exception's text may have a line end, and behind it what a client wrote to look like a message.
+        text += f"\n{formatter.formatException(record.exc_info)}".replace("\n", "\n  ")
     return text
 
 

@@ -56,7 +56,20 @@ def test_journal_priorities_on_every_line(capsys: pytest.CaptureFixture[str]) ->
     assert lines[0] == "<7>supervisor: fine"
     assert lines[1] == "<3>supervisor: it failed"
     assert all(line.startswith("<3>supervisor: ") for line in lines[1:])
-    assert lines[-1] == "<3>supervisor: ValueError: bad"
+    assert lines[-1] == "<3>supervisor:   ValueError: bad"
+
+
+def test_the_text_of_an_exception_looks_like_no_message(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure(Log(format="ISO8601"), "worker-1", {})
+    forged = "2026-11-21T10:20:30.123Z INFO supervisor: all is well"
+    try:
+        raise ValueError(f"bad\n{forged}\r{forged}")
+    except ValueError:
+        logging.getLogger("x").exception("it failed")
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.endswith("it failed")
+    assert others[-1] == rf"  {forged}\x0d{forged}"
+    assert all(line.startswith("  ") for line in others)
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
