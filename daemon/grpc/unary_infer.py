@@ -2,7 +2,8 @@
 
 A request of a sequence waits while an earlier large request of the same sequence and connection is still arriving. It also
 waits while an earlier request of the same sequence and connection waits for arena memory. Once the earlier request was sent to
-a worker, the waiting request is sent. If the earlier request cannot be sent, those behind it are refused with CANCELLED.
+a worker, the waiting request is sent. If the earlier request cannot be sent, those behind it are refused with CANCELLED, up to
+one that begins the sequence anew.
 """
 
 from __future__ import annotations
@@ -92,13 +93,25 @@ class UnaryInfer(InferCall):
 
         Returns None if the request has no sequence, or if too little of it has arrived.
         """
-        message = self._message
-        said = message.cutter.head if isinstance(message, ArrivingMessage) else message
+        said = self._said
         size, found = self._sequence
         if found is None and said is not None and len(said) != size:
             found = sequence_of(said)
             self._sequence = len(said), found
         return found
+
+    @property
+    def begins(self) -> bool:
+        """Returns whether the request begins its sequence, as far as it has arrived."""
+        said = self._said
+        request = None if said is None else _parameters_of(said)
+        return request is not None and request.parameters["sequence_start"].bool_param
+
+    @property
+    def _said(self) -> Buffer | bytearray | None:
+        """Returns the message, without its tensors if it is large. Returns None before it begins, or once it was read."""
+        message = self._message
+        return message.cutter.head if isinstance(message, ArrivingMessage) else message
 
     def resume(self) -> None:
         """Sends the request of this call to a worker. If the request cannot be sent, the call ends with an error."""
@@ -229,7 +242,8 @@ class StepOrder:
     def leave(self, step: UnaryInfer, sent: bool) -> None:
         """Removes the call ``step`` from the connection's queue of calls whose requests were not sent to a worker yet.
 
-        ``sent``: whether the call's request was sent. If it was not, the requests of the same sequence behind it are refused.
+        ``sent``: whether the call's request was sent. If it was not, the requests of the same sequence behind it are refused, up
+        to one that begins the sequence.
         """
         if self.unsent.get(step) is None:
             return
@@ -249,6 +263,8 @@ class StepOrder:
             if step not in self.unsent or (sequence := step.sequence) is None:
                 continue
             waits = self.unsent[step]
+            if sequence in broken and step.begins:
+                broken.remove(sequence)
             if sequence in broken and waits is not None:
                 step.miss(sequence)
             elif waits and sequence not in ahead:
@@ -269,16 +285,21 @@ def sequence_of(message: Buffer | bytearray) -> Sequence | None:
 
     Returns None if there is no sequence id, or if it has not arrived.
     """
+    request = _parameters_of(message)
+    if request is None or "sequence_id" not in request.parameters:
+        return None
+    value = request.parameters["sequence_id"]
+    sequence_id: SequenceId = value.string_param or value.uint64_param or value.int64_param % (1 << 64)
+    return (request.model_name, sequence_id) if sequence_id else None
+
+
+def _parameters_of(message: Buffer | bytearray) -> grpc_service_pb2.ModelInferRequest | None:
+    """Decodes the model and the parameters in the beginning of ``message``. Returns None if they cannot be decoded."""
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):
             said += message[start : begin + size]
     try:
-        request = grpc_service_pb2.ModelInferRequest.FromString(said)
+        return grpc_service_pb2.ModelInferRequest.FromString(said)
     except DecodeError:
         return None
-    if "sequence_id" not in request.parameters:
-        return None
-    value = request.parameters["sequence_id"]
-    sequence_id: SequenceId = value.string_param or value.uint64_param or value.int64_param % (1 << 64)
-    return (request.model_name, sequence_id) if sequence_id else None

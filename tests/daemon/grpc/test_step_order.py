@@ -18,7 +18,7 @@ class Call:
 
     def __init__(self, order: StepOrder, sequence: Sequence | None, told: list[str], name: str) -> None:
         self._order, self.sequence, self._told, self._name = order, sequence, told, name
-        self.fails = self.waits_for_room = False
+        self.fails = self.waits_for_room = self.begins = False
 
     def resume(self) -> None:
         self._told.append(self._name)
@@ -114,6 +114,28 @@ def test_whoever_would_miss_a_step_does_not_run(scene: Scene) -> None:
     assert scene.small("fourth")[1]
     scene.order.leave(first, True)
     assert scene.turn() == ["fourth"]
+
+
+def test_a_start_is_behind_nobody_who_did_not_run(scene: Scene) -> None:
+    """It begins the sequence anew: it runs, and so do those behind it."""
+    first = scene.large("first")
+    scene.small("second")
+    scene.small("start")[0].begins = True
+    scene.small("fourth")
+    scene.order.leave(first, False)
+    assert scene.turn() == ["not second", "start", "fourth"]
+    assert not scene.order.unsent
+
+
+def test_a_start_waits_for_those_before_one_that_did_not_run(scene: Scene) -> None:
+    first, second = scene.large("first"), scene.large("second")
+    third = scene.small("third")[0]
+    third.begins = third.fails = True
+    scene.small("fourth")
+    scene.order.leave(second, False)
+    assert scene.turn() == []
+    scene.order.leave(first, True)
+    assert scene.turn() == ["third", "not fourth"]
 
 
 def test_one_that_is_sent_as_another_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
