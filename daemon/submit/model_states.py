@@ -100,7 +100,7 @@ class ModelStates:
         versions = self._models.get(name)
         if versions is None:
             model, kind = of_model(name)
-            if model in self._models:
+            if original(name)[0] in self._models:
                 why = lacks(model, kind, self.find(model, version).lacking)
                 raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found: {why}")
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
