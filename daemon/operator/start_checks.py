@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tensord.config import log
 from tensord.config.layers import ConfigurationError
 from tensord.config.options import Options
 from tensord.daemon.control.certificates import TlsError, tls_context
+from tensord.daemon.processes import listening
 from tensord.daemon.tracing import span_exporter
 
 #: Where the service manager makes folders when it starts the service (RuntimeDirectory=, LogsDirectory= and so on).
@@ -77,9 +77,9 @@ def _unresolved_names(options: Options) -> Iterator[str]:
             if address.startswith("unix:"):
                 continue
             try:
-                socket.getaddrinfo(address.strip("[]"), served.port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:
-                yield f"{section}.address: '{address}': {getattr(error, 'strerror', 'it is no host name')}"
+                listening.resolved(address.strip("[]"), served.port)
+            except listening.ListenError as error:
+                yield f"{section}.address: '{address}': {error}"
 
 
 def _sockets(options: Options) -> Iterator[tuple[str, str]]:

@@ -134,10 +134,9 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", "it is no host name")
-        raise ListenError(f"cannot listen on {shown(address, port)}: {reason}") from None
+        found = resolved(address, port)
+    except ListenError as error:
+        raise ListenError(f"cannot listen on {shown(address, port)}: {error}") from None
     refused = ListenError(f"cannot listen on {shown(address, port)}: the name has no address")
     for family, kind, proto, _, where in found:
         try:
@@ -148,6 +147,14 @@ def _listen_tcp(address: str, port: int) -> socket.socket:
             if key == "port":
                 break
     raise refused
+
+
+def resolved(address: str, port: int) -> list[Any]:
+    """Returns what ``getaddrinfo`` finds for a host name or address to listen on. Raises ListenError with the reason if it fails."""
+    try:
+        return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ListenError(getattr(error, "strerror", "it is no host name")) from None
 
 
 def _bound(family: int, kind: int, proto: int, where: tuple[Any, ...]) -> socket.socket:
