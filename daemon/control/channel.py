@@ -151,6 +151,10 @@ class ControlCalls:
             with descriptors.needed("a call of another process"):
                 self._send(ControlCall(number, operation, peer), *fds)
             reply, received = await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not (waiter.cancelled() or waiter.exception()):
+                descriptors.close(waiter.result()[1])  # the reply came, and nobody has it any more
+            raise
         finally:
             del self._waiting[number]
         if reply.code:

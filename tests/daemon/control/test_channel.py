@@ -146,6 +146,27 @@ async def test_a_call_for_which_there_is_no_descriptor_is_over() -> None:
     ends.end()
 
 
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_call_that_is_cancelled_keeps_no_descriptor(is_answered: bool) -> None:
+    """Nor does it where the reply came, and whoever waits for it has not been told yet."""
+    ends = Ends()
+    calls = ControlCalls(ends.connection.send)
+    calling = asyncio.create_task(calls.call(RecentErrors()))
+    await turns()
+    memory = os.memfd_create("memory")
+    if is_answered:
+        calls.answered(Reply(1), [memory])
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    if not is_answered:
+        calls.answered(Reply(1), [memory])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(memory)
+    assert not calls._waiting
+    ends.end()
+
+
 async def test_garbage_closes_the_connection() -> None:
     ours, theirs = pair()
     closed: list[bool] = []
