@@ -109,10 +109,11 @@ class EndWatch:
     """
 
     def __init__(self, end: int, ended: Callable[[], None]) -> None:
-        self._fd = os.dup(end)
+        #: The duplicate of ``end``; -1 once closed.
+        self.fd = os.dup(end)
         self._ended = ended
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._readable)
+        self._loop.add_reader(self.fd, self._readable)
 
     def _readable(self) -> None:
         self.close()
@@ -120,17 +121,17 @@ class EndWatch:
 
     def pause(self) -> None:
         """Stops watching the constructor's file descriptor. ``ended`` is not called until ``resume`` is called."""
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
+        if self.fd >= 0:
+            self._loop.remove_reader(self.fd)
 
     def resume(self) -> None:
         """Ends a ``pause``: calls the constructor's ``ended`` as soon as the constructor's file descriptor is readable."""
-        if self._fd >= 0:
-            self._loop.add_reader(self._fd, self._readable)
+        if self.fd >= 0:
+            self._loop.add_reader(self.fd, self._readable)
 
     def close(self) -> None:
         """Stops watching the file descriptor that the constructor got. May be called again."""
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            self._loop.remove_reader(self.fd)
+            os.close(self.fd)
+            self.fd = -1

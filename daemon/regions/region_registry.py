@@ -111,7 +111,7 @@ class RegionRegistry:
         self._regions[request.name] = region
         try:
             self._watch(region, region, end)
-            self._check_reserve(region)
+            self._check_reserve(region.request, region.fd)
             await self._spread(region)
         except BaseException:
             await self._forget(region)
@@ -167,6 +167,7 @@ class RegionRegistry:
             with descriptors.needed(f"shared memory region '{region.request.name}'"):
                 by.watch = EndWatch(end, lambda: self._reclaim(region))
             by.watch.pause()
+            self._check_reserve(region.request, by.watch.fd)
 
     def _reclaim(self, region: RegisteredRegion) -> None:
         """Begins to unregister a region because the client that registered it has exited or closed its connection."""
@@ -226,15 +227,15 @@ class RegionRegistry:
                 if not fds:
                     raise refused(region.request.name, descriptors.none_left("the server").message, NoDescriptor)
                 region.fd = fds.pop()
-                cls._check_reserve(region)
+                cls._check_reserve(region.request, region.fd)
                 chosen = msgspec.json.decode(answer, type=Chosen)
                 region.request = msgspec.structs.replace(region.request, access=chosen.access)
         finally:
             descriptors.close(fds)
 
     @staticmethod
-    def _check_reserve(region: RegisteredRegion) -> None:
-        descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
+    def _check_reserve(request: Registration, fd: int) -> None:
+        descriptors.check_reserve(fd, f"failed to register shared memory region '{request.name}'")
 
     async def restore(self, worker: WorkerProcess) -> None:
         """Registers all regions on a new worker. A region that the worker refuses is logged."""

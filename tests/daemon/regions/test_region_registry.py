@@ -19,6 +19,7 @@ from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_record import RegionState, RegisteredRegion
 from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.shm import descriptors
 from tensord.shm.control_records import RegionPlace
 from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import (
@@ -524,6 +525,22 @@ async def test_a_region_whose_end_cannot_be_watched_is_refused(memory: int, kind
         await asyncio.sleep(0.001)
     for fd in (ends[0][0], *ends[1]):
         os.close(fd)
+    registry.close()
+
+
+@pytest.mark.parametrize("kind", ["system", "cuda"])
+async def test_the_watch_of_an_end_takes_no_descriptor_from_requests(
+    memory: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], RegionsOptions(reclaim="owner"))
+    end, other = os.pipe()
+    monkeypatch.setattr(descriptors, "limit", lambda: 4)  # of which one is kept: a fourth open file is one too many
+    with pytest.raises(Unavailable, match="allowed beside those kept for requests"):
+        await registry.register((request if kind == "system" else cuda)("a"), ALICE, end)
+    assert (holder.regions, registry.statistics()) == ({}, {})
+    os.close(end)
+    os.close(other)
     registry.close()
 
 
