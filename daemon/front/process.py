@@ -131,8 +131,9 @@ class Front(ABC):
         await asyncio.wait((self._serve, self._stop), return_when=asyncio.FIRST_COMPLETED)
         if self._serve.done():
             await self._serve_until_stopped(start)
-        self.tracer.close()
         self.submitter.close()
+        await asyncio.sleep(0)  # connections that were cut end, and the traces of their requests
+        self.tracer.close()
         await asyncio.sleep(0)  # what was sent last leaves
         self._connection.close()
 

@@ -192,3 +192,37 @@ def test_signals_until_it_is_gone(daemon: DaemonProcess, number: signal.Signals)
         daemon.signal(number)
         time.sleep(0.001)
     assert daemon.stop() == 0
+
+
+def test_an_answer_that_is_cut_off_has_its_trace(leaves_nothing: None, tmp_path: Path) -> None:
+    """
+    1. A first answer is traced. 2. A second one, of 32 MiB, is not read by its client. 3. SIGTERM; the grace period ends.
+    Result: both traces are in the file.
+    """
+    repository = tmp_path / "repository"
+    repositories.write_model(
+        repository,
+        "large",
+        f"""
+        import jax.numpy as jnp
+
+        inputs, outputs = {{"x": "FP32[1]"}}, {{"y": "FP32[{8 << 20}]"}}
+
+        def create(path, config, device):
+            return lambda params, inputs: {{"y": jnp.zeros({8 << 20}) + inputs["x"]}}, None
+        """,
+    )
+    path = tmp_path / "trace.json"
+    options = {"supervisor": {"exit_timeout": 0.5}, "trace": {"file": str(path), "level": ["TIMESTAMPS"], "rate": 1}}
+    text = (
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":[1]}],"parameters":{"binary_data_output":true}}'
+    )
+    with DaemonProcess(tmp_path, [repository], options) as daemon:
+        assert daemon.request("POST", "/v2/models/large/infer", text)[0] == 200
+        with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as connection:
+            head = b"POST /v2/models/large/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(text)
+            connection.sendall(head + text)
+            assert connection.recv(1) == b"H"
+            assert daemon.stop() == 0
+        assert _CUT in daemon.log
+    assert path.read_text().count("HTTP_SEND_END") == 2
