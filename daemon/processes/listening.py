@@ -150,7 +150,7 @@ def _listen_tcp(address: str, port: int) -> socket.socket:
 
 
 def resolved(address: str, port: int) -> list[Any]:
-    """Returns what ``getaddrinfo`` finds for a host name or address to listen on. Raises ListenError with the reason if it fails."""
+    """Returns what ``getaddrinfo`` finds for a host name or an address to listen on. Raises ListenError with the reason."""
     try:
         return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
