@@ -44,7 +44,7 @@ _DURATIONS = (
     ("tensord_compute_duration_seconds", "Of that, running: gathering inputs, the model, placing outputs"),
     ("tensord_first_response_duration_seconds", "Time to the first response, of models with several"),
 )
-_MODEL, _WORKER, _FRONT, _GPU_LABELS = ("model", "version"), ("worker", "device"), ("front", "protocol"), ("gpu_uuid",)
+_MODEL, _WORKER, _FRONT = ("model", "version"), ("worker", "device"), ("front", "protocol")
 _INDEX_STATES = [state.value for state in IndexState]
 
 
@@ -144,6 +144,40 @@ nv_gpu_memory_used_bytes memory_used Of that, in use, by whomever
 nv_gpu_power_usage power_usage Power that the GPU draws, in watts
 nv_gpu_power_limit power_limit Power that it may draw, in watts
 """)
+#: Name -> labels and help of each metric whose samples are no attributes of one thing.
+_OTHERS = {
+    name: (tuple(labels.split(",")), text)
+    for name, labels, text in (
+        line.split(maxsplit=2)
+        for line in """
+tensord_model_served model Whether a version is served of a model that should be
+tensord_model_state model,version,state 1 for the state that a version is in, of the repository index's
+tensord_parameter_sets model,version Parameter sets that were pushed and are in force
+tensord_parameter_version model,version Number of the parameters of the set main; 0: the repository's
+tensord_parameter_changes_total model,outcome Changes of parameter sets, by what came of them
+nv_energy_consumption gpu_uuid Energy in joules since the driver was loaded
+tensord_gpu_errors_total gpu_uuid,kind Errors of a GPU: XIDs of the driver, and memory errors
+tensord_build_info version Always 1
+nv_inference_request_failure model,version,reason Failed inference requests: rejected by the queue, cancelled, replaced there, \
+refused by the model, or otherwise
+tensord_model_refused_total model,version,reason Requests that a worker answered 503, by reason
+tensord_model_python_requests_total model,version,reason Requests that workers answered in Python and not in C, by reason
+nv_inference_pending_request_count model,version Inference requests that wait in queues now
+tensord_model_sequences model,version,state Sequences that have a slot, or wait for one, now
+tensord_model_sequences_lost_total model,version Sequences whose state went with an execution that failed
+tensord_process_deaths_total process,cause Processes that died and were to be replaced, by cause: memory, hung, version, \
+the signal, or exit
+tensord_worker_load_programs worker,device,model,version,state Of the model that it loads now: the programs that are made, \
+and all that are to be
+tensord_client_lane_answers_total worker,device,code Final answers to requests on clients' lanes, by code; OK: good ones
+tensord_front_refused_total front,protocol,reason Requests that the front answered 503, by reason
+tensord_front_requests_total protocol,code Requests that fronts have answered, of any kind, by code of the protocol
+tensord_trace_spans_total outcome Spans for the collector of traces, by what became of them
+tensord_front_dropped_traces_total front,protocol Traces that the front dropped because the supervisor did not take them
+tensord_process_resident_memory_bytes process Resident memory, shared pages included
+""".strip().splitlines()
+    )
+}
 _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
     ("REJECTED", lambda c: c.rejected + c.queue_full),
     ("CANCELED", lambda c: c.canceled),
@@ -230,89 +264,69 @@ def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[i
 def _families(snapshot: MetricsSnapshot) -> Iterator[Family]:
     models = [((total.name, str(total.version)), total) for total in snapshot.models]
     workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
-    yield from _of_each(Gauges, _DAEMON, (), [((), snapshot)])
-    served = Gauges("tensord_model_served", "Whether a version is served of a model that should be", labels=["model"])
-    yield served.fill([((name,), served_now) for name, served_now in snapshot.wanted.items()])
-    state = Gauges(
-        "tensord_model_state",
-        "1 for the state that a version is in, of the repository index's",
-        labels=[*_MODEL, "state"],
-    )
-    yield state.fill(
-        [((name, str(version), each), each == now) for name, version, now in snapshot.states for each in _INDEX_STATES]
-    )
+    yield from _of_each("gauge", _DAEMON, (), [((), snapshot)])
+    yield _other("tensord_model_served", [((name,), served) for name, served in snapshot.wanted.items()])
+    states = [
+        ((name, str(version), each), each == now) for name, version, now in snapshot.states for each in _INDEX_STATES
+    ]
+    yield _other("tensord_model_state", states)
     yield from _models(models)
     footprints = [((model, str(version)), taken) for (model, version), taken in snapshot.footprints.items()]
-    yield from _of_each(Gauges, _FOOTPRINT, _MODEL, footprints)
-    yield from _of_each(Gauges, _REGIONS, ["kind"], [((regions.kind,), regions) for regions in snapshot.regions])
-    yield from _of_each(Gauges, _WORKERS, _WORKER, workers)
+    yield from _of_each("gauge", _FOOTPRINT, _MODEL, footprints)
+    yield from _of_each("gauge", _REGIONS, ["kind"], [((regions.kind,), regions) for regions in snapshot.regions])
+    yield from _of_each("gauge", _WORKERS, _WORKER, workers)
     yield from _workers(snapshot, workers)
     pushed = [((model, str(version)), of) for (model, version), of in snapshot.parameters.versions.items()]
-    sets = Gauges("tensord_parameter_sets", "Parameter sets that were pushed and are in force", labels=_MODEL)
-    yield sets.fill([(labels, count) for labels, (count, _) in pushed])
-    number = Gauges(
-        "tensord_parameter_version", "Number of the parameters of the set main; 0: the repository's", labels=_MODEL
-    )
-    yield number.fill([(labels, main) for labels, (_, main) in pushed])
+    yield _other("tensord_parameter_sets", [(labels, count) for labels, (count, _) in pushed])
+    yield _other("tensord_parameter_version", [(labels, main) for labels, (_, main) in pushed])
     moved = [(labels, total) for labels, total in models if total.set_byte_size or total.misses]
-    yield from _of_each(Gauges, _MOVED, _MODEL, moved)
-    outcomes = Counters(
-        "tensord_parameter_changes_total",
-        "Changes of parameter sets, by what came of them",
-        labels=["model", "outcome"],
-    )
-    yield outcomes.fill(list(snapshot.parameters.outcomes.items()))
+    yield from _of_each("gauge", _MOVED, _MODEL, moved)
+    yield _other("tensord_parameter_changes_total", snapshot.parameters.outcomes.items())
     yield from _fronts(snapshot)
-    yield from _of_each(Gauges, _GPU, _GPU_LABELS, [((gpu.uuid,), gpu) for gpu in snapshot.gpus])
-    energy = Unknowns("nv_energy_consumption", "Energy in joules since the driver was loaded", labels=_GPU_LABELS)
-    yield energy.fill([((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None])
-    errors = Counters(
-        "tensord_gpu_errors_total",
-        "Errors of a GPU: XIDs of the driver, and memory errors",
-        labels=[*_GPU_LABELS, "kind"],
-    )
-    yield errors.fill(list(snapshot.gpu_errors.items()))
+    yield from _of_each("gauge", _GPU, ("gpu_uuid",), [((gpu.uuid,), gpu) for gpu in snapshot.gpus])
+    energy = [((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None]
+    yield _other("nv_energy_consumption", energy, "unknown")
+    yield _other("tensord_gpu_errors_total", snapshot.gpu_errors.items())
     yield _memory(snapshot.processes)
     for own in snapshot.own:
         yield _own(own)
-    yield Gauges("tensord_build_info", "Always 1", labels=["version"]).fill([((__version__,), 1)])
+    yield _other("tensord_build_info", [((__version__,), 1)])
 
 
 def _of_each(
-    kind: Callable[..., Family],
+    kind: str,
     metrics: Iterable[tuple[str, str, Callable[[Any], Any]]],
     labels: Sequence[str],
     things: Collection[tuple[Sequence[str], Any]],
 ) -> Iterator[Family]:
     for name, text, of in metrics:
-        family = (Counters if name.endswith("_total") else kind)(name, text, labels=labels)
+        family = Family(_kind(name, kind), name, text, labels)
         yield family.fill([(values, value) for values, thing in things if (value := of(thing)) is not None])
 
 
+def _other(name: str, rows: Iterable[tuple[Sequence[str], float]], kind: str = "gauge") -> Family:
+    """Returns the metric ``name`` of the table ``_OTHERS`` with its samples. ``rows``: as of ``Family.fill``."""
+    labels, text = _OTHERS[name]
+    return Family(_kind(name, kind), name, text, labels).fill(rows)
+
+
+def _kind(name: str, otherwise: str) -> str:
+    return "counter" if name.endswith("_total") else otherwise
+
+
 def _models(models: Sequence[tuple[tuple[str, str], Total]]) -> Iterator[Family]:
-    failure = Unknowns(
-        "nv_inference_request_failure",
-        "Failed inference requests: rejected by the queue, cancelled, replaced there, refused by the model, or otherwise",
-        labels=[*_MODEL, "reason"],
-    )
-    yield failure.fill([((*labels, why), of(total.counts)) for labels, total in models for why, of in _FAILURES])
-    refused = Counters(
-        "tensord_model_refused_total", "Requests that a worker answered 503, by reason", labels=[*_MODEL, "reason"]
-    )
-    yield refused.fill([((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS])
-    slow = Counters(
-        "tensord_model_python_requests_total",
-        "Requests that workers answered in Python and not in C, by reason",
-        labels=[*_MODEL, "reason"],
-    )
-    yield slow.fill(
-        [((*labels, why.label), total.counts.slow.get(why.label, 0)) for labels, total in models for why in SlowReason]
-    )
-    yield from _of_each(Unknowns, _MODELS, _MODEL, models)
-    yield from _of_each(Unknowns, _CACHED, _MODEL, [(labels, total) for labels, total in models if total.cached])
-    first = Histograms(
-        "nv_inference_first_response_histogram_ms", "Time from arrival to the first response, of models with several"
-    )
+    failed = [((*labels, why), of(total.counts)) for labels, total in models for why, of in _FAILURES]
+    yield _other("nv_inference_request_failure", failed, "unknown")
+    refused = [((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS]
+    yield _other("tensord_model_refused_total", refused)
+    slow = [
+        ((*labels, why.label), total.counts.slow.get(why.label, 0)) for labels, total in models for why in SlowReason
+    ]
+    yield _other("tensord_model_python_requests_total", slow)
+    yield from _of_each("unknown", _MODELS, _MODEL, models)
+    yield from _of_each("unknown", _CACHED, _MODEL, [(labels, total) for labels, total in models if total.cached])
+    text = "Time from arrival to the first response, of models with several"
+    first = Family("histogram", "nv_inference_first_response_histogram_ms", text)
     for labels, total in models:
         if total.streams:
             of = total.counts
@@ -320,105 +334,68 @@ def _models(models: Sequence[tuple[tuple[str, str], Total]]) -> Iterator[Family]
             buckets = zip((*map(str, FIRST_RESPONSE_MS), "+Inf"), within, strict=True)
             first.observe(_MODEL, labels, buckets, of.first_ns / 1e6)
     yield first
-    pending = Gauges("nv_inference_pending_request_count", "Inference requests that wait in queues now", labels=_MODEL)
-    yield pending.fill([(labels, total.pending) for labels, total in models])
-    stateful = [(labels, total) for labels, total in models if total.sequences is not None]
-    live = Gauges(
-        "tensord_model_sequences", "Sequences that have a slot, or wait for one, now", labels=[*_MODEL, "state"]
+    yield _other("nv_inference_pending_request_count", [(labels, total.pending) for labels, total in models])
+    stateful = [(labels, total.sequences, total.counts) for labels, total in models if total.sequences is not None]
+    live = [
+        ((*labels, state), count)
+        for labels, sequences, _ in stateful
+        for state, count in zip(("slot", "backlog"), sequences, strict=True)
+    ]
+    yield _other("tensord_model_sequences", live)
+    yield _other(
+        "tensord_model_sequences_lost_total", [(labels, counts.lost_sequences) for labels, _, counts in stateful]
     )
-    for labels, total in stateful:
-        slots, backlog = total.sequences or (0, 0)
-        live.fill([((*labels, "slot"), slots), ((*labels, "backlog"), backlog)])
-    yield live
-    lost = Counters(
-        "tensord_model_sequences_lost_total", "Sequences whose state went with an execution that failed", labels=_MODEL
-    )
-    yield lost.fill([(labels, total.counts.lost_sequences) for labels, total in stateful])
 
 
 def _workers(snapshot: MetricsSnapshot, workers: Sequence[tuple[tuple[str, str], WorkerSlot]]) -> Iterator[Family]:
-    deaths = Counters(
-        "tensord_process_deaths_total",
-        "Processes that died and were to be replaced, by cause: memory, hung, version, the signal, or exit",
-        labels=["process", "cause"],
-    )
-    yield deaths.fill(list(snapshot.deaths.items()))
-    programs = Gauges(
-        "tensord_worker_load_programs",
-        "Of the model that it loads now: the programs that are made, and all that are to be",
-        labels=(*_WORKER, *_MODEL, "state"),
-    )
-    for labels, slot in workers:
-        if (at := slot.loading) is not None and at.total:
-            model = (*labels, at.name, str(at.version))
-            programs.fill([((*model, "made"), at.number - 1), ((*model, "all"), at.total)])
-    yield programs
-    answers = Counters(
-        "tensord_client_lane_answers_total",
-        "Final answers to requests on clients' lanes, by code; OK: good ones",
-        labels=(*_WORKER, "code"),
-    )
-    yield answers.fill(
-        [((*labels, code), count) for labels, slot in workers for code, count in slot.lane_answers.items()]
-    )
+    yield _other("tensord_process_deaths_total", snapshot.deaths.items())
+    programs = [
+        ((*labels, at.name, str(at.version), state), count)
+        for labels, slot in workers
+        if (at := slot.loading) is not None and at.total
+        for state, count in (("made", at.number - 1), ("all", at.total))
+    ]
+    yield _other("tensord_worker_load_programs", programs)
+    answers = [((*labels, code), count) for labels, slot in workers for code, count in slot.lane_answers.items()]
+    yield _other("tensord_client_lane_answers_total", answers)
 
 
 def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
     fronts = [((slot.name, slot.protocol), slot) for slot in snapshot.fronts]
-    yield from _of_each(Gauges, _FRONTS, _FRONT, fronts)
-    refused = Counters(
-        "tensord_front_refused_total", "Requests that the front answered 503, by reason", labels=(*_FRONT, "reason")
-    )
-    yield refused.fill(
-        [((*labels, why.value), count) for labels, slot in fronts for why, count in slot.refused.items()]
-    )
+    yield from _of_each("gauge", _FRONTS, _FRONT, fronts)
+    refused = [((*labels, why.value), count) for labels, slot in fronts for why, count in slot.refused.items()]
+    yield _other("tensord_front_refused_total", refused)
     answers: collections.Counter[tuple[str, str]] = collections.Counter()
     for slot in snapshot.fronts:
         for code, count in slot.answers.items():
             answers[slot.protocol, code] += count
-    requests = Counters(
-        "tensord_front_requests_total",
-        "Requests that fronts have answered, of any kind, by code of the protocol",
-        labels=["protocol", "code"],
-    )
-    yield requests.fill(list(answers.items()))
+    yield _other("tensord_front_requests_total", answers.items())
     if snapshot.spans:
-        spans = Counters(
-            "tensord_trace_spans_total", "Spans for the collector of traces, by what became of them", labels=["outcome"]
-        )
-        yield spans.fill([((outcome,), count) for outcome, count in snapshot.spans.items()])
-        dropped = Counters(
-            "tensord_front_dropped_traces_total",
-            "Traces that the front dropped because the supervisor did not take them",
-            labels=_FRONT,
-        )
-        yield dropped.fill([(labels, slot.dropped_traces) for labels, slot in fronts])
+        yield _other("tensord_trace_spans_total", [((outcome,), count) for outcome, count in snapshot.spans.items()])
+        yield _other("tensord_front_dropped_traces_total", [(labels, slot.dropped_traces) for labels, slot in fronts])
 
 
 def _memory(processes: Mapping[str, int]) -> Family:
-    family = Gauges(
-        "tensord_process_resident_memory_bytes", "Resident memory, shared pages included", labels=["process"]
-    )
+    found: list[tuple[tuple[str], int]] = []
     for name, pid in processes.items():
         with contextlib.suppress(OSError):  # it has just ended
-            family.fill([((name,), int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE)])
-    return family
+            found.append(((name,), int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE))
+    return _other("tensord_process_resident_memory_bytes", found)
 
 
 def _own(own: OwnFamily) -> Family:
     """Returns the family of a metric that a model's own code defines."""
-    histogram = Histograms(own.name, own.description) if own.kind == "histogram" else None
-    family = histogram or (Unknowns if own.kind == "counter" else Gauges)(own.name, own.description)
+    family = Family("unknown" if own.kind == "counter" else own.kind, own.name, own.description)
     for labels, metric in own.metrics.items():
         names, values = [name for name, _ in labels], [value for _, value in labels]
-        if histogram is None:
+        if own.kind != "histogram":
             family.add(names, values, metric.value)
         else:
             within = itertools.accumulate(metric.counts)
             # As Triton's library writes them: 1, and not 1.0; so dashboards find them.
             bounds = [f"{bound:.16g}" for bound in metric.buckets]
             buckets = zip((*bounds, "+Inf"), within, strict=True)
-            histogram.observe(names, values, buckets, metric.value)
+            family.observe(names, values, buckets, metric.value)
     return family
 
 
@@ -427,11 +404,11 @@ class Family:
 
     __slots__ = ("_help", "_labels", "kind", "lines", "name")
 
-    def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
-        """Creates a family, with one sample without labels if ``value`` is given.
+    def __init__(self, kind: str, name: str, text: str, labels: Sequence[str] = ()) -> None:
+        """Creates a family without samples.
 
         Args:
-          kind: the type in OpenMetrics.
+          kind: the type in OpenMetrics. "unknown" is a counter whose name OpenMetrics does not allow, such as Triton's.
           name: the name of the samples. That of a counter ends with ``_total``.
           text: the help.
           labels: the names of the labels.
@@ -440,8 +417,6 @@ class Family:
         self.lines: list[str] = []
         self._help = text.replace("\\", r"\\").replace("\n", r"\n")
         self._labels = tuple(labels)
-        if value is not None:
-            self.fill([((), value)])
 
     def fill(self, rows: Iterable[tuple[Sequence[str], float]]) -> Self:
         """Adds samples, and returns this family. ``rows``: for each sample, the values of its labels, and its value."""
@@ -486,14 +461,6 @@ class Family:
 
     def __repr__(self) -> str:
         return f"<Family {self.kind} {self.name}: {len(self.lines)} samples>"
-
-
-#: Metrics whose values go up and down; whose values only grow, with names that end in ``_total``; those that grow and have names
-#: that OpenMetrics does not allow for them, such as Triton's; and histograms.
-Gauges = functools.partial(Family, "gauge")
-Counters = functools.partial(Family, "counter")
-Unknowns = functools.partial(Family, "unknown")
-Histograms = functools.partial(Family, "histogram")
 
 
 def escaped(label: str) -> str:
