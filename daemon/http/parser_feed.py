@@ -294,7 +294,7 @@ class ParserFeed:
         self._rest = b""
         #: The last bytes of a head that is not complete.
         self._head_tail = b""
-        #: True if the last byte that was read is a carriage return outside of a message, or the last one of a message: a line feed
+        #: True if the last byte that was read is a carriage return outside of a message, or the last byte of one: a line feed
         #: that comes next passes for its second half. (Behind a body it is none, but only the parser knows where a body ends.)
         self._half_line = False
 

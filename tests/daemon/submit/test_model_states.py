@@ -68,7 +68,7 @@ def test_derivatives_come_and_go_with_their_version(table: ModelStates) -> None:
         with pytest.raises(Unavailable, match="model 'o' is being loaded"):
             table.find(name)
     for name in ("n.push_forward.pull_back", "n.pull_back.pull_back.pull_back"):
-        with pytest.raises(NotFound, match="model 'n.*' has no "):
+        with pytest.raises(NotFound, match=r"model 'n.*' has no "):
             table.find(name)
     table.remove(ModelGone("n", 2))
     assert not table.is_ready("n.pull_back")
