@@ -139,11 +139,10 @@ _BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if 
 
 #: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
 #: name -> (harmless values; None: any, because it only shapes what is not there, reason)
+_NO, _PORT_KEPT = ("false", "0"), "the supervisor holds the port, so that no restart of a front refuses a connection"
+_COMPLETED = "configurations are always completed from the model"
 _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "allow-cpu-metrics": (
-        ("false", "0"),
-        "the metrics are of the daemon only; of the host, Prometheus' node exporter has them",
-    ),
+    "allow-cpu-metrics": (_NO, "the metrics are of the daemon only; of the host, Prometheus' node exporter has them"),
     "metrics-config": (
         ("counter_latencies=true", "summary_latencies=false", "histogram_latencies=false", "histogram_latencies=true"),
         "durations are counters and histograms; there are no summaries",
@@ -156,16 +155,10 @@ _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "grpc-http2-max-pings-without-data": (None, "the front sends no pings beyond keepalive"),
     "http-thread-count": (None, "the front needs one thread"),
     "pinned-memory-pool-byte-size": (None, "arenas.byte_size sizes our memory"),
-    "disable-auto-complete-config": (("false", "0"), "configurations are always completed from the model"),
-    "strict-model-config": (("false", "0"), "configurations are always completed from the model"),
-    "reuse-http-port": (
-        ("false", "0"),
-        "the supervisor holds the port, so that no restart of a front refuses a connection",
-    ),
-    "reuse-grpc-port": (
-        ("false", "0"),
-        "the supervisor holds the port, so that no restart of a front refuses a connection",
-    ),
+    "disable-auto-complete-config": (_NO, _COMPLETED),
+    "strict-model-config": (_NO, _COMPLETED),
+    "reuse-http-port": (_NO, _PORT_KEPT),
+    "reuse-grpc-port": (_NO, _PORT_KEPT),
     "enable-peer-access": (None, "workers ask for it where a region lies on another GPU"),
 }
 _REFUSED = {
