@@ -52,6 +52,10 @@ CALLS: Mapping[str, str] = {
 }
 
 
+#: What errors call a call, and what stands before the name of its header.
+_WORDS = {"http": ("API", ""), "grpc": ("protocol", "triton-grpc-protocol-")}
+
+
 class Restricted(Unavailable):
     """Raised when a call needs an access key that the client did not send: HTTP status 403, or UNAVAILABLE over gRPC."""
 
@@ -83,19 +87,19 @@ class Rule:
 class Access:
     """The access rules of one protocol: which calls need an access key, and in which header."""
 
-    def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
+    def __init__(self, restrictions: Mapping[str, Restriction], protocol: str) -> None:
         """Makes a rule for each restricted group of calls, such as "inference".
 
         Args:
           restrictions: maps the name of a group to the header that its calls need, and to the header's value.
-          sentence: the error message, to which the quoted name of the header is added.
-          prefix: put before the name of each header.
+          protocol: "http" or "grpc". Over gRPC, ``triton-grpc-protocol-`` stands before the name of each header.
         """
+        what, prefix = _WORDS[protocol]
         self._rules = {
             group: Rule(
                 (prefix + restriction.key).encode(),
                 restriction.value.encode(),
-                f"{sentence} '{prefix}{restriction.key}'",
+                f"This {what} is restricted, expecting header '{prefix}{restriction.key}'",
             )
             for group, restriction in restrictions.items()
         }
@@ -103,19 +107,3 @@ class Access:
     def rule(self, call: str) -> Rule | None:
         """Returns the rule for a call, or None if everybody may make it. Raises KeyError if no call has that name."""
         return self._rules.get(CALLS[call])
-
-
-def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for HTTP. ``restrictions``: maps the name of a restricted group of calls to a Restriction.
-
-    Every call of the group needs the header ``Restriction.key`` with the value ``Restriction.value``.
-    """
-    return Access(restrictions, "This API is restricted, expecting header")
-
-
-def grpc_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for gRPC. ``restrictions``: maps the name of a restricted group of calls to a Restriction.
-
-    Every call of the group needs the metadata ``triton-grpc-protocol-KEY: VALUE``, with the restriction's key and value.
-    """
-    return Access(restrictions, "This protocol is restricted, expecting header", "triton-grpc-protocol-")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from tensord.config import restrictions
 from tensord.config.options import Options
 from tensord.daemon.control.certificates import Certificates
-from tensord.daemon.front.access import grpc_access
+from tensord.daemon.front.access import Access
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.longest_idle import described
@@ -43,7 +43,7 @@ class GrpcFront(Front):
             f"/{SERVICE}/ModelInfer": functools.partial(UnaryInfer, infer),
             f"/{SERVICE}/ModelStreamInfer": functools.partial(StreamInfer, infer),
         }
-        access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
+        access = Access(restrictions.parse(options.grpc.restricted_protocol), self.protocol)
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
         counters = self.place.counters.front(self.place.row)
         self.answered = Answered(counters, self.submitter.refusals, self.protocol, options.log.access)

@@ -10,7 +10,7 @@ from typing import Any
 from tensord.config import restrictions
 from tensord.config.options import Options
 from tensord.daemon.control.certificates import Certificates
-from tensord.daemon.front.access import http_access
+from tensord.daemon.front.access import Access
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.longest_idle import LongestIdle, described
@@ -33,7 +33,7 @@ class HttpFront(Front):
     protocol = "http"
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        access = http_access(restrictions.parse(options.http.restricted_api))
+        access = Access(restrictions.parse(options.http.restricted_api), self.protocol)
         pattern = options.http.header_forward_pattern
         cross_origin = CrossOrigin(options.http.cors_origins) if options.http.cors_origins else None
         self._serving = HttpServing(

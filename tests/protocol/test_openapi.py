@@ -19,7 +19,7 @@ import yaml
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from tensord.daemon.front.access import http_access
+from tensord.daemon.front.access import Access
 from tensord.daemon.http.routes import Routes
 from tests import repositories
 from tests.daemon_process import DaemonOf, DaemonProcess
@@ -80,7 +80,7 @@ def session(leaves_nothing: None) -> Iterator[requests.Session]:
 
 def test_the_paths_and_methods_are_those_of_the_code() -> None:
     # The table of routes is made without asking any endpoint.
-    application = Routes(cast("Any", None), http_access({})).application()
+    application = Routes(cast("Any", None), Access({}, "http")).application()
     served = {
         (route.path, method)
         for route in application.routes

@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2
 from tensord.config.options import Options
 from tensord.config.restrictions import GROUPS, parse
 from tensord.daemon.control.channel import ControlCalls, ControlChannel
-from tensord.daemon.front.access import CALLS, Restricted, Rule, grpc_access, http_access
+from tensord.daemon.front.access import CALLS, Access, Restricted, Rule
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.status import grpc_status, http_status
 from tensord.daemon.http.routes import Endpoint, Routes
@@ -34,7 +34,7 @@ RESTRICTIONS = parse(["model-repository,shared-memory:Admin-Key=sesame"])
 
 
 def test_every_http_endpoint_is_in_the_table(endpoints: Endpoints) -> None:
-    routes = Routes(endpoints, http_access({}))
+    routes = Routes(endpoints, Access({}, "http"))
     assert {call for _, _, _, call in routes.table()} <= CALLS.keys()
 
 
@@ -44,7 +44,7 @@ def test_an_endpoint_that_is_not_cannot_be_served(endpoints: Endpoints) -> None:
             return [*super().table(), ("GET", "/v2/new", self.live, "Forgotten")]
 
     with pytest.raises(KeyError):
-        Forgetful(endpoints, http_access({})).application()
+        Forgetful(endpoints, Access({}, "http")).application()
 
 
 def test_every_call_of_the_grpc_service_is_in_the_table() -> None:
@@ -69,7 +69,7 @@ def test_every_group_has_calls_and_every_call_a_known_group() -> None:
     ],
 )
 def test_without_the_key(headers: list[tuple[bytes, bytes]]) -> None:
-    rule = http_access(RESTRICTIONS).rule("RepositoryIndex")
+    rule = Access(RESTRICTIONS, "http").rule("RepositoryIndex")
     assert isinstance(rule, Rule)
     with pytest.raises(Restricted) as caught:
         rule.check(headers)
@@ -78,7 +78,7 @@ def test_without_the_key(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def test_with_the_key() -> None:
-    access = http_access(RESTRICTIONS)
+    access = Access(RESTRICTIONS, "http")
     for call in ("RepositoryIndex", "RepositoryModelLoad", "CudaSharedMemoryStatus"):
         rule = access.rule(call)
         assert rule is not None
@@ -89,7 +89,7 @@ def test_with_the_key() -> None:
 
 
 def test_grpc_has_its_own_sentence_and_header() -> None:
-    rule = grpc_access(RESTRICTIONS).rule("SystemSharedMemoryStatus")
+    rule = Access(RESTRICTIONS, "grpc").rule("SystemSharedMemoryStatus")
     assert rule is not None
     rule.check([(b"triton-grpc-protocol-admin-key", b"sesame")])
     with pytest.raises(Restricted) as caught:
