@@ -69,17 +69,20 @@ def base64_content(key: str, value: Any) -> bytes:
         raise InvalidArgument(f"'{key}' should be base64 text") from error
 
 
+def needed(fields: dict[str, Any], name: str) -> Any:
+    """Returns the field ``name`` of a request to register a region. Raises InvalidArgument if it is missing."""
+    if name not in fields:
+        raise InvalidArgument(f"Shared memory register request has no '{name}' field")
+    return fields[name]
+
+
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
     """Returns the CUDA IPC handle, the device id and the byte size that a request to register CUDA memory has in ``fields``.
 
     Raises InvalidArgument if a field is wrong or missing.
     """
-    if "raw_handle" not in fields:
-        raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
-    handle = member(fields["raw_handle"], "b64")
-    if "byte_size" not in fields:
-        raise InvalidArgument("Shared memory register request has no 'byte_size' field")
-    device_id, byte_size = _int64(member(fields, "device_id")), _int64(fields["byte_size"])
+    handle, size = member(needed(fields, "raw_handle"), "b64"), needed(fields, "byte_size")
+    device_id, byte_size = _int64(member(fields, "device_id")), _int64(size)
     return _raw_handle(handle), device_id, byte_size
 
 

@@ -303,12 +303,9 @@ class Routes:
 
     async def register(self, request: Request) -> Response:
         fields = await _fields(request, required=True)
-        if "key" not in fields:
-            raise InvalidArgument("Shared memory register request has no 'key' field")
-        key, offset = json_values.text(fields["key"]), json_values.unsigned(fields.get("offset", 0))
-        if "byte_size" not in fields:
-            raise InvalidArgument("Shared memory register request has no 'byte_size' field")
-        byte_size = json_values.unsigned(fields["byte_size"])
+        key = json_values.text(control_fields.needed(fields, "key"))
+        offset = json_values.unsigned(fields.get("offset", 0))
+        byte_size = json_values.unsigned(control_fields.needed(fields, "byte_size"))
         name, fd = request.path_params["region"], _fd(request)
         with end_of(fd, request.scope["tensord.end"], self._endpoints.reclaim) as end:
             await self._endpoints.register_system(name, key, offset, byte_size, peer_of(fd), end)
