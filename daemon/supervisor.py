@@ -160,9 +160,8 @@ class Supervisor:
             lambda worker: self.models.worker_dismissed(worker.incarnation),
             lambda: self.phase is DaemonPhase.STOPPING,
         )
-        self.models = Models(
-            options, self, runtime_directory.of_service(environment), runtime_directory.state_of_service(environment)
-        )
+        kept, place = (runtime_directory.of_service(environment, f"{kind}_DIRECTORY") for kind in ("RUNTIME", "STATE"))
+        self.models = Models(options, self, kept, place)
         self.parameters = Parameters(options, self, self.models)
         self._served_models = listings.ServedModels(self.models)
         each = options.workers.devices_per_worker

@@ -21,17 +21,11 @@ TEMPORARY = Path("/tmp")
 CONTROL_SOCKET = "control.sock"
 
 
-def of_service(environment: Mapping[str, str]) -> Path | None:
-    """Returns the folder that systemd made for this process's sockets, or None if systemd made no folder."""
-    return _first(environment, "RUNTIME_DIRECTORY")
+def of_service(environment: Mapping[str, str], variable: str = "RUNTIME_DIRECTORY") -> Path | None:
+    """Returns the folder that systemd made for this process's sockets, or None if systemd made no folder.
 
-
-def state_of_service(environment: Mapping[str, str]) -> Path | None:
-    """Returns the folder that systemd keeps for the data of this process, or None if it is no service of systemd."""
-    return _first(environment, "STATE_DIRECTORY")
-
-
-def _first(environment: Mapping[str, str], variable: str) -> Path | None:
+    ``variable``: "STATE_DIRECTORY" for the folder that systemd keeps for this process's data.
+    """
     first = environment.get(variable, "").split(":")[0]
     return Path(first) if first else None
 

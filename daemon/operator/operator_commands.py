@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from tensord.config.options import Seconds
+from tensord.daemon.control import runtime_directory
 from tensord.daemon.control.log_settings import MAX_VERBOSE
 from tensord.daemon.control.push_fields import PushFields
 from tensord.daemon.operator.operations import Operations
@@ -146,7 +147,7 @@ class OperatorCommands:
         ``folder``: where the profile is written, or "" for a new folder.
         """
         worker = self._supervisor.workers.named(name)
-        at = os.environ.get("STATE_DIRECTORY", "").split(":")[0] or tempfile.gettempdir()
+        at = runtime_directory.of_service(os.environ, "STATE_DIRECTORY") or tempfile.gettempdir()
         folder = folder or f"{at}/tensord-profiles-{os.geteuid()}/{name}-{time.strftime('%Y%m%dT%H%M%S')}"
         await worker.result_of(TakeProfile(seconds, folder))
         return msgspec.json.encode({"folder": folder})
