@@ -197,11 +197,13 @@ class Lifecycle:
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
             found = model.running.found
-            out += (
-                self._begin_unload(name, model, model.running.given_up)
-                if found is None
-                else self._begin_load(model, found, model.running.again)
-            )
+            if found is not None:
+                out += self._begin_load(model, found, model.running.again)
+            else:
+                model.fingerprint = ""
+                out += [
+                    i for number in sorted(model.versions) for i in self._retire(name, number, model.running.given_up)
+                ]
             out += self._finish(name, model)
         return out
 
@@ -239,10 +241,6 @@ class Lifecycle:
                 out += self._send_load(worker, version)
         model.fingerprint = found.fingerprint
         return out
-
-    def _begin_unload(self, name: str, model: ModelEntry, given_up: str) -> list[Instruction]:
-        model.fingerprint = ""
-        return [i for number in sorted(model.versions) for i in self._retire(name, number, given_up)]
 
     def _retire(self, name: str, number: int, given_up: str = "") -> list[Instruction]:
         """Cancels a version's postponed loads, and unloads the version if it serves. Returns the instructions to carry out.
