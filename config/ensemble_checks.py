@@ -53,12 +53,10 @@ def check(config: ModelConfig) -> None:
                 f"step {number} of ensemble '{name}' asks for version {step.model_version} of '{step.model_name}'; versions "
                 "start at 1, and -1 is the newest"
             )
-    for given in config.input:
-        if given.HasField("reshape"):
-            raise InvalidArgument(f"input '{given.name}' of ensemble '{name}' has a reshape; its members reshape")
-    for made in config.output:
-        if made.HasField("reshape"):
-            raise InvalidArgument(f"output '{made.name}' of ensemble '{name}' has a reshape; its members reshape")
+    for kind, tensors in (("input", config.input), ("output", config.output)):
+        for tensor in tensors:
+            if tensor.HasField("reshape"):
+                raise InvalidArgument(f"{kind} '{tensor.name}' of ensemble '{name}' has a reshape; its members reshape")
     if "tensord_fuse" in config.parameters:
         raise InvalidArgument(
             f"ensemble '{name}' has the parameter tensord_fuse, which is no more: requests go through the programs of compiled "
