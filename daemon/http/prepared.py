@@ -275,13 +275,7 @@ class AnswerText:
         """Encodes and stores the HTTP head and JSON that all answers with the same ``prepared`` share, except for the id.
 
         Stores nothing if the JSON contains tensor values or is longer than ``_MAX_TEXT`` bytes. The methods ``whole`` and
-        ``pieces`` then return None.
-        Args:
-          model: the name of the model.
-          asked: the request that is answered. It says which outputs are binary.
-          prepared: the part of the answer that repeats.
-          record: the part of the answer that does not repeat, such as the tensor values.
-          view: returns the bytes of a tensor in shared memory.
+        ``pieces`` then return None. ``record``: one of these answers. The other arguments are those of ``response_codec.encode``.
         Raises InvalidArgument if a tensor of ``record`` is outside the arena of the worker that sent the answer.
         """
         self.prepared = prepared

@@ -77,10 +77,7 @@ def large_texts(
 ) -> list[tuple[PreparedTensor, Slice]]:
     """Returns the outputs that the answer has as JSON and that are too large to be written at once, each with its arena slice.
 
-    Args:
-      prepared: the datatypes and shapes of the outputs.
-      contents: the bytes of each output, or their slice of the response arena.
-      asked: the request, which says which outputs are binary.
+    The arguments are those of ``encode``.
     """
     return [
         (tensor, place)
@@ -101,16 +98,9 @@ def encode_in_steps(
     asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes an answer that is no error, and yields after each piece of the JSON of a large tensor.
+    """Encodes an answer that is no error, as ``encode`` does, and yields after each piece of the JSON of a large tensor.
 
-    Returns the pieces of the JSON head, and the binary tensors.
-    Args:
-      prepared: the part of the answer that repeats.
-      contents: the bytes of each output, or their slice of the response arena.
-      model: the name of the model.
-      client_id: the id of the request, or "" if it has none.
-      asked: the request, which says which outputs are binary.
-      view: returns the bytes of a slice of the response arena.
+    Returns the pieces of the JSON head, and the binary tensors. The arguments are those of ``encode``.
     Raises InvalidArgument if an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []
