@@ -24,8 +24,6 @@ from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonArray, JsonBase6
 from tensord.daemon.http.json_values import UINT64_MAX, boolean, is_unsigned, refusal, text, unsigned
 from tensord.daemon.http.request_head import (
     ABSENT,
-    ExactInput,
-    ExactOutput,
     ExactRequest,
     InputHead,
     OutputHead,
@@ -134,9 +132,10 @@ def decode_head(
     return decoded
 
 
-def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
+def _source(entry: InputHead, offset: int, apart: json_cut.Cut | None) -> Source:
     name, shape = entry.name, entry.shape
-    parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
+    said: Any = entry.parameters
+    parameters = said if type(said) is dict else msgspec.to_builtins(said)
     if entry.datatype not in ELEMENT_SIZES:
         raise InvalidArgument(f"invalid datatype for input {name}")
     for dim in shape:
@@ -166,7 +165,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
     return read_values(entry, apart)
 
 
-def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
+def read_values(entry: InputHead, apart: json_cut.Cut | None) -> Values:
     """Converts the JSON ``data`` of ``entry``, an input whose shape was checked, to the bytes of a tensor.
 
     If the data is large, the result is an object that converts it later, in steps.
@@ -182,7 +181,7 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
         entry.shape = closed(entry.shape, count, f"input '{entry.name}' shape")
     if apart is not None and number is not None:
         return _converted(apart, number, entry, count)
-    if isinstance(entry, InputHead):
+    if type(entry.data) is msgspec.Raw:
         text = memoryview(entry.data)
         if text.nbytes > _MAX_EXACT:
             raise InvalidArgument(
@@ -193,14 +192,14 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
     return json_data.exact(entry.data, entry.datatype, list(entry.shape), count, entry.name)
 
 
-def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
+def _count(entry: InputHead, text: memoryview | None) -> int:
     what = f"input '{entry.name}' shape"
-    if text is None and not isinstance(entry, InputHead):
+    if text is None and type(entry.data) is not msgspec.Raw:
         return count_in_value(entry.data, entry.datatype, what)
     return count_in_text(memoryview(entry.data) if text is None else text, entry.datatype, what)
 
 
-def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
+def _converted(apart: json_cut.Cut, number: int, entry: InputHead, count: int) -> Values:
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:
@@ -320,8 +319,9 @@ def count_in_value(value: Any, datatype: str, what: str) -> int:
 # -------------------------------------------------------------------------------------- outputs and regions
 
 
-def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
-    parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
+def _requested(entry: OutputHead, decoded: DecodedRequest) -> RequestedOutput:
+    said: Any = entry.parameters
+    parameters = said if type(said) is dict else msgspec.to_builtins(said)
     classification = parameters.get("classification", 0)
     if type(classification) is not int or not 0 <= classification <= UINT64_MAX:
         raise InvalidArgument(

@@ -5,14 +5,14 @@ function ``exact``, which parses with RapidJSON and is slower. ``exact`` ignores
 Infinity, as Triton does. The errors of ``exact`` have the texts of a real Triton.
 
 ``quick`` returns a RequestHead. The ``data`` of its inputs is JSON text that is not parsed yet.
-``exact`` returns an ExactRequest. The ``data`` of its inputs is a parsed value.
+``exact`` returns an ExactRequest. The ``data`` of its inputs is a parsed value, and ``parameters`` are dicts.
 Source: the recorded error messages of a real Triton 2.51.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ _NONE_GIVEN = TensorParameters()
 
 
 class InputHead(msgspec.Struct, forbid_unknown_fields=True):
-    """One input tensor in the JSON of an inference request. The field ``data`` is still JSON text."""
+    """One input tensor in the JSON of an inference request. ``data`` is ABSENT if the entry has none."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,25 +81,6 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(slots=True)
-class ExactInput:
-    """One entry of ``inputs`` in the JSON of an inference request. ``data`` is ABSENT if the entry has none."""
-
-    name: str
-    shape: Sequence[int]
-    datatype: str
-    data: Any
-    parameters: dict[str, Any]
-
-
-@dataclass(slots=True)
-class ExactOutput:
-    """The name and the parameters of an output that a client asks for in the JSON of an inference request."""
-
-    name: str
-    parameters: dict[str, Any]
-
-
-@dataclass(slots=True)
 class ExactRequest:
     """The parsed JSON text of an inference request.
 
@@ -108,8 +89,8 @@ class ExactRequest:
 
     id: str
     parameters: dict[str, Any]
-    inputs: Iterable[ExactInput]
-    outputs: Iterable[ExactOutput]
+    inputs: Iterable[InputHead]
+    outputs: Iterable[OutputHead]
 
 
 _decoder = msgspec.json.Decoder(RequestHead)
@@ -185,22 +166,22 @@ class _Ended(dict[str, Any]):
         self.end = end
 
 
-def _inputs(request: dict[str, Any]) -> Iterator[ExactInput]:
+def _inputs(request: dict[str, Any]) -> Iterator[InputHead]:
     for entry in _entries("inputs", member(request, "inputs", "inputs")):
         name = _text("name", entry)
         datatype = _text("datatype", entry)
         shape = _entries("shape", member(entry, "shape", "shape"))
         parameters = _parameters(entry)
-        yield ExactInput(name, shape, datatype, entry.get("data", ABSENT), parameters)
+        yield InputHead(name, shape, datatype, entry.get("data", ABSENT), parameters)  # type: ignore[arg-type]
     if isinstance(request, _Ended):
         raise InvalidArgument(f"{_PARSE_ERROR}The document root must not be followed by other values. at {request.end}")
 
 
-def _outputs(request: dict[str, Any]) -> Iterator[ExactOutput]:
+def _outputs(request: dict[str, Any]) -> Iterator[OutputHead]:
     if "outputs" not in request:
         return
     for entry in _entries("outputs", request["outputs"]):
-        yield ExactOutput(_text("name", entry), _parameters(entry))
+        yield OutputHead(_text("name", entry), _parameters(entry))  # type: ignore[arg-type]
 
 
 def _entries(key: str, value: Any) -> list[Any]:
