@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _INTERVAL = 1.0
 #: Seconds that a client may take to end its connection.
 _LINGER = 2.0
+#: What a client sends is thrown away in such pieces.
+_READ_BYTE_SIZE = 4096
 #: Characters of a reason.
 _MAX_TEXT = 100
 
@@ -113,13 +115,22 @@ class Agent:
         """Starts to answer HAProxy's agent checks on the running event loop, if ``listen`` has bound a port."""
         if self._listener is None:
             return
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _AgentAnswer(self.line), sock=self._listener.socket)
-        self._looking = loop.create_task(self._look_on())
+        self._server = await asyncio.start_server(self._serve, sock=self._listener.socket)
+        self._looking = asyncio.get_running_loop().create_task(self._look_on())
         _log.info("answering agent checks on %s:%d", self._options.address, self._options.agent_port)
 
     def line(self) -> bytes:
         return line(*self._state(), self._busy.value)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(self.line())
+        # What a client sends (``agent-send``) means nothing; closing at once would throw the line away with it.
+        with contextlib.suppress(OSError, TimeoutError):  # it has gone already, or does not close
+            async with asyncio.timeout(_LINGER):
+                writer.write_eof()
+                while await reader.read(_READ_BYTE_SIZE):
+                    pass
+        writer.transport.abort()
 
     async def _look_on(self) -> None:
         while True:
@@ -134,23 +145,3 @@ class Agent:
             self._server.close()
         if self._listener is not None:
             self._listener.close()
-
-
-class _AgentAnswer(asyncio.Protocol):
-    """Answers an agent check of HAProxy with the line that ``line`` returns. Waits up to 2 s for the client to close."""
-
-    def __init__(self, line: Callable[[], bytes]) -> None:
-        self._line = line
-        self._end: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._line())
-        with contextlib.suppress(OSError):  # it has gone already
-            transport.write_eof()
-        # What a client sends (``agent-send``) is not read: closing at once would throw the line away with it.
-        self._end = asyncio.get_running_loop().call_later(_LINGER, transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._end is not None:
-            self._end.cancel()
