@@ -113,12 +113,13 @@ class OperatorCommands:
             case "profile":
                 return await self._profile(question.name, question.seconds or 0.0, question.folder)
             case "connections":
-                return await self._connections()
+                rows = await _rows(self._supervisor.fronts, "front", ConnectionRecords())
+                return msgspec.json.encode([*rows, *self._supervisor.lanes.records()])
             case "errors":
                 supervisor = self._supervisor
                 return msgspec.json.encode(await recent_errors(supervisor.fronts, supervisor.workers.ready()))
             case "sequences":
-                return await self._sequences()
+                return msgspec.json.encode(await _rows(self._supervisor.workers.ready(), "worker", SequenceRecords()))
             case "model":
                 return await self._operations.describe_model(question.name)
             case "load" | "unload":
@@ -151,20 +152,6 @@ class OperatorCommands:
         folder = folder or f"{at}/tensord-profiles-{os.geteuid()}/{name}-{time.strftime('%Y%m%dT%H%M%S')}"
         await worker.result_of(TakeProfile(seconds, folder))
         return msgspec.json.encode({"folder": folder})
-
-    async def _connections(self) -> bytes:
-        """Returns all connections of clients as JSON."""
-        rows: list[dict[str, Any]] = []
-        for front in list(self._supervisor.fronts):
-            rows += [{"front": front.name, **row} for row in await records(front, ConnectionRecords())]
-        return msgspec.json.encode([*rows, *self._supervisor.lanes.records()])
-
-    async def _sequences(self) -> bytes:
-        """Returns the live sequences of all ready workers as a JSON array. Leaves out a worker that does not answer in time."""
-        rows: list[dict[str, Any]] = []
-        for worker in self._supervisor.workers.ready():
-            rows += [{"worker": worker.name, **row} for row in await records(worker, SequenceRecords())]
-        return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
         """Reloads the configuration and the model repositories. Returns b"null".
@@ -216,8 +203,17 @@ def _operation(question: OperatorQuestion) -> Operation:
     raise InvalidArgument(f"unknown command '{question.command}'")
 
 
-async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Sends ``operation``, which asks for a list, to a child process. Returns the list, or [] if none comes in time."""
+async def _rows(children: Iterable[Child], label: str, operation: Operation) -> list[dict[str, Any]]:
+    """Asks processes for the rows that ``operation`` lists. Returns the rows of those that answer in time.
+
+    ``label``: the key under which each row has its process's name.
+    """
+    asked = [*children]
+    told = await asyncio.gather(*(_list_of(child, operation) for child in asked))
+    return [{label: child.name, **row} for child, found in zip(asked, told, strict=True) for row in found]
+
+
+async def _list_of(child: Child, operation: Operation) -> list[dict[str, Any]]:
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:
@@ -226,9 +222,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
     """Returns the latest errors of fronts and workers, newest first. The key "front" holds the name of the front or worker."""
-    asked = [*fronts, *workers]
-    told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
-    rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]
+    rows = await _rows([*fronts, *workers], "front", RecentErrors())
     latest = sorted(rows, key=lambda row: row["time"], reverse=True)[:_MAX_ERRORS]
     return [
         row | {"time": datetime.fromtimestamp(row["time"], UTC).isoformat(timespec="milliseconds")} for row in latest
