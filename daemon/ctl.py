@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -101,18 +101,12 @@ class _Daemon:
         """Sends a command with its arguments to the daemon and returns the answer. On an error, prints it and exits."""
         try:
             return _ask(self._path, {"command": command, **words})
-        except _Refused as error:
-            self._fail(str(error), 1)
-        except _Unreachable as error:
-            self._fail(str(error), 2)
-
-    def _fail(self, message: str, status: int) -> NoReturn:
-        """Prints an error message, as JSON if the user has given ``--json``, and exits with ``status``."""
-        if self.as_json:
-            _print_json({"error": message})
-        else:
-            click.echo(f"tensorctl: {message}", err=True)
-        sys.exit(status)
+        except (_Refused, _Unreachable) as error:
+            if self.as_json:
+                _print_json({"error": str(error)})
+            else:
+                click.echo(f"tensorctl: {error}", err=True)
+            sys.exit(1 if isinstance(error, _Refused) else 2)
 
     def do(self, command: str, **words: Any) -> None:
         """Sends a command with its arguments, and prints the answer as JSON."""
