@@ -56,13 +56,8 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     checksum: str = ""
     move_sequences: bool = False
 
-    def source(self, memory_byte_size: int) -> ParameterSource:
-        """Returns the source of the parameters: a file, a region, arrays in regions, or memory.
-
-        ``memory_byte_size``: the size of the memory that the client sent with the push, or -1 if the client sent no memory.
-        Raises InvalidArgument if the push has no source or several, or if ``leaves`` has more than 10,000 arrays.
-        Raises InvalidArgument if ``offset`` or ``byte_size`` is set without ``region``.
-        """
+    def _source(self, memory_byte_size: int) -> ParameterSource:
+        """Returns the source of the parameters: a file, a region, arrays in regions, or memory."""
         named = [name for name in ("file", "region", "leaves") if getattr(self, name)]
         if len(named) + (memory_byte_size >= 0) != 1:
             given = ", ".join([*named, *(["memory"] if memory_byte_size >= 0 else [])]) or "none"
@@ -97,7 +92,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             model,
             version,
             name or MAIN_SET,
-            self.source(memory_byte_size),
+            self._source(memory_byte_size),
             self.number,
             self.partial,
             self.checksum,

@@ -156,15 +156,9 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a request message in full. May cache the decoded message if ``known`` is None.
+        """Decodes a request message as ``read`` does, from its parts.
 
-        Args:
-          head: the message without the id and ``raw_input_contents``.
-          client_id: the id of the request.
-          raws: the entries of ``raw_input_contents``.
-          walked: the parts of the message as ``walk`` returns them. If it is None, the message is not cached.
-          known: a cached message that differs from this message only in id, raw tensors and scheduling parameters, or None.
-        Raises RefusedRequest if the message is no valid request for a served model.
+        ``head``: the message without the id and ``raw_input_contents``. ``raws``: the entries of ``raw_input_contents``.
         """
         try:
             text = client_id.decode()

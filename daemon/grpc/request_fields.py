@@ -62,11 +62,7 @@ class MessageCutter:
         self.unread = byte_size
 
     def begin(self, piece: memoryview) -> tuple[int, bool]:
-        """Parses the first piece of the message up to the first tensor of ``raw_input_contents``.
-
-        Returns the offset at which the parsing stopped, and whether a tensor begins at that offset.
-        Raises RefusedRequest if the message is malformed, or has too many fields.
-        """
+        """Parses the first piece of the message up to the first tensor of ``raw_input_contents``. Returns what ``cut`` does."""
         begun = walk_beginning(piece, 0, len(piece))
         if begun is None:
             return self.cut(piece, 0)

@@ -150,7 +150,6 @@ class PlacedBody:
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
-        """Notes that the caller has written the next ``byte_size`` bytes of the body to the memory that ``rest`` returned."""
         self.received += byte_size
 
     def head(self, head_size: int) -> memoryview:

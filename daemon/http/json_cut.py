@@ -78,10 +78,7 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts the large values of ``data`` keys out of ``document``, a JSON text. Returns None if there are no large values.
-
-    Raises InvalidArgument if the text without the large values has more than ``MAX_TEXT`` bytes.
-    """
+    """Does in one step what ``steps`` does."""
     found = steps(document)
     while True:
         try:

@@ -77,11 +77,7 @@ class PreparedRequests:
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Parses an inference request that is not in the cache ``self.texts``. May add the parsed request to this cache.
 
-        Args:
-          head: the HTTP head of the request.
-          key: ((model, version, number of bytes of all binary tensors that follow the JSON), JSON).
-        Raises InvalidArgument if the JSON is malformed or contradicts itself.
-        Raises Unsupported if a sequence id is a string and too long.
+        ``key``: ((model, version, number of bytes of all binary tensors that follow the JSON), JSON). Raises as ``read`` does.
         """
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
@@ -313,11 +309,9 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns an HTTP response as pieces: first its head and JSON in one piece, then the bytes of each tensor.
+        """Returns what ``whole`` does as pieces: first the response's head and JSON in one piece, then the bytes of each tensor.
 
-        Returns None if this object has stored no JSON, or if the stored JSON names other byte sizes of the tensors.
-        ``client_id``: the id that the client gave to the request. ``record``: the worker's answer. ``view``: returns the memory
-        of a slice. Raises InvalidArgument if a tensor is outside the worker's arena.
+        ``view``: returns the memory of a slice. Raises InvalidArgument if a tensor is outside the worker's arena.
         """
         if self._sizes is None:
             return None

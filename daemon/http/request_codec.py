@@ -82,14 +82,9 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
 def decode_exactly(
     text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: UnusualText
 ) -> DecodedRequest:
-    """Decodes the JSON head of a request with the exact parser, because the quick parser failed with ``reason``.
+    """Decodes the JSON head of a request as ``decode`` does, with the exact parser: the quick parser failed with ``reason``.
 
-    Args:
-      text: the JSON, without the large data that was cut out of it.
-      apart: the large data that was cut out, or None.
-      tail_size: the number of bytes of all binary tensors that follow the JSON.
-    Raises InvalidArgument if the text is no JSON, not in the protocol's format, contradicts itself, or is too long.
-    Raises Unsupported if a sequence id is a string and too long.
+    ``text``: the JSON, without the large data that was cut out of it. Raises InvalidArgument if it is too long, too.
     """
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
@@ -100,13 +95,8 @@ def decode_exactly(
 def decode_head(
     request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
-    """Checks the parsed JSON of an inference request, and returns the decoded request.
+    """Checks the parsed JSON of an inference request, and returns the decoded request. Raises as ``decode`` does.
 
-    Args:
-      apart: the large data that was cut out of the JSON, or None.
-      tail_size: the number of bytes of all binary tensors that follow the JSON.
-    Raises InvalidArgument if the JSON is not in the protocol's format, or contradicts itself.
-    Raises Unsupported if a sequence id is a string and too long.
     Raises UnusualText if an input has data that the fast JSON parser cannot convert. Parse the JSON with the exact parser then.
     """
     decoded = DecodedRequest(request.id, [], (), {}, False, {})

@@ -120,9 +120,8 @@ class ModelStates:
         """Returns the state of a model version that serves or is being loaded.
 
         ``version`` 0 means the newest version that serves or, if none serves, the newest that is being loaded. While a model is
-        being loaded, the state of a derivative that is not known yet is that of its model.
-        Raises Unavailable if no such state is known, but the daemon expects the version to serve later.
-        Raises NotFound if the daemon does not expect the version to serve, or if the model or the version is unknown.
+        being loaded, the state of a derivative that is not known yet is that of its model. Raises as ``find`` does if no such
+        state is known.
         """
         versions = self._models.get(name, {})
         if version:
