@@ -84,17 +84,6 @@ def read(
     return Configured(options, {setting.key: setting.source for setting in given})
 
 
-def load(
-    file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
-) -> Options:
-    """Returns the daemon's options.
-
-    A value in ``file`` replaces the default, an environment variable replaces both, and a flag replaces all three. Raises
-    ConfigurationError for the first mistake.
-    """
-    return read(file, environment, flags).options
-
-
 @functools.cache
 def defaults() -> Mapping[str, Any]:
     """Returns the default value of every key of the configuration."""

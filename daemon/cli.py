@@ -169,7 +169,7 @@ def check(
     read, asked_in = file or config, _checked_from(user)
     if asked_in is not None and read is not None:
         read = asked_in / read
-    options = layers.load(read, os.environ, flags.settings(ctx))
+    options = layers.read(read, os.environ, flags.settings(ctx)).options
     _require_repository(options)
     if wrong := start_checks.foreseen(options, as_service=asked_in is not None):
         _fail("\n         ".join(wrong))
@@ -289,7 +289,7 @@ def fetch(
     """
     from tensord.daemon import fetch as fetching
 
-    options = layers.load(config, os.environ, flags.settings(ctx))
+    options = layers.read(config, os.environ, flags.settings(ctx)).options
     try:
         devices = [] if read_only else find_devices(options.workers, os.environ)
         click.echo(fetching.fetch(url, folder, options, devices, sha256, max_byte_size, timeout))
@@ -371,7 +371,7 @@ def export_model(model: Path, folder: Path, platforms: str, derivatives: int) ->
     from tensord.daemon import check as model_check
     from tensord.daemon.models import repository
 
-    options = layers.load(None, os.environ)
+    options = layers.read(None, os.environ).options
     try:
         found = repository.poll(model.absolute())
         model_check.export(found, options, find_devices(options.workers, os.environ)[0], folder, platforms, derivatives)

@@ -120,7 +120,7 @@ def _load(
 
     from tensord.workers.local_worker import LocalWorker
 
-    options = layers.load(None if config is None else Path(config), os.environ)
+    options = layers.read(None if config is None else Path(config), os.environ).options
     # The device is needed only once the files were read: an error in these needs none.
     found = _found(path, version)
     worker = LocalWorker(options, device or jax.devices()[0])

@@ -100,7 +100,7 @@ def _work_out() -> None:
     from tensord.shm.record import decoder
 
     flags._options()
-    layers.load()
+    layers.read()
     for union in (
         control_records.FromWorker,
         control_records.ToWorkerControl,

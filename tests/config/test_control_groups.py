@@ -135,14 +135,14 @@ GIB = 1 << 30
 )
 def test_parts_of_it(monkeypatch: pytest.MonkeyPatch, host: int, arena: int, pinned: int) -> None:
     monkeypatch.setattr(control_groups, "host_byte_size", lambda: host)
-    options = layers.load()
+    options = layers.read().options
     assert (options.arenas.max_byte_size, options.workers.pinned_byte_size) == (arena, pinned)
     # Also where an operator says so, and as a text; a number is that number.
     given = [Setting("arenas.max_byte_size", "auto", "X", textual=True), Setting("workers.pinned_byte_size", 0, "Y")]
-    options = layers.load(flags=given)
+    options = layers.read(flags=given).options
     assert (options.arenas.max_byte_size, options.workers.pinned_byte_size) == (arena, 0)
 
 
 def test_nothing_else_is_a_part_of_it() -> None:
     with pytest.raises(ConfigurationError, match=r"arenas\.byte_size"):
-        layers.load(flags=[Setting("arenas.byte_size", "auto", "X")])
+        layers.read(flags=[Setting("arenas.byte_size", "auto", "X")])

@@ -36,7 +36,7 @@ def test_the_reference_file_is_the_defaults_with_every_key() -> None:
 def test_later_layers_win(tmp_path: Path) -> None:
     file = toml(tmp_path, 'server_name = "a"\n[http]\nport = 1\naddress = "0.0.0.0"\n[log]\nverbose = 2\n')
     environment = {"TENSORD_HTTP_PORT": "2", "TENSORD_SERVER_NAME": "b", "OTHER": "x", "TENSORD_CONFIG": "x"}
-    options = layers.load(file, environment, [Setting("http.port", "3", "--http-port", textual=True)])
+    options = layers.read(file, environment, [Setting("http.port", "3", "--http-port", textual=True)]).options
     assert (options.http.port, options.http.address) == (3, ("0.0.0.0",))
     assert (options.server_name, options.log.verbose) == ("b", 2)
     assert options.arenas == Options().arenas
@@ -46,9 +46,9 @@ def test_what_models_are_loaded_from_and_compiled_into_is_absolute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = layers.load(
+    options = layers.read(
         toml(tmp_path, '[repository]\npaths = ["models", "/b/../c"]\n[executables]\ncache_directory = "x"\n')
-    )
+    ).options
     assert options.repository.paths == (f"{tmp_path}/models", "/c")
     assert options.executables.cache_directory == f"{tmp_path}/x"
 
@@ -57,7 +57,7 @@ def test_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """No shell has seen what stands in a file or in a variable."""
     monkeypatch.setenv("HOME", "/home/me")
     text = '[repository]\npaths = ["~/models", "./~"]\n[http]\naddress = "unix:~/http.sock"\n[log]\nfile = "~/log"\n'
-    options = layers.load(toml(tmp_path, text), {"TENSORD_EXECUTABLES_CACHE_DIRECTORY": "~"})
+    options = layers.read(toml(tmp_path, text), {"TENSORD_EXECUTABLES_CACHE_DIRECTORY": "~"}).options
     assert options.repository.paths[0] == "/home/me/models"
     assert options.repository.paths[1].endswith("/~")
     assert options.http.address == ("unix:/home/me/http.sock",)
@@ -66,18 +66,18 @@ def test_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         "expected a path, given '~nobody-has-this-name/x', and no home directory is known for '~nobody-has-this-name'"
     )
     with pytest.raises(ConfigurationError, match=f"TENSORD_TRACE_FILE: trace.file: {unknown}"):
-        layers.load(None, {"TENSORD_TRACE_FILE": "~nobody-has-this-name/x"})
+        layers.read(None, {"TENSORD_TRACE_FILE": "~nobody-has-this-name/x"})
 
 
 def test_text_becomes_what_the_key_wants() -> None:
-    options = layers.load(
+    options = layers.read(
         environment={
             "TENSORD_REPOSITORY_PATHS": "/a, /b",
             "TENSORD_HTTP_ENABLED": "false",
             "TENSORD_ARENAS_WAIT": "2.5",
             "TENSORD_LOG_FORMAT": "json",
         }
-    )
+    ).options
     assert options.repository.paths == ("/a", "/b")
     assert (options.http.enabled, options.arenas.wait, options.log.format) == (False, 2.5, "json")
 
@@ -88,8 +88,8 @@ def test_text_becomes_what_the_key_wants() -> None:
 )
 def test_addresses(tmp_path: Path, text: str, addresses: tuple[str, ...]) -> None:
     """A single one needs no brackets."""
-    assert layers.load(toml(tmp_path, f"[http]\naddress = {text}")).http.address == addresses
-    both = layers.load(environment={"TENSORD_GRPC_ADDRESS": "::1, unix:/run/g"}).grpc.address
+    assert layers.read(toml(tmp_path, f"[http]\naddress = {text}")).options.http.address == addresses
+    both = layers.read(environment={"TENSORD_GRPC_ADDRESS": "::1, unix:/run/g"}).options.grpc.address
     assert both == ("::1", "unix:/run/g")
 
 
@@ -123,23 +123,23 @@ def test_addresses(tmp_path: Path, text: str, addresses: tuple[str, ...]) -> Non
 )
 def test_what_an_operator_reads(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        layers.load(toml(tmp_path, text))
+        layers.read(toml(tmp_path, text))
 
 
 def test_errors_name_variables_flags_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"TENSORD_HTTP_PORT: http\.port: expected int.* given 'x'"):
-        layers.load(environment={"TENSORD_HTTP_PORT": "x"})
+        layers.read(environment={"TENSORD_HTTP_PORT": "x"})
     with pytest.raises(
         ConfigurationError, match=r"unknown variable TENSORD_HTTP_PROT; did you mean TENSORD_HTTP_PORT\?"
     ):
-        layers.load(environment={"TENSORD_HTTP_PROT": "1"})
+        layers.read(environment={"TENSORD_HTTP_PROT": "1"})
     with pytest.raises(ConfigurationError, match=r"--http-port: http\.port"):
-        layers.load(flags=[Setting("http.port", "", "--http-port", textual=True)])
+        layers.read(flags=[Setting("http.port", "", "--http-port", textual=True)])
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        layers.load(tmp_path / "nowhere.toml")
+        layers.read(tmp_path / "nowhere.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff")
     with pytest.raises(ConfigurationError, match=r"binary\.toml"):
-        layers.load(tmp_path / "binary.toml")
+        layers.read(tmp_path / "binary.toml")
 
 
 def test_changed_keys() -> None:
@@ -210,9 +210,9 @@ DOCKER = {
 )
 def test_services_are_passed_over(variables: dict[str, str]) -> None:
     assert layers.service_variables(variables) == set(variables)
-    assert layers.load(environment=variables) == layers.load()
+    assert layers.read(environment=variables).options == layers.read().options
     mine = {"TENSORD_GRPC_PORT": "9001", "TENSORD_SERVER_NAME": "/a/b"}
-    options = layers.load(environment=variables | mine)
+    options = layers.read(environment=variables | mine).options
     assert (options.grpc.port, options.server_name, options.http.port) == (9001, "/a/b", 8000)
 
 
@@ -230,7 +230,7 @@ def test_services_are_passed_over(variables: dict[str, str]) -> None:
 )
 def test_mistakes_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=f"unknown variable {name}"):
-        layers.load(environment={name: value})
+        layers.read(environment={name: value})
 
 
 @given(st.sampled_from(sorted(layers.known_keys())), st.text().filter(lambda text: "://" not in text))

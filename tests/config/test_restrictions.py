@@ -48,7 +48,7 @@ def test_bad(entries: list[str], words: str) -> None:
 
 
 def test_a_variable() -> None:
-    options = layers.load(environment={"TENSORD_HTTP_RESTRICTED_API": "trace,logging:k=v"})
+    options = layers.read(environment={"TENSORD_HTTP_RESTRICTED_API": "trace,logging:k=v"}).options
     assert parse(options.http.restricted_api).keys() == {"trace", "logging"}
 
 

@@ -19,7 +19,7 @@ from tensord.daemon import flags
 def parsed(*arguments: str, environment: Mapping[str, str] | None = None) -> Options:
     command = flags.FlagCommand("tensord", add_help_option=False)
     with command.make_context("tensord", list(arguments)) as context:
-        return layers.load(environment=environment, flags=flags.settings(context))
+        return layers.read(environment=environment, flags=flags.settings(context)).options
 
 
 def test_a_triton_command_line() -> None:

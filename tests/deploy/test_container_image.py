@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tensord.config.layers import load
+from tensord.config.layers import read
 from tests import repositories
 from tests.daemon_process import PATIENCE, ROOT
 from tests.deploy import containerfile, manifests
@@ -54,7 +54,7 @@ def test_each_requirement_is_pinned() -> None:
 
 def test_what_is_said_about_the_image_is_so() -> None:
     """Ports are those that its configuration serves on, volumes where it looks, the user no name but a number."""
-    options = load(IMAGE)
+    options = read(IMAGE).options
     ports = [options.http.port, options.grpc.port, options.metrics.port, options.metrics.agent_port]
     assert containerfile.only("EXPOSE").split() == [str(port) for port in ports]
     sockets, models = containerfile.words("VOLUME")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tensord.config.layers import load, read_environment
+from tensord.config.layers import read, read_environment
 from tensord.daemon.metrics.exposition import render
 from tests import kserve_package, repositories
 from tests.daemon.metrics.test_exposition import SNAPSHOT
@@ -248,7 +248,7 @@ def test_variables_are_keys() -> None:
 
 
 def test_ports_are_those_of_the_image() -> None:
-    options = load(_IMAGE)
+    options = read(_IMAGE).options
     served = {"http": options.http.port, "grpc": options.grpc.port, "metrics": options.metrics.port}
     served["agent"] = options.metrics.agent_port
     for document in everything():
@@ -262,7 +262,7 @@ def test_ports_are_those_of_the_image() -> None:
 
 def test_there_is_time_to_drain_and_to_stop() -> None:
     """preStop lasts for drain_time and until nothing is in flight, then the stop may take as long again."""
-    options = load(_IMAGE).supervisor
+    options = read(_IMAGE).options.supervisor
     graces = []
     for document in everything():
         for specification, container in manifests.daemons([document]):
@@ -329,7 +329,7 @@ def test_models_are_fetched_into_the_repository(leaves_nothing: None, tmp_path: 
     program, command, url, folder = container["command"]
     assert (program, command) == ("tensord", "fetch")
     assert url.startswith("s3://")
-    assert str(Path(folder).parent) in load(_IMAGE).repository.paths
+    assert str(Path(folder).parent) in read(_IMAGE).options.repository.paths
     (volume,) = (each for each in deployment["volumes"] if each["name"] == "models")
     assert set(volume) == {"name", "emptyDir"}
     repositories.scale_model(tmp_path / "bucket")
@@ -368,7 +368,7 @@ def test_metrics_are_where_they_are_looked_for(daemon: DaemonProcess) -> None:
     (endpoint,) = manifests.found(everything(), "PodMonitor")["spec"]["podMetricsEndpoints"]
     annotations = manifests.found(everything(), "ClusterServingRuntime")["spec"]["annotations"]
     assert endpoint["path"] == annotations["prometheus.kserve.io/path"]
-    assert annotations["prometheus.kserve.io/port"] == str(load(_IMAGE).metrics.port)
+    assert annotations["prometheus.kserve.io/port"] == str(read(_IMAGE).options.metrics.port)
     port = daemon.metrics_url.rpartition(":")[2]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{endpoint['path']}", timeout=PATIENCE) as answer:
         assert b"nv_inference_pending_request_count" in answer.read()
