@@ -206,9 +206,7 @@ class Models:
         if options.control_mode != "explicit":
             wanted: Iterable[str] = found
             self._wanted = set(found)
-            for name in self.lifecycle.models.keys() - found.keys():
-                self.ensembles.drop(name)
-                self._begin(self.lifecycle.unload(name, self._outcomes.token()))
+            self._unload({*self.lifecycle.models, *self.ensembles.names} - found.keys())
         elif "*" in options.load:
             # Files that a client gave replace those of the repository.
             wanted = [name for name in found if not self._given.serves(name, self.lifecycle.folders(name))]
@@ -236,13 +234,17 @@ class Models:
           gone: the names of the models to unload.
         """
         self.lifecycle.known = set(found)
-        for name in gone:
-            self._wanted.discard(name)
-            self._begin(self.lifecycle.unload(name, self._outcomes.token()))
+        self._wanted.difference_update(gone)
+        self._unload(gone)
         self._forget(found)
         self._wanted.update(model.name for model in changed)
         self._check_readiness()
         await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
+
+    def _unload(self, gone: Iterable[str]) -> None:
+        for name in gone:
+            self.ensembles.drop(name)
+            self._begin(self.lifecycle.unload(name, self._outcomes.token()))
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
         for name in list(self.lifecycle.models):

@@ -124,6 +124,11 @@ class Ensembles:
         if self._ready(found.name, -1) is None and self.awaits(found.members):
             self._built[found.name] = _Built(found, self._fingerprints(found), down=True)
 
+    @property
+    def names(self) -> Collection[str]:
+        """Returns the names of the ensembles that are loaded, or are to be loaded once their members serve."""
+        return self._built.keys()
+
     def drop(self, name: str) -> None:
         """Forgets the ensemble ``name``, so that it is not loaded again when its members change."""
         self._built.pop(name, None)

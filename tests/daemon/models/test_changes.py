@@ -530,3 +530,32 @@ async def test_an_ensemble_awaits_a_model_as_soon_as_nothing_else_of_it_is_missi
     ):
         table.find("e")
     models.close()
+
+
+@pytest.mark.parametrize("polls", [False, True])
+@pytest.mark.parametrize("served", [False, True])
+async def test_an_ensemble_that_is_in_no_repository_any_more_does_not_come_back(
+    tmp_path: Path, served: bool, polls: bool
+) -> None:
+    """Its folder goes, while it is served or awaits its model; then the model is loaded anew, or for the first time."""
+    model = write_model(tmp_path, "m", config=_TENSORS)
+    made_of(tmp_path, "e", "m")
+    worker = DeadlyWorker()
+    repository = Repository(paths=(str(tmp_path),))
+    models = worker.models = Models(Options(repository=repository), supervisor({1: worker}, lambda record: None))
+    worker.dies_of = "" if served else "m"
+    models.worker_joined(1, "cpu:0")
+    failed = await asyncio.gather(*models.begin(await models.scan(repository), repository))
+    assert all(map(bool, failed)) != served, failed
+    shutil.rmtree(tmp_path / "e")
+    worker.dies_of = ""
+    for _ in range(2):
+        os.utime(model / "1" / "model.py", (1, 1))
+        found = await models.scan(repository)
+        if polls:
+            await models.follow(found, [found["m"]], ["e"])
+        else:
+            await asyncio.gather(*models.begin(found, repository))
+        await asyncio.sleep(0.05)
+        assert models.lifecycle.ready_models() == {"m": [1]}
+    models.close()
