@@ -34,11 +34,16 @@ def _declared(config: ModelConfig, module: ModuleType, name: str, default: Any =
     return getattr(module, name, default), f"{name} of model.py", False
 
 
+def _number(text: str) -> int | str:
+    # Longer texts exceed every bound, and int() refuses those of more than 4300 digits with an error of its own.
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 11 else text
+
+
 def device_count(config: ModelConfig, module: ModuleType) -> int:
     """Returns how many devices a model declares, or 0 if none. Raises InvalidArgument if the value is no integer above 0."""
     given, where, is_text = _declared(config, module, "devices")
-    if is_text and given.isdecimal():
-        given = int(given)
+    if is_text:
+        given = _number(given)
     if given is None:
         return 0
     if type(given) is not int or given < 1:
@@ -122,8 +127,8 @@ def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | No
     """
     model, names = config.name, _names(config, module)
     resident, where, is_text = _declared(config, module, "resident_sets")
-    if is_text and resident.isascii() and resident.isdigit() and len(resident) < 11:
-        resident = int(resident)
+    if is_text:
+        resident = _number(resident)
     if resident is not None and type(resident) is not int:
         raise InvalidArgument(f"model '{model}': {where} is {resident!r}, a number of sets is expected")
     if names is None:

@@ -336,7 +336,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """
     number = 0
     if model_version:
-        if not model_version.isdecimal() or int(model_version) < 1:
+        if not model_version.isdecimal() or len(model_version) > 19 or int(model_version) < 1:
             raise TritonModelException(
                 f"Failed to check model readiness: failed to get model version from specified version string '{model_version}', "
                 "version should be an integral value > 0"

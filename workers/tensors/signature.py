@@ -222,14 +222,14 @@ def parse_declaration(what: str, text: object) -> Declared:
     dims: list[int] = []
     axes: list[str | None] = []
     for dim in match[2].split(",") if match[2] else ():
-        if dim.isascii() and dim.isdigit() and int(dim) > 0:
+        if dim.isascii() and dim.isdigit() and len(dim) < 19 and int(dim) > 0:
             dims.append(int(dim))
             axes.append(None)
         elif dim == "-1" or dim.isidentifier():
             dims.append(-1)
             axes.append(None if dim == "-1" else dim)
         else:
-            raise InvalidArgument(f"{what}: dim '{dim}' is no positive number, no name and not -1")
+            raise InvalidArgument(f"{what}: dim '{dim}' is no positive number of at most 18 digits, no name and not -1")
     return Declared(match[1], tuple(dims), tuple(axes))
 
 

@@ -20,6 +20,12 @@ def test_bytes() -> None:
     assert pb_utils.np_to_triton_dtype(np.dtype("S3")) == "BYTES"
 
 
+@pytest.mark.parametrize("version", ["0", "x", "9" * 5000])
+def test_a_version_that_is_no_number(version: str) -> None:
+    with pytest.raises(pb_utils.TritonModelException, match="version should be an integral value > 0"):
+        pb_utils.is_model_ready("m", version)
+
+
 def test_request_and_response() -> None:
     x = pb_utils.Tensor("x", np.zeros(1))
     request = pb_utils.InferenceRequest("id", 7, [x], ["y"], "m", flags=3, timeout=5, parameters={"a": 1})

@@ -23,7 +23,8 @@ def test_declarations(text: str, datatype: str, dims: tuple[int, ...], axes: tup
 
 
 @pytest.mark.parametrize(
-    "text", ["", "FP32", "fp32[1]", "FP33[1]", "FP32[0]", "FP32[-2]", "FP32[1,]", "FP32[1][2]", 7, None]
+    "text",
+    ["", "FP32", "fp32[1]", "FP33[1]", "FP32[0]", f"FP32[{'9' * 5000}]", "FP32[-2]", "FP32[1,]", "FP32[1][2]", 7, None],
 )
 def test_bad_declarations_name_the_tensor(text: object) -> None:
     with pytest.raises(InvalidArgument, match="input 'x'"):
