@@ -314,7 +314,9 @@ class Stepping:
             if len(requests) > 1:
                 # Each alone, so that only those that fail get an error.
                 for request in requests:
-                    self._insert([request], now_ns)
+                    # One that loses the state fails those behind it, too.
+                    if request in self._batcher.with_slots():
+                        self._insert([request], now_ns)
                 return
             failed = own_failure(self._model, error, Execution(requests, now_ns), self._check)
             self._batcher.done(requests, now_ns)

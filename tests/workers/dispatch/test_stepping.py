@@ -154,3 +154,28 @@ def test_who_joins_is_inserted_before_another_step(
     # Two are ahead of what is read, where the device is not done at once.
     assert given[: at + 1] == ["insert", "step", "step", "step", "came"]
     assert read(answers, came[0]) == list(range(201, 209))
+
+
+def test_one_of_those_that_join_together_that_costs_the_state_is_the_last_that_is_tried(
+    loop: WorkerLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. Two join together, and their insertion fails. 2. That of the first alone loses the state, which fails the second too.
+    3. The second is not inserted: its slot is free by now, which would be taken for a failure of the model."""
+    together = COUNTS.replace("max_steps = 4, 8", "max_steps, insert_rows = 4, 8, 2").replace(
+        '["start"][0]', '["start"][:, 0]'
+    )
+    write_model(tmp_path, "counts", together, 'backend: "jax"')
+    loop.load(tmp_path / "counts")
+    model, tried = stepped(loop), list[int]()
+
+    def fails(requests: Any, *_: Any) -> DeviceRun:
+        tried.append(len(requests))
+        raise RuntimeError("not these") if len(requests) > 1 else model.lost()
+
+    monkeypatch.setattr(model, "insert", fails)
+    numbers = [begin(loop, start) for start in (100, 200)]
+    answers: list[WholeAnswer] = []
+    until(loop, answers, *numbers)
+    assert tried == [2, 1]
+    assert [code for answer in answers for code in [answer.code] if code] == ["INTERNAL", "INTERNAL"]
+    assert "KeyError" not in caplog.text
