@@ -197,6 +197,9 @@ class SetStack:
     def _place(self, sets: ParameterSets, parameters: ParameterSet) -> None:
         assert self._open is not None
         assert self._put is not None
+        # First what may fail for lack of memory: a slot that was taken and not filled would be lost.
+        host = zip(parameters.hosted(), self._leaves, strict=True)
+        own = [np.asarray(array, leaf.placed) for array, leaf in host if not leaf.shared]
         if self._arrays is None:
             zeros = [np.zeros((self.slots, *leaf.shape), leaf.placed) for leaf in self._own]
             self._arrays, self._free = self._open(zeros), list(reversed(range(self.slots)))
@@ -205,8 +208,6 @@ class SetStack:
         else:
             _, slot = self._slots.popitem(last=False)
             sets.evictions += 1
-        host = zip(parameters.hosted(), self._leaves, strict=True)
-        own = [np.asarray(array, leaf.placed) for array, leaf in host if not leaf.shared]
         self._tree = None
         try:
             self._arrays = self._put(self._arrays, own, np.int32(slot))

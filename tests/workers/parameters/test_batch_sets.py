@@ -15,6 +15,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.operations import MemorySource
 from tensord.workers.parameters import layout
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.parameters.sealed_memory import SealedMemory
 from tests.repositories import applying, write_model
 from tests.workers.parameters.made_sets import sealed
@@ -309,3 +310,30 @@ def test_a_slot_that_cannot_be_written(loop: PushingLoop, tmp_path: Path) -> Non
     assert loop.ask_value("m", set="b").message == "no memory"
     stack._put = put
     assert [value(loop.ask_value("m", set=name)) for name in ("a", "b", None)] == [1, 2, 0]
+
+
+def test_a_set_whose_values_find_no_memory_costs_no_slot(
+    loop: PushingLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.load(write(tmp_path, SOME))
+    loop.push("m", own(1), 1, "a")
+    (version,) = loop.worker._models
+    assert version.sets is not None
+    stack = version.sets.stack
+    assert stack is not None
+
+    def fails(_: ParameterSet) -> list[Array]:
+        raise MemoryError
+
+    loop.submit_value("m", 0.0, 1, None, False)
+    loop.answers(1)
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(ParameterSet, "hosted", fails)
+            loop.submit_value("m", 0.0, 1, "a", False)
+            (answer,) = loop.answers(1)
+            assert answer.code
+    assert len(stack._free) + len(stack._slots) == stack.slots
+    loop.submit_value("m", 0.0, 1, "a", False)
+    (answer,) = loop.answers(1)
+    assert value(answer) == 1
