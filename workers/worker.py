@@ -495,7 +495,11 @@ class Worker:
 
     def _open(self, submitter: SubmitterLink[Request]) -> None:
         fd = submitter.lane.fileno()
-        self._epoll.register(fd, select.EPOLLIN)
+        try:
+            self._epoll.register(fd, select.EPOLLIN)
+        except OSError:
+            submitter.lane.close()
+            raise
         self._submitters[fd] = submitter
         self._poller.open(submitter)
         # Who has a lane waits for its version, which the kernel may have had no memory to send.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import mmap
@@ -18,8 +19,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tensord.shm.channel import MAX_DATAGRAM, ChannelClosed
-from tensord.shm.control_records import LaneClosed, LaneLimits
+from tensord.shm.channel import MAX_DATAGRAM, ChannelClosed, pair
+from tensord.shm.control_records import LaneClient, LaneClosed, LaneLimits, LaneOpened
 from tensord.shm.messages import (
     TIMING,
     WIRE_VERSION,
@@ -729,6 +730,26 @@ def test_lanes_that_come_and_go_leave_nothing(loop: WorkerLoop) -> None:
     known.close()
     assert ended(loop, known)
     assert loop.closed() == [CLIENT]
+
+
+@pytest.mark.parametrize("client", [None, LaneClient(Peer("unix", uid=0), LIMITS)])
+def test_a_lane_that_cannot_be_watched_leaves_nothing(
+    loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch, client: LaneClient | None
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no watch is free")
+
+    epoll, before = loop.worker._epoll, sorted(descriptors())
+    with monkeypatch.context() as patched:
+        watch = SimpleNamespace(register=full, modify=epoll.modify, unregister=epoll.unregister)
+        patched.setattr(loop.worker, "_epoll", watch)
+        ours, theirs = pair()
+        loop.tell(LaneOpened(91, client=client), theirs.fileno())
+        ours.close()
+        theirs.close()
+    if client is not None:
+        assert loop.hear(LaneClosed).peer == 91
+    assert sorted(descriptors()) == before
 
 
 def test_hundreds_of_lanes_are_cheap(loop: WorkerLoop) -> None:
