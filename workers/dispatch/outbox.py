@@ -87,6 +87,7 @@ class Outbox:
         """
         for request, error in answers:
             if not request.is_open:
+                request.release()
                 continue  # a response to it could not be sent, which has ended it
             reason = Failure.REPLACED if isinstance(error, Replaced) else why
             request.version.statistics.failed(now_ns - request.arrived_ns, reason)
@@ -111,9 +112,12 @@ class Outbox:
         submitter.answer(failure(record.request_id, error))
         self.lane_answers.rejected(submitter, record, error)
 
-    def end(self, request: Request, error: ServingError | None = None) -> None:
-        """Releases an answered request's regions and frees its id. ``error``: the error that the client got, or None."""
-        if request.regions:
+    def end(self, request: Request, error: ServingError | None = None, runs: bool = False) -> None:
+        """Releases an answered request's regions and frees its id. ``error``: the error that the client got, or None.
+
+        ``runs``: whether the model may still read the inputs. The regions then stay leased until ``Request.release``.
+        """
+        if request.regions and not runs:
             request.release()
         submitter = request.submitter
         submitter.in_flight.pop(request.request_id, None)

@@ -156,6 +156,8 @@ class Responses(ResponseReceiver):
                 continue
             execution.streamed.append(request)
             if sender is None:
+                # It has ended, and its model could read its inputs until now.
+                request.release()
                 continue
             sender.returned = True
             if sender.is_cancelled:
@@ -369,7 +371,7 @@ class Responses(ResponseReceiver):
         request.version.senders.pop(request, None)
         request.version.statistics.streamed(sender, now_ns, failure)
         if request.sink is None:
-            self._outbox.end(request, error)
+            self._outbox.end(request, error, runs=not sender.returned)
 
     def __repr__(self) -> str:
         return f"<Responses {len(self._arrived)} to be placed, {len(self.kept)} requests wait for room>"

@@ -21,6 +21,7 @@ from tensord.shm.channel import pair
 from tensord.shm.control_records import Unload, Unloaded
 from tensord.shm.errors import Cancelled, Internal, Unavailable
 from tensord.shm.lane import SubmitterLane, WorkerLane
+from tensord.shm.regions import Leased
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.imports import import_system
@@ -143,6 +144,25 @@ def test_what_waits_too_long_ends_its_request(bench: Bench) -> None:
     bench.turn()
     assert len(bench.sent()) == 5
     assert bench.version.statistics.fail.count == 0  # its first responses were good
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_regions_stay_leased_until_the_model_cannot_read_them_any_more(bench: Bench, returned: bool) -> None:
+    """A response that finds no room ends the request, whose model reads its inputs until it returns."""
+    sender = bench.ask()
+    region = Leased()
+    region.lease()
+    sender.request.regions = [cast(Any, region)]
+    sender.returned = returned
+    for value in range(6):
+        sender.send(large(value))
+    bench.turn()
+    bench.now_ns = 2_000_000_000
+    bench.responses.retry(bench.now_ns)
+    assert not sender.request.is_open
+    assert region.leases == (0 if returned else 1)
+    assert bench.returned(sender).streamed == [sender.request]
+    assert region.leases == 0
 
 
 def test_one_wake_up_for_all_that_came(bench: Bench) -> None:
