@@ -108,9 +108,17 @@ class SealedMemory:
         return f"<SealedMemory {self.byte_size} bytes>"
 
 
-class _Memory:
+class NewMemory:
+    """Memory for the parameter values that a client pushes, filled by a ``MemoryPool``.
+
+    The caller reads or writes ``content``, and then calls ``sealed``, which makes the memory read-only. The caller always calls
+    ``close`` at the end, also after an error.
+    """
+
     def __init__(self, parts: Sequence[Part], byte_size: int) -> None:
         self.byte_size = byte_size
+        #: The pool that the memory goes back to, until the caller of ``MemoryPool.filled`` has called ``sealed`` or ``close``.
+        self.lender: MemoryPool | None = None
         #: True if the memory was free already at the last call of ``MemoryPool.expire``.
         self.is_spare = False
         mapping: mmap.mmap | None = None
@@ -207,42 +215,25 @@ class _Memory:
             raise Unavailable(f"{self.byte_size} bytes of parameters cannot be sealed: {error.strerror}") from error
         return self.fd
 
+    def sealed(self) -> int:
+        """Seals the memory. Returns its file descriptor, which the caller closes. Raises Unavailable: no file can be opened."""
+        pool, self.lender = self.lender, None
+        assert pool is not None
+        return pool.sealed(self)
+
     def close(self) -> None:
+        """Gives the memory back to the pool if ``sealed`` was not called. May be called more than once."""
+        pool, self.lender = self.lender, None
+        if pool is not None:
+            pool.give_back(self)
+
+    def free(self) -> None:
         """Closes the descriptor and drops the mapping. Other processes can go on using the memory."""
         os.close(self.fd)
         del self.content, self._mapping
 
-
-class NewMemory:
-    """Writable memory for the parameter values that a client pushes. The method ``sealed`` makes the memory read-only.
-
-    The caller writes to ``content`` and calls ``sealed``. The caller always calls ``close`` at the end, also after an error.
-    """
-
-    def __init__(self, memory: _Memory, pool: MemoryPool) -> None:
-        self._memory: _Memory | None = memory
-        self._pool = pool
-
-    @property
-    def content(self) -> Array:
-        """The memory's bytes, as an array. The caller must drop this array and all its views before it calls ``sealed``."""
-        assert self._memory is not None
-        return self._memory.content
-
-    def sealed(self) -> int:
-        """Seals the memory. Returns its file descriptor, which the caller closes. Raises Unavailable: no file can be opened."""
-        memory, self._memory = self._memory, None
-        assert memory is not None
-        return self._pool.sealed(memory)
-
-    def close(self) -> None:
-        """Gives the memory back to the pool if ``sealed`` was not called. May be called more than once."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            self._pool.give_back(memory)
-
     def __repr__(self) -> str:
-        return f"<NewMemory {self._memory and self._memory.byte_size} bytes>"
+        return f"<NewMemory {self.byte_size} bytes>"
 
 
 class MemoryPool:
@@ -254,7 +245,7 @@ class MemoryPool:
     def __init__(self) -> None:
         self._returns = kernel_tells()
         #: Memory that may be filled again, free or in use by others, in the order in which it was last filled.
-        self._memories: list[_Memory] = []
+        self._memories: list[NewMemory] = []
         #: Size -> when memory of this size was last filled, CLOCK_MONOTONIC.
         self._filled_ns: dict[int, int] = {}
 
@@ -267,35 +258,37 @@ class MemoryPool:
         byte_size = sum([part.byte_size for part in parts])
         memory = next((each for each in reversed(self._memories) if each.byte_size == byte_size and each.is_free), None)
         if memory is None:
-            return NewMemory(self._new(parts, byte_size), self)
-        # Until it is sealed it belongs to the owner of the new memory.
-        self._memories.remove(memory)
-        try:
-            memory.fill(parts)
-        except BaseException:
-            self.give_back(memory)
-            raise
-        return NewMemory(memory, self)
+            memory = self._new(parts, byte_size)
+        else:
+            # Until it is sealed it belongs to the caller.
+            self._memories.remove(memory)
+            try:
+                memory.fill(parts)
+            except BaseException:
+                self.give_back(memory)
+                raise
+        memory.lender = self
+        return memory
 
-    def _new(self, parts: Sequence[Part], byte_size: int) -> _Memory:
+    def _new(self, parts: Sequence[Part], byte_size: int) -> NewMemory:
         """Returns new memory with copies of ``parts``."""
         try:
-            return _Memory(parts, byte_size)
+            return NewMemory(parts, byte_size)
         except Unavailable:
             # The host has too little: the unused memory of the pool is freed.
             free = [each for each in self._memories if each.is_free]
             if not free:
                 raise
             self._forget(free)
-        return _Memory(parts, byte_size)
+        return NewMemory(parts, byte_size)
 
-    def _forget(self, memories: Sequence[_Memory]) -> None:
+    def _forget(self, memories: Sequence[NewMemory]) -> None:
         """Drops memory from the pool. Memory in use is freed when its last user is done."""
         self._memories = [each for each in self._memories if each not in memories]
         for each in memories:
-            each.close()
+            each.free()
 
-    def sealed(self, memory: _Memory) -> int:
+    def sealed(self, memory: NewMemory) -> int:
         """Seals memory. Returns a descriptor of the sealed memory, which the caller closes.
 
         The caller must not use ``memory`` any more.
@@ -308,10 +301,10 @@ class MemoryPool:
         with descriptors.needed("pushed parameters"):
             return memory.lend()
 
-    def give_back(self, memory: _Memory) -> None:
+    def give_back(self, memory: NewMemory) -> None:
         """Keeps ``memory`` for reuse if memory of its size was filled in the last 10 seconds. Otherwise frees it."""
         if memory.byte_size not in self._filled_ns:
-            memory.close()
+            memory.free()
             return
         memory.is_spare = False
         self._memories.append(memory)
@@ -323,7 +316,7 @@ class MemoryPool:
         Dropped memory is freed when its last user is done. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
-        gone: list[_Memory] = []
+        gone: list[NewMemory] = []
         for each in self._memories:
             is_free = each.is_free
             if each.byte_size not in self._filled_ns or (is_free and each.is_spare):
@@ -338,7 +331,7 @@ class MemoryPool:
 
 def kernel_tells() -> bool:
     """Returns whether, on this kernel, a ``MemoryPool`` can use memory again after all other processes have dropped it."""
-    memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
+    memory, fd = NewMemory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()
         lent = not memory.is_free
@@ -350,7 +343,7 @@ def kernel_tells() -> bool:
     finally:
         if fd >= 0:
             os.close(fd)
-        memory.close()
+        memory.free()
 
 
 def _is_written(fd: int) -> bool:

@@ -355,8 +355,7 @@ def test_memory_that_somebody_else_can_write_to_is_refused_and_freed(pool: Memor
     """Memory with a second writable mapping, such as that of a child which a model's code forked, cannot be sealed."""
     before = opened()
     memory = pool.filled([part_of(b"small")])
-    assert memory._memory is not None
-    other = mmap.mmap(memory._memory.fd, 5)
+    other = mmap.mmap(memory.fd, 5)
     with pytest.raises(Unavailable, match="5 bytes of parameters cannot be sealed"):
         memory.sealed()
     memory.close()
