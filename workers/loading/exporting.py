@@ -38,10 +38,11 @@ from tensord.workers.declarations.derivatives import declared_order
 from tensord.workers.declarations.placement_declarations import declare_sets, device_count
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.jax_internals.wide import precision
+from tensord.workers.loading.parameters import array_names, parted
 from tensord.workers.models.author_error import describe_exception
 from tensord.workers.tensors.buckets import powers_of_two
 from tensord.workers.tensors.signature import WIDE, Declared, parse_declaration, signature
-from tensord.workers.tensors.tensor_trees import declarations, parameter_name, taking_trees
+from tensord.workers.tensors.tensor_trees import declarations, taking_trees
 
 _BATCH = "batch"
 _PARAMETERS = "params.safetensors"
@@ -107,14 +108,25 @@ def write(
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
         raise InvalidArgument(f"{version} is not empty; export into another folder, or remove it")
-    arrays, whole = _named(parameters)
+    names = array_names(parameters)
+    if len(set(names)) < len(names):
+        raise InvalidArgument(
+            f"two parameters would be called '{next(name for name in names if names.count(name) > 1)}'"
+        )
+    # Leaves that are no arrays become part of the programs.
+    function, parameters = parted(function, parameters)
+    leaves, structure = jax.tree.flatten(parameters)
     with precision(wide):
         # Written as the programs take them.
-        arrays = {name: np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) for name, array in arrays.items()}
+        arrays = {
+            name: np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+            for name, leaf in zip(names, leaves, strict=True)
+        }
         taken = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
 
         def program(*given: Any) -> Any:
-            return dict(function(whole(given[0] if taken else {}), given[-1]))
+            own = given[0] if taken else {}
+            return dict(function(jax.tree.unflatten(structure, [own[name] for name in names]), given[-1]))
 
         def exported(rows: int | str) -> export.Exported:
             specs = _specs(config, inputs, rows)
@@ -167,27 +179,6 @@ def _programs(
         most, mixes = config.max_batch_size, model_config.wants(config, model_checks.ROWS_MAY_MIX)
         sizes = model_checks.batch_buckets(config) or (range(1, most + 1) if mixes else powers_of_two(most))
         return {f"rows{rows}": exported(rows) for rows in sizes}
-
-
-def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
-    """Returns the arrays of a tree by name, and a function that makes the tree again from such a dict."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
-    arrays: dict[str, Any] = {}
-    names: list[str | None] = []
-    for keys, leaf in leaves:
-        name = parameter_name(keys)
-        is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-        names.append(name if is_array else None)
-        if is_array:
-            if name in arrays:
-                raise InvalidArgument(f"two parameters would be called '{name}'")
-            arrays[name] = np.asarray(leaf)
-
-    def whole(given: Mapping[str, Any]) -> Any:
-        found = [leaf if name is None else given[name] for name, (_, leaf) in zip(names, leaves, strict=True)]
-        return jax.tree.unflatten(structure, found)
-
-    return arrays, whole
 
 
 def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
