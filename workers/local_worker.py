@@ -137,7 +137,24 @@ class LocalWorker:
           arrays: the inputs by name, in the shapes that clients send. Nobody may write to these arrays any more.
           outputs: the names of the wanted outputs. If it is empty, all outputs are wanted.
         """
-        self._post(lambda: self._enter(answers, prepared, own, arrays, outputs))
+
+        def enter() -> None:
+            now_ns = time.monotonic_ns()
+            self._asked[answers] = None
+            try:
+                version = self._models.find(prepared.model, prepared.version)
+                if version.sequences is not None:
+                    version = self._models.home(version, own.sequence_id, own.sequence_start)
+                request = validate_inner(prepared, own, arrays, outputs, self._submitter, version, now_ns, answers.take)
+                answers.request = request
+                self._dispatcher.enter(version, request, now_ns)
+            except ServingError as error:
+                answers.fail(error)
+            except Exception as error:
+                _log.exception("validating a request for model '%s' failed", prepared.model)
+                answers.fail(Internal(f"the request failed with {type(error).__name__}"))
+
+        self._post(enter)
 
     def _post(self, call: Callable[[], None]) -> None:
         with self._posting:
@@ -188,29 +205,6 @@ class LocalWorker:
         for answers in [one for one in self._asked if one.request is None or not one.request.is_open]:
             del self._asked[answers]
         return next_ns
-
-    def _enter(
-        self,
-        answers: LocalRequest,
-        prepared: PreparedRequest,
-        own: RequestRecord,
-        arrays: Mapping[str, Array],
-        outputs: Collection[str],
-    ) -> None:
-        now_ns = time.monotonic_ns()
-        self._asked[answers] = None
-        try:
-            version = self._models.find(prepared.model, prepared.version)
-            if version.sequences is not None:
-                version = self._models.home(version, own.sequence_id, own.sequence_start)
-            request = validate_inner(prepared, own, arrays, outputs, self._submitter, version, now_ns, answers.take)
-            answers.request = request
-            self._dispatcher.enter(version, request, now_ns)
-        except ServingError as error:
-            answers.fail(error)
-        except Exception as error:
-            _log.exception("validating a request for model '%s' failed", prepared.model)
-            answers.fail(Internal(f"the request failed with {type(error).__name__}"))
 
     def withdraw(self, answers: LocalRequest) -> None:
         """Cancels a request. Call it in the worker's loop, after ``ask``."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -16,30 +15,14 @@ from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.loaded_model import InstanceMaker
-from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
-from tensord.workers.threads.turns import Turns
 
 _log = logging.getLogger(__name__)
 
 
 Aside = Callable[[], AbstractContextManager[None]]
-
-
-@contextlib.contextmanager
-def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits until the calling thread may compile a model, then runs the ``with`` block, which compiles it.
-
-    ``aside``: returns a context manager. During the wait and the block, it lets another thread load models.
-    ``turns``: lets one thread compile at a time. If a step of a thread's work takes too long, the next thread may begin.
-    ``progress``: gets the function ``progress.renew``. The block must call this function when each step of its work begins.
-    Raises Cancelled if the load is cancelled during the wait.
-    """
-    # Compilation takes much memory, also on a GPU.
-    with aside(), turns.turn(progress.cancellation) as progress.renew:
-        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import functools
 import importlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,7 +46,7 @@ from tensord.workers.imports.process_state import ProcessState
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.loading.declared_version import DeclaredVersion, OfModel, VersionLoad, declared_version
 from tensord.workers.loading.ensemble_declaration import load_ensemble
-from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone, end
+from tensord.workers.loading.instance_groups import Aside, Starting, end
 from tensord.workers.loading.jax_loading import InstancePlan, jitted_model, load_stepped, planned_instances, run_samples
 from tensord.workers.loading.parameters import host_sets, warn_of_leaves
 from tensord.workers.loading.target import LoadTarget
@@ -114,7 +114,7 @@ class Loader:
         own_flags.prepare(target.shared)
         self._target = target
         options, execution = target.options, target.execution
-        self._compiling = functools.partial(compiling_alone, aside, Turns(options.expert.long_compile))
+        self._turns = Turns(options.expert.long_compile)
         self._process = None if target.shared else ProcessState()
         self._server = server
         #: Metrics that models keep themselves.
@@ -140,6 +140,13 @@ class Loader:
                 return self._load_alone(record, progress)
         except BaseException as error:
             raise without_frames(error) from None
+
+    @contextlib.contextmanager
+    def _compiling(self, progress: LoadProgress) -> Iterator[None]:
+        """Waits until the calling thread may compile, then runs the ``with`` block. Another thread may load models meanwhile."""
+        # Compilation takes much memory, also on a GPU.
+        with self._starting.aside(), self._turns.turn(progress.cancellation) as progress.renew:
+            yield
 
     def _kept(self, record: Load) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._process is None else self._process.kept(f"model '{record.name}'")

@@ -183,8 +183,10 @@ class JaxModel:
         Raises Cancelled: the load was cancelled. Errors of the model's function while JAX traces it are raised unchanged.
         """
         if self.grouped is not None:
-            singles = [*self.executables.made.values()]
-            self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
+            make = functools.partial(self.executables.kept_grouped, cancellation)
+            for single in self.executables.made.values():
+                if self.grouped.wants(single):
+                    self.grouped.add(single, self.grouped.compile(single, make))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
         """Returns a function ``run(slots, starts)``, which runs one batch on ``executable`` and returns the batch's outputs.

@@ -408,17 +408,6 @@ class GroupedCalls:
         self._apply = apply
         self._shapes: dict[Hashable, _Shape] = {}
 
-    def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Compiles programs that run several requests in one call.
-
-        Args:
-          singles: programs that run one request in a call. Those for which ``self.wants`` returns False are skipped.
-          make: compiles a program or finds it in the cache. Its errors are raised unchanged.
-        """
-        for single in singles:
-            if self.wants(single):
-                self.add(single, self.compile(single, make))
-
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
         """Returns the program that runs several of the waiting requests in one call, or None if each request must run alone.
 
