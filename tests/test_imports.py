@@ -105,6 +105,7 @@ INSIDE = {
             "requests",
             "calls",
             "programs",
+            "processor",
             "models",
             "parameters",
         ),

@@ -59,7 +59,7 @@ FIRST_INSTANCE_SLOT = COMPILER_SLOT + 1
 #: Answers of several runs share a flush while so many requests wait: what fewer wait for leaves at once, so that the front is not
 #: idle meanwhile.
 _MANY = 4
-#: And while what the runs have to do does not make up an iteration (``weight.share_of``). So many calls of programs do as well.
+#: And while what the runs have to do does not make up an iteration (``Executable.share``). So many calls of programs do as well.
 _CALLS = 32
 
 
@@ -115,7 +115,7 @@ class Dispatcher:
         self._instances = InstanceRuns(
             self.limiter, self._compiler, self.responses, self._outbox.prepare, self._take, self._finish, self._changed
         )
-        #: The work of the last program that ran in the loop, as a part of an iteration (``weight.share_of``).
+        #: The work of the last program that ran in the loop, as a part of an iteration (``Executable.share``).
         self._share = 0.0
         self._stepping = SteppingRuns(self.responses, page, clock, check)
         #: When a sequence may have got no request for too long, or earlier: those that run in C do not put it off.

@@ -34,6 +34,8 @@ from tensord.workers.models.sequence_register import SequenceRegister
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.native.extensions import available
 from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.processor.processor import HostExecutable
+from tensord.workers.processor.single_run import SingleRun
 from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.grouped_calls import GroupedProgram
 from tensord.workers.programs.pipeline_program import PipelineProgram
@@ -343,12 +345,12 @@ class FastPath(Poller):
         if version.batcher.delays or not model.is_whole(execution):
             return SlowReason.UNFIT
         planned, checked = _plan_single(execution, preparation), preparation.checked
-        if planned is None or checked is None:
+        if planned is None or checked is None or not isinstance(executable, HostExecutable):
             return SlowReason.LARGE
         inputs = zip(preparation.prepared.inputs, checked.sizes, strict=True)
-        run = executable.single_run(request.submitter.lane, inputs, *planned, request.rows, regions)
-        if run is None or not _holds(run.numbered, request):
-            return SlowReason.LARGE if run is None else SlowReason.NEW
+        run = SingleRun(executable, request.submitter.lane, inputs, *planned, request.rows, regions)
+        if not run.is_aligned or not _holds(run.numbered, request):
+            return SlowReason.NEW if run.is_aligned else SlowReason.LARGE
         key = shapes_of(request.key)
         batch = self._alone.get((version, key))
         if batch is None or batch.executable is not executable:

@@ -116,12 +116,7 @@ class Responses(ResponseReceiver):
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
         """Queues a response. The worker's event loop sends the response after the earlier responses of ``sender``.
 
-        Args:
-          result: the response, encoded responses, or an error. None: the request ends without another response, and ``final``
-            must be True.
-          final: whether the request ends with this call.
-          byte_size: how many bytes ``sender`` has counted for this response as not yet taken by the client.
-          wake: True: the event loop looks at the queue within about 1 ms. False: the caller must ensure that it does so soon.
+        The loop looks at the queue within about 1 ms, or, if ``wake`` is False, when the caller makes it do so.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.

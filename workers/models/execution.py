@@ -101,8 +101,10 @@ class Execution:
         If one batch may use several parameter sets, returns a ``BatchSets``, which has a set for each request.
         """
         if self.parameters is None:
-            mixes = sets.stack is not None
-            self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)
+            if sets.stack is None:
+                self.parameters = chosen_by(sets, self.requests)
+            else:
+                self.parameters = BatchSets({request: chosen_by(sets, [request]) for request in self.requests})
         return self.parameters
 
     def time(self, request: Request) -> None:
@@ -162,11 +164,6 @@ def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
             if request.tells:
                 request.told = found.said()
     return found
-
-
-def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
-    """Returns the parameter set of each request. Raises NotFound: a request names a parameter set that does not exist."""
-    return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 
 class Describing(Protocol):

@@ -56,14 +56,17 @@ class Placer:
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns the model's parameter tree with the arrays ``host`` as leaves, without a copy. The model must run on the CPU.
+        """Returns the model's parameter tree for the CPU. Copies only arrays that are misaligned or have another datatype.
 
-        None in ``host`` stands for the leaf of the model itself, which clients cannot push.
+        ``host``: an array for each leaf of the tree, or None for a leaf that clients cannot replace by a push.
         """
         raise NotImplementedError
 
     def pin(self, tree: Any) -> Sequence[Any] | None:
-        """Copies a tree of leaves from a GPU to page-locked memory. Returns the copies; None: no such memory is left."""
+        """Copies a tree of leaves from a GPU to page-locked memory. Returns None if no such memory is left.
+
+        Otherwise waits for the copies, and returns one entry for each leaf: None for a leaf that a push cannot replace.
+        """
         raise NotImplementedError
 
 

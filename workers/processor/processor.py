@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from tensord.shm.regions import Region, SnapshotRegion
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.output_memory import OutputMemory
-from tensord.workers.processor.single_run import SingleRun
 from tensord.workers.processor.single_thread import SingleThreadDevice, SmallPrograms
 from tensord.workers.programs.executable import (
     Argument,
@@ -33,12 +32,6 @@ from tensord.workers.programs.plain_program import is_plain
 from tensord.workers.regions.places import Places
 from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
-
-if TYPE_CHECKING:
-    from tensord.shm.lane import WorkerLane
-    from tensord.shm.messages import PreparedTensor
-    from tensord.workers.requests.preparation import AnswerPlan
-
 
 #: A range of a file: which one, start, end.
 _Range = tuple[tuple[int, int], int, int]
@@ -66,7 +59,6 @@ class HostExecutable(Executable):
         return found
 
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
-        """Gathers the arguments of a batch. Returns them, and the number of bytes copied."""
         arguments: dict[str, Any] = {}
         copied = 0
         # A request of as many rows as the program needs no copy, unless its tensors lie in its record, which is never aligned.
@@ -184,18 +176,6 @@ class HostExecutable(Executable):
     @functools.cached_property
     def _plain(self) -> bool:
         return is_plain(self.program)
-
-    def single_run(
-        self,
-        lane: WorkerLane,
-        inputs: Iterable[tuple[PreparedTensor, int]],
-        plan: AnswerPlan,
-        names: Mapping[int, str],
-        rows: int,
-        regions: Mapping[str, Region],
-    ) -> SingleRun | None:
-        run = SingleRun(self, lane, inputs, plan, names, rows, regions)
-        return run if run.is_aligned else None
 
     def __repr__(self) -> str:
         return f"<HostExecutable {self.wanted}>"

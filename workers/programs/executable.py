@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -20,7 +20,7 @@ from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
 from tensord.workers.parameters.set_stack import Chosen
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.run_errors import memory_needed
-from tensord.workers.programs.weight import share_of
+from tensord.workers.programs.weight import ITERATION, is_within, work_of
 from tensord.workers.regions.places import Places
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.output_layout import BatchOutputs, OutputLayout, layout_of, uncut
@@ -29,12 +29,7 @@ from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:
-    from tensord.shm.lane import WorkerLane
-    from tensord.shm.messages import PreparedTensor
-    from tensord.shm.regions import Region
-    from tensord.workers.processor.single_run import SingleRun
     from tensord.workers.processor.single_thread import SmallPrograms
-    from tensord.workers.requests.preparation import AnswerPlan
 
 #: One output, or several, in host memory.
 Content = Array | bytes
@@ -172,7 +167,8 @@ class Executable(ABC):
 
         The work is floating-point operations plus bytes accessed. The value is inf if the work is unknown or above the limit.
         """
-        return share_of(self.program)
+        share = sum(work_of(self.program)) / ITERATION
+        return share if share <= 1 and is_within(self.program, (ITERATION, ITERATION)) else math.inf
 
     @functools.cached_property
     def memory_needed(self) -> int | None:
@@ -300,24 +296,6 @@ class Executable(ABC):
         The caller must have sent or dropped the request's answer before, and nobody may use the outputs any more.
         """
         return
-
-    def single_run(
-        self,
-        lane: WorkerLane,
-        inputs: Iterable[tuple[PreparedTensor, int]],
-        plan: AnswerPlan,
-        names: Mapping[int, str],
-        rows: int,
-        regions: Mapping[str, Region],
-    ) -> SingleRun | None:
-        """Returns an object that runs requests with the same prepared part, one at a time.
-
-        Returns None if an input in a region is not aligned to 64 bytes. This base class always returns None.
-        ``lane``: the lane over which the requests come. ``inputs``: the inputs of a request, each with its size in bytes.
-        ``plan``: says where each output goes in an answer, and gives each output a number. ``names``: the number of an output
-        -> its name. ``rows``: the number of rows of each request. ``regions``: the regions that the requests use, by name.
-        """
-        return None
 
     @property
     def output_sizes(self) -> dict[str, int]:

@@ -64,7 +64,7 @@ class PipelineProgram:
         self._device = device
         self._inputs = device.inputs([(spec.name, spec.dtype, (*lead, *spec.model_dims)) for spec in self._specs])
         self._wide = signature.wide
-        #: Sum of the programs' ``weight.share_of``.
+        #: Sum of the programs' ``Executable.share``.
         self.share = sum([link.executable.share for link in links])
         #: The layout of its outputs, once it has run.
         self.layout: OutputLayout | None = None

@@ -127,27 +127,18 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the total bytes of the arrays in ``host`` that programs read without a copy. On a GPU this is always 0."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns a tree of the model's parameters for the CPU. Copies only arrays that are misaligned or have another datatype.
-
-        ``host``: an array for each leaf of the tree, or None for a leaf that clients cannot replace by a push.
-        """
         # Copies what is not aligned or has another datatype, because XLA's own copy takes three times as long.
         whole = zip(host, self._fixed, self.leaves, strict=True)
         laid = [own if given is None else _aligned(given, leaf.placed) for given, own, leaf in whole]
         return jax.tree.unflatten(self._structure, laid)
 
     def pin(self, tree: Any) -> list[jax.Array | None] | None:
-        """Copies the arrays of a tree of parameters to page-locked host memory. Returns None if no such memory is left.
-
-        Otherwise waits for the copies, and returns one entry for each leaf: None for a leaf that a push cannot replace.
-        """
         pairs = zip(jax.tree.leaves(tree), self.leaves, strict=True)
         arrays = [array if leaf.plain else None for array, leaf in pairs]
         try:

@@ -7,7 +7,6 @@ program has while loops or custom calls.
 from __future__ import annotations
 
 import enum
-import math
 import re
 
 import jax
@@ -35,7 +34,7 @@ _LIGHT = (1 << 18, 512 << 10)
 _TINY = (1 << 14, 64 << 10)
 
 #: Operations or bytes that programs may do in one iteration of the loop: about a millisecond of one core.
-_ITERATION = 1 << 22
+ITERATION = 1 << 22
 
 
 def work_of(program: Program) -> tuple[float, float]:
@@ -55,15 +54,6 @@ def is_within(program: Program, most: tuple[float, float], text: Program | None 
     """
     known = all(0 <= own <= bound for own, bound in zip(work_of(program), most, strict=True))
     return known and not _UNCOUNTED.search((text or program).as_text() or "")
-
-
-def share_of(program: Program) -> float:
-    """Returns a program's work as a fraction of the work allowed in one iteration of the worker's event loop.
-
-    The work is floating-point operations plus bytes accessed. Returns inf if the work is larger than allowed, or unknown.
-    """
-    share = sum(work_of(program)) / _ITERATION
-    return share if share <= 1 and is_within(program, (_ITERATION, _ITERATION)) else math.inf
 
 
 def weight_of(program: Program) -> Weight:
