@@ -131,7 +131,9 @@ class Control:
             elif isinstance(record, CancelLoad):
                 self._cancel((record.name, record.version))
             elif isinstance(record, Unload):
-                self._unload(record)
+                self._cancel((record.name, record.version))
+                gone = Unloaded(record.name, record.version)
+                self._models.remove(record.name, record.version, lambda: self._channel.put(gone))
             elif isinstance(record, ControlCall):
                 self._call(record, fds)
             elif isinstance(record, Reply):
@@ -245,12 +247,6 @@ class Control:
         for cancellation, _ in self._running.get(key, ()):
             cancellation.cancel()
 
-    def _unload(self, record: Unload) -> None:
-        self._cancel((record.name, record.version))
-        self._models.remove(
-            record.name, record.version, lambda: self._channel.put(Unloaded(record.name, record.version))
-        )
-
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _call(self, call: ControlCall, fds: list[int]) -> None:
@@ -280,7 +276,11 @@ class Control:
                 self._models.serve_held(operation.model, operation.version)
                 reply(b"{}")
             elif isinstance(operation, ModelReady):
-                self._ask_ready(operation, lambda ready: reply(b"true" if ready else b"false"))
+                found = self._models.find(operation.name, operation.version).loaded.is_ready_calls
+                if found is None:
+                    reply(b"true")
+                else:
+                    found.ask(lambda ready: reply(b"true" if ready else b"false"))
             elif isinstance(operation, ModelStatistics):
                 reply(self._statistics(operation))
             elif isinstance(operation, EndIdleLanes):
@@ -327,13 +327,6 @@ class Control:
                 self._reply(record.call_id, descriptors.none_left("a worker"))
             else:
                 self.handle(record, [])
-
-    def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
-        found = self._models.find(operation.name, operation.version).loaded.is_ready_calls
-        if found is None:
-            answered(True)
-        else:
-            found.ask(answered)
 
     def _sequences(self) -> list[dict[str, Any]]:
         """Returns a description of each live sequence, for at most 1000 sequences of each model version."""

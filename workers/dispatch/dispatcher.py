@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -63,10 +64,6 @@ _MANY = 4
 _CALLS = 32
 
 
-def _at_once(call: Callable[[], None]) -> None:
-    call()
-
-
 class Dispatcher:
     """Queues, runs and answers all requests to one worker, in the thread of its loop."""
 
@@ -80,7 +77,7 @@ class Dispatcher:
         clock: Callable[[], int],
         check: CheckDevice = works,
         gpu: int | None = None,
-        post: Callable[[Callable[[], None]], None] = _at_once,
+        post: Callable[[Callable[[], None]], None] = operator.call,
     ) -> None:
         """Makes a dispatcher without requests. It shares ``options``, ``models``, ``regions`` and ``page`` with the worker.
 

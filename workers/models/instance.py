@@ -164,12 +164,9 @@ class Instance:
 
     def _main(self) -> None:
         with self._code():
-            self._live()
-
-    def _live(self) -> None:
-        model = self._begin()
-        while model is not None and self._serve(model, self._jobs.get()):
-            pass
+            model = self._begin()
+            while model is not None and self._serve(model, self._jobs.get()):
+                pass
 
     def _begin(self) -> Instantiated | None:
         """Creates, initialises and warms up the model. Returns None if that fails."""
