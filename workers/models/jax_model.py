@@ -189,10 +189,10 @@ class JaxModel:
                     self.grouped.add(single, self.grouped.compile(single, make))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function ``run(slots, starts)``, which runs one batch on ``executable`` and returns the batch's outputs.
+        """Returns a function ``run(slots, starts)``, which runs one batch on ``executable`` like a ``GatheredRun``.
 
-        Before each call, the caller must write the batch's inputs to the arrays of ``executable.gathered``. For each request,
-        ``slots`` has the index of its sequence in the model's arrays of states, and ``starts`` has whether the sequence starts.
+        Before each call, the caller must write the batch's inputs to the arrays of ``executable.gathered``. If the model has no
+        state, ``slots`` and ``starts`` have no effect.
         """
         if self._carry is None:
             return lambda slots, starts: executable.run()

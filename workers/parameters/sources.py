@@ -60,15 +60,7 @@ class Making:
     def __init__(
         self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
     ) -> None:
-        """Stores the arguments. The method ``make`` copies the parameters.
-
-        Args:
-          operation: the push.
-          pool: makes the sealed memory to which the parameters are copied.
-          limit: the most bytes that the push may have.
-          leaves: the leaves of the model's parameters.
-          base: a parameter set, from which ``make`` takes leaves that the push lacks; None: the push must have all leaves.
-        """
+        """Stores the arguments, which ``plan`` explains. The method ``make`` copies the parameters."""
         self._pool = pool
         self._leaves = leaves
         self._limit = limit

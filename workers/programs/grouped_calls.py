@@ -271,15 +271,8 @@ class GroupedProgramMaker:
         self._placement = single.placement
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
-    def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns, for each number of requests in ``lengths``, the argument with which ``self.compile`` makes the program.
-
-        On a GPU, [2, 4] gives {2: 2, 4: 4}. On a CPU, it gives {2: None, 4: None}: one program runs any number of requests.
-        """
-        return {length: length if self._one_for_each else None for length in lengths}
-
     @property
-    def _one_for_each(self) -> bool:
+    def one_for_each(self) -> bool:
         return self._single.device.remote
 
     @property
@@ -352,7 +345,7 @@ class GroupedProgramMaker:
         read = self._single.device.contents_of
         return [
             GroupedProgram(
-                length, self._signature, program, memory, outputs, read, length if self._one_for_each else MOST
+                length, self._signature, program, memory, outputs, read, length if self.one_for_each else MOST
             )
             for length, program in compiled.items()
         ]
@@ -444,7 +437,9 @@ class GroupedCalls:
         cache or from ``compile_it(number)``. If ``number`` is None, the program runs any number of requests up to ``MOST``.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
-        numbers, shapes = maker.numbers(lengths), single.wanted.shapes
+        shapes = single.wanted.shapes
+        # On a CPU, one program runs any number of requests.
+        numbers = {length: length if maker.one_for_each else None for length in lengths}
         try:
             compiled = {number: make(shapes, number, maker.compile) for number in dict.fromkeys(numbers.values())}
         except NotGroupable:

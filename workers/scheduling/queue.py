@@ -567,44 +567,31 @@ class ParkedRequests(Generic[W]):
 
         Returns both requests if one was discarded, otherwise None. Raises Unavailable if the queue is full.
         """
-        at = self._at.get(request.replace_key)
-        if at is not None:
-            return self._replace(at, request)
         most, waiting = self._rules.max_size, len(self.requests)
-        if waiting >= most and not self._shares.below(request.owner, waiting, most):
+        full = waiting >= most and not self._shares.below(request.owner, waiting, most)
+        if full and request.replace_key not in self._at:
             raise Unavailable("Exceeds maximum queue size")
-        self._append(request)
-        return None
+        return self._place(request)
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests to the queue. Of two requests with the same replace key, the queue keeps only the newer request.
+        """Adds requests like ``add``, even if the queue is full. Returns a ``Replacement`` for each discarded request."""
+        return [replacement for request in batch if (replacement := self._place(request)) is not None]
 
-        Returns a pair for each discarded request, which has the discarded request and the request that is kept instead.
-        """
-        replacements: list[Replacement[W]] = []
-        for request in batch:
-            at = self._at.get(request.replace_key)
-            if at is None:
-                self._append(request)
-            else:
-                replacements.append(self._replace(at, request))
-        return replacements
-
-    def _append(self, request: W) -> None:
-        if request.replace_key or self._rules.replaces:
-            self._at[request.replace_key] = len(self.requests)
+    def _place(self, request: W) -> Replacement[W] | None:
+        at, former = self._at.get(request.replace_key), None
+        if at is None:
+            if request.replace_key or self._rules.replaces:
+                self._at[request.replace_key] = len(self.requests)
+            self.requests.append(request)
+        else:
+            former = self.requests[at]
+            if request.arrived_ns < former.arrived_ns:
+                return Replacement(request, former)
+            request.since_ns = former.since_ns
+            self._shares.leave(former.owner)
+            self.requests[at] = request
         self._shares.enter(request.owner)
-        self.requests.append(request)
-
-    def _replace(self, at: int, request: W) -> Replacement[W]:
-        former = self.requests[at]
-        if request.arrived_ns < former.arrived_ns:
-            return Replacement(request, former)
-        request.since_ns = former.since_ns
-        self._shares.leave(former.owner)
-        self._shares.enter(request.owner)
-        self.requests[at] = request
-        return Replacement(former, request)
+        return None if former is None else Replacement(former, request)
 
     def __repr__(self) -> str:
         return f"<ParkedRequests {len(self.requests)}>"

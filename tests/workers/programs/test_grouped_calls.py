@@ -245,7 +245,7 @@ def test_each_request_gets_what_it_would_get_alone(
     name: str, lengths: tuple[int, ...], one_for_each: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU, whose own compiler tests/gpu asks the same.
-    monkeypatch.setattr(GroupedProgramMaker, "_one_for_each", one_for_each)
+    monkeypatch.setattr(GroupedProgramMaker, "one_for_each", one_for_each)
     apply, inputs, outputs = MODELS[name]
     model = model_of(apply, inputs, outputs, parameters={"w": WEIGHTS})
     for length in lengths:
