@@ -481,10 +481,9 @@ class Worker:
 
     def _front_lane(self, sock: socket.socket) -> WorkerLane:
         arenas, pinned = self._options.arenas, self._pinned
-        sizes = (arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
-        if pinned is None:
-            return WorkerLane(sock, *sizes)
-        return WorkerLane(sock, *sizes, pinned.pin_segment, writable=True)
+        on_segment = None if pinned is None else pinned.pin_segment
+        sizes = arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size
+        return WorkerLane(sock, *sizes, on_segment, writable=pinned is not None)
 
     def _client_lane(self, sock: socket.socket, segments: LaneSegments, owner: LaneOwner) -> WorkerLane:
         most = segments.limits.response_byte_size

@@ -41,7 +41,8 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
         # A relative name begins with the full name of a package, which is unique.
         if model is None or name.startswith("."):
             return usual(name, package)
-        return model.module(name)
+        # As an import statement of the model's code would.
+        return model.import_(name, fromlist=("__name__",))
 
     return import_module
 

@@ -211,10 +211,6 @@ class ModelImports:
                 error.name = error.name.removeprefix(self._prefix)
             raise
 
-    def module(self, name: str) -> ModuleType:
-        """Imports a module by name, as an import statement of the model's code would."""
-        return self.import_(name, fromlist=("__name__",))
-
     def own_module(self, name: str) -> ModuleType | None:
         """Imports the module ``name``, such as "labels", of the model. Returns None if the model has no such module."""
         try:

@@ -332,19 +332,14 @@ class VersionStatistics:
         if failure is not None:
             self.failed(now_ns - request.arrived_ns, failure)
             return
+        lasted_ns, took_ns = now_ns - request.arrived_ns, now_ns - sender.began_ns
+        waited_ns = max(0, sender.began_ns - request.arrived_ns)
         if request.sink is None:
-            waited_ns, took_ns = max(0, sender.began_ns - request.arrived_ns), max(0, now_ns - sender.began_ns)
-            self.durations.ran(request.submitter.protocol, max(0, now_ns - request.arrived_ns), waited_ns, took_ns)
-        self.success_count += 1
-        self.request_ns += now_ns - request.arrived_ns
-        self.queue_ns += max(0, sender.began_ns - request.arrived_ns)
-        self.compute_infer_ns += now_ns - sender.began_ns
-        self.inference_count += request.rows
-        self.last_inference_ms = time.time_ns() // 1_000_000
-        self.copied_byte_size += request.copied_byte_size
+            self.durations.ran(request.submitter.protocol, max(0, lasted_ns), waited_ns, max(0, took_ns))
+        self.add(NativeRuns(1, request.rows, 0, lasted_ns, waited_ns, request.copied_byte_size, (0, took_ns, 0), []))
 
     def add(self, done: NativeRuns) -> None:
-        """Adds the counts of successful requests that C code has answered."""
+        """Adds the counts of successful requests, such as those that C code has answered."""
         self.success_count += done.answered
         self.request_ns += done.request_ns
         self.queue_ns += done.queue_ns

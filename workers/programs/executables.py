@@ -215,10 +215,9 @@ class Executables:
         number: int | None,
         compile_it: Callable[[int | None], CompiledProgram],
     ) -> CompiledProgram:
-        """Returns a program that runs several requests in one call: from the cache, or newly compiled, and then stored there.
+        """Implements ``grouped_calls.Make``: takes the program from the cache, or compiles it and stores it there.
 
-        ``shapes``: the shapes of a request's inputs. ``number``: how many requests the program runs, or None for any number.
-        ``compile_it`` compiles it for ``number``; its errors are raised unchanged. Raises Cancelled if the load was cancelled.
+        Raises Cancelled if the load was cancelled. Errors of ``compile_it`` are raised unchanged.
         """
         parts = ("series", repr(shapes), str(number))
         what = f"program for {'several' if number is None else number} requests of {shapes}"

@@ -194,11 +194,6 @@ class SubmitterLink(Generic[R]):
         """A counter that rises whenever memory for answers to this submitter becomes free."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
-    @property
-    def answers_byte_size(self) -> int:
-        """The bytes of this client's answers that are in the response arena, or that wait for room in it or in the socket."""
-        return self.lane.arena.held_byte_size + self._waiting_byte_size
-
     def count_waiting(self) -> None:
         """Brings this lane's part of ``owner.waiting_byte_size`` up to date. Does nothing for a front, which has no owner."""
         if self.owner is not None:
@@ -282,7 +277,8 @@ class LaneOwner(Budget):
         That is so if the lanes together hold over ``max_byte_size`` bytes, and the submitter's lane at least ``share`` bytes.
         """
         held = self.used + self.waiting_byte_size
-        if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
+        own = submitter.lane.arena.held_byte_size + submitter._waiting_byte_size
+        if held > self.max_byte_size and own >= self.share:
             raise Unavailable(
                 f"{held} bytes of answers to clients of this user are held, at most {self.max_byte_size} may be "
                 "(clients.max_owner_response_byte_size)"
