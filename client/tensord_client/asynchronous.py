@@ -178,8 +178,8 @@ class AsyncModel(Calls):
         """Returns an object that sends a request at each awaited call, with the input arrays' present values.
 
         Args:
-          inputs: input name -> array, C-contiguous and in this host's byte order. Any other value is converted now, and the
-            result is sent each time.
+          inputs: input name -> array. An array that is not C-contiguous, or not in this host's byte order, is copied by each
+            call. A value that is no array, such as a list, is converted now, and the result is sent each time.
           out: output name -> the array that each answer's output is written to. A call of the returned object raises
             InvalidArgument if the array has another shape or dtype than the output.
           outputs: the names of the outputs to return. Empty means the names in ``out``, or all outputs if ``out`` is empty.
@@ -188,9 +188,7 @@ class AsyncModel(Calls):
         Raises: InvalidArgument: an input cannot be an array, an array in ``out`` is read-only, or the model answers a request
           with several responses.
         """
-        call = self.call(inputs, outputs or tuple(out or ()), own, out)
-        call.repeats = True
-        return AsyncPrepared(self._connection, call, self.timeout)
+        return AsyncPrepared(self._connection, self.repeated(inputs, out, outputs, own), self.timeout)
 
     def latest(self) -> AsyncLatest:
         """Makes an object whose ``put`` sends inputs without waiting and whose ``get`` returns the newest answer.
@@ -244,6 +242,7 @@ class AsyncPrepared:
         self._connection = connection
         self._call = call
         self._timeout = timeout
+        call.repeats = True
 
     async def __call__(self) -> Answer:
         """Sends the request with the present values of its input arrays, awaits the answer and returns the outputs by name.
@@ -254,6 +253,8 @@ class AsyncPrepared:
         if self._timeout is not None:
             call = copy.copy(call)
             call.deadline = time.monotonic() + self._timeout
+        if call.sources:
+            call.copy_sources()
         pending = self._connection.ask(call)
         self._call.layout = call.layout
         return await pending

@@ -637,7 +637,12 @@ if wire is not None:
             now = opened[0]
             came = connection.exchange(call)
             layout = call.layout
-            if type(came) is Answer and layout is not None and layout.lane is not None and not call.traceparent:
+            if (
+                type(came) is Answer
+                and layout is not None
+                and layout.lane is not None
+                and not (call.traceparent or call.sources)
+            ):
                 exchange = layout.lane.exchange
                 if exchange is not None:
                     self.keep(exchange, connection, call, layout.placed, layout.own, opened, now, self._lock)

@@ -23,6 +23,7 @@ from .scheduling import (
     sampled,
     set_named,
 )
+from .tensors import array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -204,6 +205,8 @@ class Call:
     detached = False
     #: True: it is sent many times.
     repeats = False
+    #: Input name -> the caller's array, for each input that has to be copied anew each time that a call is sent.
+    sources: Mapping[str, Any] = NOTHING
     #: The last request of a call that is sent many times, if its answer did not come at once.
     last: Any = None
 
@@ -248,6 +251,11 @@ class Call:
         self.layout: Any = None
         for name, value in seldom.items():
             setattr(self, name, value)
+
+    def copy_sources(self) -> None:
+        """Copies the present values of the arrays in ``sources`` to the arrays in ``inputs``."""
+        for name, value in self.sources.items():
+            np.copyto(self.inputs[name], array(name, value, None))
 
     @property
     def is_bare(self) -> bool:

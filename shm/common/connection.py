@@ -58,6 +58,8 @@ class Prepared:
             if call.last is not None:
                 call.last.settle(until)
                 call.last = None
+            if call.sources:
+                call.copy_sources()
             came = self._exchange(call)
             return came if type(came) is Answer else self.wait_for(came)  # type: ignore[arg-type]
 

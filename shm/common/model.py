@@ -152,6 +152,15 @@ class Calls:
             call.places = dict(places)
         return call
 
+    def repeated(
+        self, inputs: Mapping[str, Any], out: Mapping[str, Array] | None, outputs: Sequence[str], own: Mapping[str, Any]
+    ) -> Call:
+        """Makes the ``Call`` of a request that is sent many times. Arguments and errors: see ``Model.prepare``."""
+        call = self.call(inputs, outputs or tuple(out or ()), own, out)
+        if sources := tensors.copied(inputs, call.inputs, self._datatypes):
+            call.sources = sources
+        return call
+
     def sequence_id(self) -> int:
         """Returns a new random sequence id of 63 bits, never 0."""
         return int.from_bytes(os.urandom(8), "little") >> 1 | 1
@@ -273,8 +282,9 @@ class Model(Calls):
         """Prepares a request that is sent many times. Each call of the result sends the input arrays' present values.
 
         Args:
-          inputs: input name -> array. Keep the arrays and write new values into them. This works only for arrays that are
-            C-contiguous and in this host's byte order. Any other value is converted now, and the result is sent each time.
+          inputs: input name -> array. Keep the arrays and write new values into them. An array that is not C-contiguous, or
+            not in this host's byte order, is copied by each call. A value that is no array, such as a list, is converted now,
+            and the result is sent each time.
           out: output name -> the array that each answer's output is written to. An array of ``Client.empty`` can save a copy.
             If an array has not its output's shape and dtype, this method or a call of the result raises InvalidArgument.
           outputs: the names of the outputs to return. If it is empty, the outputs named in ``out`` are returned. If ``out`` is
@@ -283,8 +293,7 @@ class Model(Calls):
         Raises: InvalidArgument: an input cannot be an array, an array in ``out`` is read-only, or the model answers a request
           with several responses.
         """
-        call = self.call(inputs, outputs or tuple(out or ()), own, out)
-        made = self._connection.prepare(call)
+        made = self._connection.prepare(self.repeated(inputs, out, outputs, own))
         made.timeout = self.timeout
         return made
 

@@ -86,6 +86,20 @@ def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str,
     return {name: array(name, value, datatypes.get(name)) for name, value in flat(inputs, datatypes).items()}
 
 
+def copied(inputs: Mapping[str, Any], made: Mapping[str, Array], known: Collection[str]) -> dict[str, Any]:
+    """Returns the inputs of a request that ``made``, the result of ``arrays``, has copies of. Their memory may change later.
+
+    These are arrays of numpy and of libraries with DLPack, by input name. ``known`` are the names of the model's inputs.
+    """
+    found = {name: value for name, value in flat(inputs, known).items() if value is not made[name]}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, np.ndarray)
+        or (hasattr(value, "__dlpack__") and not np.may_share_memory(made[name], _foreign(name, value)))
+    }
+
+
 def flat(inputs: Any, known: Collection[str], what: str = "input") -> dict[str, Any]:
     """Flattens nested mappings, lists and tuples of inputs. Returns the values by input name.
 

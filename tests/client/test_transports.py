@@ -577,6 +577,31 @@ def test_models_that_are_not_served(client: Any) -> None:
         client.model("scale", 3)
 
 
+def test_a_prepared_call_sends_what_an_array_holds_that_had_to_be_copied(client: Any) -> None:
+    class Other(NamedTuple):
+        """An array of another library, in memory of numpy's."""
+
+        values: Any
+
+        def __dlpack__(self, **how: Any) -> Any:
+            return self.values.__dlpack__(**how)
+
+        def __dlpack_device__(self) -> Any:
+            return self.values.__dlpack_device__()
+
+    model = client.model("scale", timeout=PATIENCE)
+    for x, other in ((X.T.copy().T, False), (X.astype(">f4"), False), (X.T.copy().T, True), (X.copy(), True)):
+        call = model.prepare({"x": Other(x) if other else x})
+        for i in range(4):
+            x[:] = X + i
+            np.testing.assert_array_equal(call()["y"], 5 * (X + i) + 1)
+    words = np.array([[b"a", b"b"], [b"c", b"d"]], object)
+    call = client.model("echo_bytes").prepare({"x": words[:, 0]})
+    for word in (b"e", b"fgh"):
+        words[1, 0] = word
+        assert call()["y"].tolist() == [b"a", word]
+
+
 def test_prepared_calls_and_places(client: Any) -> None:
     model = client.model("scale", timeout=PATIENCE)
     x, y = client.empty(model.inputs["x"], shape=(3, 4)), client.empty((3, 4), np.float32)
