@@ -102,6 +102,51 @@ def test_the_node_for_ros2(tmp_path: Path, daemon: DaemonProcess) -> None:
     assert "nowhere" in other.stderr
 
 
+_LATE = """
+#include <tensord_lane.h>
+
+int main(void) {
+    static tensord_answer answer;
+    unsigned char got[4096];
+    int ends[2];
+    uint64_t id, late;
+    static tensord_lane at, *lane = &at;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends))
+        return 1;
+    lane->fd = ends[0];
+    while (!tensord_send(lane, 0, NULL, 0, 0, &id))
+        ;
+    /* There is room for one more, and for no cancellation behind it. */
+    recv(ends[1], got, sizeof got, 0);
+    if (tensord_call(lane, 0, NULL, 0, 1, &answer) != TENSORD_TIMEOUT)
+        return 2;
+    late = lane->next_id;
+    if (tensord_send(lane, 0, NULL, 0, 0, &id) != TENSORD_BUSY)
+        return 3;
+    while (recv(ends[1], got, sizeof got, MSG_DONTWAIT) > 0)
+        ;
+    if (tensord_send(lane, 0, NULL, 0, 0, &id) || tensord_send(lane, 0, NULL, 0, 0, &id))
+        return 4;
+    for (const char *expected = "Xqq"; *expected; expected++) {
+        ssize_t size = recv(ends[1], got, sizeof got, MSG_DONTWAIT);
+        tensord__reader from = tensord__read_from(got + 1, size > 0 ? (size_t)size - 1 : 0);
+        tensord__take_array(&from);
+        tensord__take_array(&from);
+        tensord__text tag = tensord__take_text(&from);
+        if (from.bad || *tag.at != *expected || (*expected == 'X' && tensord__take_uint(&from) != late))
+            return 5;
+    }
+    return 0;
+}
+"""
+
+
+def test_a_call_that_is_late_is_cancelled_also_where_the_worker_took_nothing_then(tmp_path: Path) -> None:
+    source = tmp_path / "late.c"
+    source.write_text(_LATE)
+    assert run(compiled(tmp_path, source, "cc", "-std=c11")).returncode == 0
+
+
 # ----------------------------------------------------------------------------------------- what is read of records
 
 Read = Callable[[str, bytes], str]

@@ -164,6 +164,8 @@ typedef struct {
     /* The ids of the next request's trace, if it has one. */
     char trace[49];
     int traced;
+    /* A request that is to be cancelled before the next one leaves, because the worker took nothing; 0: none. */
+    uint64_t late;
     struct {
         void *memory;
         uint64_t byte_size;
@@ -546,10 +548,17 @@ static inline void tensord_trace(tensord_lane *lane, const char *trace_id, const
     lane->traced = snprintf(lane->trace, sizeof lane->trace, "%.32s%.16s", trace_id, span_id) == 48;
 }
 
+/* Tells the worker that nobody waits for a request; its last answer comes all the same. Returns 0, or an error. */
+static inline int tensord_cancel(tensord_lane *lane, uint64_t request_id) { return tensord__send_numbers(lane, "X", request_id, 0, 1, -1); }
+
 /* Sends a prepared request. ``contents``: the bytes of the inputs without a place, together less than a datagram. ``deadline_ns``: of
  * CLOCK_MONOTONIC; 0: none. Returns 0 and its id, or an error. */
 static inline int tensord_send(tensord_lane *lane, int number, const tensord_bytes *contents, int count, uint64_t deadline_ns,
                                uint64_t *request_id) {
+    int wrong = lane->late ? tensord_cancel(lane, lane->late) : 0;
+    if (wrong)
+        return wrong;
+    lane->late = 0;
     unsigned char small[2048], *buffer = small;
     size_t room = 1024;
     for (int i = 0; i < count; i++)
@@ -575,7 +584,7 @@ static inline int tensord_send(tensord_lane *lane, int number, const tensord_byt
     for (int i = 0; i < count; i++)
         tensord__put_bytes(&to, contents[i].content, contents[i].byte_size);
     tensord__put_own(&to, &own);
-    int wrong = tensord__send_written(lane, &to, -1);
+    wrong = tensord__send_written(lane, &to, -1);
     if (buffer != small)
         free(buffer);
     if (wrong)
@@ -584,9 +593,6 @@ static inline int tensord_send(tensord_lane *lane, int number, const tensord_byt
     *request_id = ++lane->next_id;
     return 0;
 }
-
-/* Tells the worker that nobody waits for a request; its last answer comes all the same. Returns 0, or an error. */
-static inline int tensord_cancel(tensord_lane *lane, uint64_t request_id) { return tensord__send_numbers(lane, "X", request_id, 0, 1, -1); }
 
 /* Ends a sequence without a request, once those that wait have run. The last one must have been sent on this lane. ``sequence_id`` is a number
  * that is not 0. Returns 0, or an error. */
@@ -860,7 +866,8 @@ static inline int tensord_receive(tensord_lane *lane, tensord_answer *answer, ui
 }
 
 /* Sends a prepared request and receives its last answer; answers to others, which nobody can take then, are given back. Returns 0 also for an
- * answer with a ``code``, or an error. After TENSORD_TIMEOUT the worker may still write to the request's places, until its answer comes. */
+ * answer with a ``code``, or an error. After TENSORD_TIMEOUT the request is cancelled, before the next one leaves at the latest; the worker may
+ * still write to its places, until its answer comes. */
 static inline int tensord_call(tensord_lane *lane, int number, const tensord_bytes *contents, int count, uint64_t until_ns,
                                tensord_answer *answer) {
     uint64_t request_id;
@@ -870,8 +877,8 @@ static inline int tensord_call(tensord_lane *lane, int number, const tensord_byt
             return 0;
         wrong = tensord_release(lane, answer);
     }
-    if (wrong == TENSORD_TIMEOUT)
-        tensord_cancel(lane, request_id);
+    if (wrong == TENSORD_TIMEOUT && tensord_cancel(lane, request_id) == TENSORD_BUSY)
+        lane->late = request_id;
     return wrong;
 }
 
