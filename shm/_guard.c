@@ -34,7 +34,7 @@ typedef struct {
 static slot_t slots[SLOTS];
 /* One more than the highest slot ever used, so that the handler does not walk the whole table. */
 static _Atomic int used;
-/* The number of slots that are taken: as long as it is 0 nobody has to look at any of them. */
+/* The faults of all slots that are taken: as long as it is 0 nobody has to look at any of them. */
 static _Atomic unsigned long all_faults;
 static uintptr_t page_size;
 static struct sigaction previous;

@@ -26,12 +26,19 @@ def sources(folder: Path, names: Sequence[str]) -> str:
 
 
 def check(module: ModuleType) -> None:
-    """Raises ImportError if a C extension was not built from the sources beside it. Missing sources are not an error."""
+    """Raises ImportError if a C extension was not built from the sources beside it, or if these cannot be read.
+
+    Missing sources are not an error.
+    """
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
     names = built.split()[:-1]
-    there = [(folder / name).exists() for name in names]
-    if not built or (any(there) and not (all(there) and sources(folder, names) == built)):
+    try:
+        there = [(folder / name).exists() for name in names]
+        is_stale = not built or (any(there) and not (all(there) and sources(folder, names) == built))
+    except OSError as error:
+        raise ImportError(f"a source beside it cannot be read: {error.strerror}") from error
+    if is_stale:
         raise ImportError(STALE)
 
 

@@ -66,11 +66,15 @@ def test_parts_that_were_built_with_the_newest_python_are_for_older_ones() -> No
             f"False W (tensord.shm._guard: {STALE}) {ADVICE}",
         ),
         (
+            lambda folder: ((folder / "_guard.c").unlink(), (folder / "_guard.c").mkdir()),
+            f"False W (tensord.shm._guard: a source beside it cannot be read: Is a directory) {ADVICE}",
+        ),
+        (
             lambda folder: (folder / "_guard.abi3.so").unlink(),
             f"False W (tensord.shm._guard: it was not built) {ADVICE}",
         ),
     ],
-    ids=["built", "no sources", "stale", "stale header", "not built"],
+    ids=["built", "no sources", "stale", "stale header", "unreadable", "not built"],
 )
 def test_a_checkout_in_each_state(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
     package = tmp_path / "tensord"
