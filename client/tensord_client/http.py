@@ -29,7 +29,6 @@ from tensord_client.common.scheduling import PARAMETERS, Kind
 from tensord_client.common.tensors import content
 from tensord_client.errors import (
     CLOSED,
-    DeadlineExceeded,
     Internal,
     InvalidArgument,
     ServingError,
@@ -375,6 +374,14 @@ class _Config(_Get):
         return ({}, response.fields) if response.status in (403, 501) else super().read(response)
 
 
+class _Live(_Get):
+    def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
+        # Whoever refuses is there; a proxy says so where its server is not.
+        if response.status in (502, 503, 504):
+            raise Unreached(_error(response).message)
+        return None, response.fields
+
+
 class _Infer(HttpExchange):
     """An inference request. Its answer is JSON and the bytes of tensors."""
 
@@ -498,10 +505,10 @@ def reached(address: Address, patience: float, fields: bytes = b"") -> HttpConne
     """
     connection = HttpConnection(address, patience=patience, fields=fields)
     try:
-        connection.get("/v2/health/live", patience=0.0, deadline=time.monotonic() + _LONGEST)
-    except (Unreached, DeadlineExceeded) as error:
+        until = time.monotonic() + _LONGEST
+        connection._request("GET", "/v2/health/live", deadline=until, patience=0.0, exchange=_Live)
+    except ServingError as error:
         connection.close()
-        raise Unavailable(error.message) from None
-    except ServingError:
-        pass  # whoever refuses is there
+        where = "" if str(address) in error.message else f"{address}: "
+        raise Unavailable(where + error.message) from None
     return connection

@@ -288,16 +288,28 @@ def test_waiting_for_a_server(serve: Callable[..., Server], folder: Path, addres
     assert server.connections
 
 
-def test_a_proxy_whose_server_is_not_there_yet_is_waited_for(serve: Callable[..., Server]) -> None:
-    """A proxy takes connections and ends them without an answer: ``connect(wait=...)`` tries until a server answers."""
+@pytest.mark.parametrize(
+    ("answered", "why"),
+    [
+        (None, "ended before it answered"),
+        (said("<html>", "502 Bad Gateway"), "http.sock: the server answered with status 502"),
+        (said({"error": "no healthy upstream"}, "503 Service Unavailable"), "http.sock: no healthy upstream"),
+        (said({"error": "the server is stopping"}, "503 Service Unavailable"), "the server is stopping"),
+        (said({}, "504 Gateway Timeout"), "http.sock: the server answered with status 504"),
+    ],
+)
+def test_a_proxy_whose_server_is_not_there_yet_is_waited_for(
+    serve: Callable[..., Server], answered: bytes | None, why: str
+) -> None:
+    """A proxy takes connections and ends them, or says that its server is not there: ``connect(wait=...)`` tries again."""
     left = [3]
 
     def answer(path: str, connection: socket.socket) -> bytes | None:
         left[0] -= 1
-        return None if left[0] > 0 else usual(path, connection)
+        return answered if left[0] > 0 else usual(path, connection)
 
     server = serve(answer)
-    with pytest.raises(tensord_client.Unavailable, match=r"no tensord was found: .* ended before it answered"):
+    with pytest.raises(tensord_client.Unavailable, match=f"no tensord was found: .*{why}"):
         tensord_client.connect(server.address.path)
     with tensord_client.connect(server.address.path, wait=PATIENCE):
         assert server.asked == ["/v2/health/live"] * 3
