@@ -461,6 +461,9 @@ class LaneConnection(Sender):
                 raise
             if sequence_id:
                 self.sent(call, lane)
+            if lane.queued and call.detached:  # perhaps nobody waits for an answer on this lane, which makes room for it
+                with contextlib.suppress(RuntimeError):  # there is no thread for it: whoever waits next does it
+                    pending.watch()
             return True
 
     def lane_for(self, call: Call) -> ClientLane | None:

@@ -39,6 +39,20 @@ def test_more_requests_than_a_lane_takes_wait(connection: LaneConnection) -> Non
     assert all(each.result(_PATIENCE)["y"].shape == (1,) for each in asked)
 
 
+def test_streams_that_wait_are_sent_while_the_program_waits_for_nothing(
+    connection: LaneConnection, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    first = [connection.ask(held_by(gate)) for _ in range(256)]
+    given = {"base": np.zeros(16, np.float32), "count": np.array([1], np.int32)}
+    streams = [connection.ask(Call("repeat", given, streams=True, detached=True)) for _ in range(10)]
+    lanes = connection.model_of(held_by(gate)).lanes
+    gate.touch()
+    wait_until(lambda: not any(lane.queued for lane in lanes), "all streams to be sent")
+    for each in (*first, *streams):
+        each.cancel()
+
+
 async def test_a_loop_has_any_number_of_requests_under_way(connection: LaneConnection) -> None:
     connection.open("addsub")
 
