@@ -591,8 +591,9 @@ class ClientLane:
             self.end(error)
 
     def leave(self) -> None:
-        """Ends the background thread of a lane whose connection was garbage-collected: it would keep the lane."""
+        """Ends the background threads of a lane whose connection was garbage-collected: they would keep the lane's socket."""
         self.ended = True
+        self.socket.shut_down()
         self._thread_waiter.put(None)
 
     def forget(self) -> list[Any]:

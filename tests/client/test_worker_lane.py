@@ -320,3 +320,11 @@ def test_a_lane_is_read_until_what_was_cancelled_has_its_end(ends: Ends) -> None
         came += wire_records(ends.worker.recv(1 << 17))
     ends.worker.send(packed(_NUMBERED, answer(request.request_id)))
     wait_until(lambda: not (ends.lane.in_flight or ends.lane.watched), "the request to end")
+
+
+def test_no_thread_keeps_the_socket_of_a_dropped_client_though_that_is_full(ends: Ends) -> None:
+    """The worker hangs: it neither takes anything nor closes its end."""
+    fill(ends)
+    ends.lane.leave()
+    wait_until(lambda: not ends.lane.socket._has_sender, "the thread that sends to end")
+    ends.lane.ended = False
