@@ -61,7 +61,9 @@ class Balancer:
         assert self._process.poll() is None, self.log
         try:
             socket.create_connection(("127.0.0.1", self.http_port)).close()
-        except ConnectionRefusedError:
+            # It binds the admin socket by itself, before or after.
+            self.ask("show info")
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
         return True
 
