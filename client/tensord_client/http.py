@@ -22,7 +22,7 @@ import numpy as np
 
 from tensord_client.common.arrays import datatype_of, decode, dtype_of
 from tensord_client.common.call import MAX_WAITING, Call
-from tensord_client.common.connection import Prepared
+from tensord_client.common.connection import Connection
 from tensord_client.common.forks import forgotten_by_children
 from tensord_client.common.results import Answer, Array, Description, Timing, check_place, written
 from tensord_client.common.scheduling import PARAMETERS, Kind
@@ -55,7 +55,7 @@ _SMALL = 8192
 _LONGEST = 10.0
 
 
-class HttpConnection:
+class HttpConnection(Connection):
     """A connection to a server over HTTP. Its requests share a number of keep-alive connections.
 
     Thread-safe. After a fork the child process connects anew.
@@ -148,10 +148,6 @@ class HttpConnection:
         return found
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Asks the server for a model's metadata and configuration. Returns the model's description.
-
-        ``version`` is the model's version, or 0 for the newest. Raises ServingError if the server does not serve the model.
-        """
         path = _path(model, version)
         (metadata, fields), config = self._request("GET", path), self.config(model, version)
         streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
@@ -171,18 +167,10 @@ class HttpConnection:
         )
 
     def config(self, model: str, version: int) -> dict[str, Any]:
-        """Returns a model's configuration, or {} if the server gives none. ``version`` 0 means the newest.
-
-        Raises ServingError if the model is not ready, or no answer came.
-        """
         path = f"{_path(model, version)}/config"
         return cast("dict[str, Any]", self._request("GET", path, exchange=_Config)[0])
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns an object to list and change a model's parameter sets.
-
-        If ``version`` is 0, the object lists the sets of all versions, and changes those of the newest version.
-        """
         return ModelParameters(self.manage, model, version)
 
     def manage(
@@ -195,22 +183,7 @@ class HttpConnection:
         pieces: Sequence[Buffer] = (),
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Lists or changes the parameter sets of a model on the server. Returns the server's answer.
-
-        After "parameters", the answer's item "parameters" is the list of sets. After "push" or "revert", the item "number"
-        identifies the push whose values the set has now.
-
-        Args:
-          operation: "parameters" lists the sets, "push" changes a set, "drop" removes a set, "revert" undoes a set's last push.
-          version: the model's version. 0 means the newest, or all versions if sets are listed.
-          name: the name of the parameter set, or "" to list sets.
-          said: the JSON object that describes a push. Its "number" identifies the push, and 0 lets the server choose a number.
-            ``said`` is None for every operation except "push".
-          pieces: the pushed values in safetensors' layout. It is empty if ``said`` names a file with the values.
-          timeout: the seconds to wait for the answer, or None for no limit.
-
-        Raises: ServingError: the answer is an error, or none came in time.
-        """
+        """Lists or changes the parameter sets of a model on the server. Arguments and answer: see ``LaneConnection.manage``."""
         method, end = _OPERATIONS[operation]
         text = b"" if said is None else json.dumps(said, separators=(",", ":")).encode()
         fields = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""
@@ -220,10 +193,6 @@ class HttpConnection:
         return {"parameters": found} if operation == "parameters" else cast("dict[str, Any]", found)
 
     def ask(self, call: Call) -> HttpRequest:
-        """Sends an inference request. Returns an object that waits for the answer.
-
-        Raises: InvalidArgument: the request cannot be encoded.  Unavailable: ``close`` was called, or too many requests wait.
-        """
         pending = self._send(self._infer(call))
         if call.detached:
             pending.keep()
@@ -234,25 +203,12 @@ class HttpConnection:
 
     exchange = ask
 
-    def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with the present values of the arrays in ``call``."""
-        return Prepared(self.ask, call)
-
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary array with undefined content. Raises Unavailable if this connection is closed."""
         if self._pool.is_closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU and registers it as a region with the server, which must be on this host.
-
-        ``device`` is the GPU, such as "cuda:0".
-
-        Raises: InvalidArgument: ``device`` names no GPU, or the array has 0 bytes or an unsupported dtype.  Unavailable: there
-          is no CUDA driver, no such GPU, or no memory left on it, or the connection is closed.  ServingError: the server
-          refuses the array.
-        """
         with self._lock:
             if self._on_devices is None:
                 from tensord_client.device_memory import DeviceMemory
@@ -267,7 +223,7 @@ class HttpConnection:
         return cast("tuple[str, int, int]", array.place)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Does nothing, because a client cannot end a sequence over HTTP. The server ends idle sequences."""
+        """Does nothing: the server ends idle sequences by itself."""
 
     def close(self) -> None:
         """Closes all HTTP connections. Requests that are in flight or wait for a connection fail with Cancelled. Idempotent.

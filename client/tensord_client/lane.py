@@ -57,7 +57,7 @@ _WAIT, _PAUSE = 0.5, 0.05
 _COMING_AFTER = 1.0
 
 
-class LaneConnection(Sender):
+class LaneConnection(Sender, Connection):
     """The connection of this process to a daemon on the same host. Requests go over lanes, or over HTTP if there are none.
 
     Thread-safe. After a fork, the child process connects anew by itself. The child must not use arrays that the method
@@ -158,12 +158,7 @@ class LaneConnection(Sender):
             return self._http
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model, and decides whether requests to it go over lanes or over HTTP from now on.
-
-        ``version`` is the model's version, or 0 for the newest.
-
-        Raises: NotFound: the model is not served.  Unavailable: the model is not ready, or no daemon answers.
-        """
+        # It decides as well whether requests to the model go over lanes or over HTTP from now on.
         if self.lanes or self._over_http is None:
             try:
                 # Lanes outlive a version of their model: what it takes now is the daemon's to say.
@@ -257,17 +252,9 @@ class LaneConnection(Sender):
     # --------------------------------------------------------------------------------------------------- requests
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Makes an array with undefined content in memory that this process shares with the workers.
-
-        If the daemon gives no lanes, the array lies in ordinary memory.
-
-        Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is not valid.  Unavailable:
-          there is no room for the array now, or ``close`` was called.
-        """
         return self.memory.empty(shape, dtype) if self.lanes else self.http().empty(shape, dtype)  # type: ignore[arg-type]
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array with undefined content on the GPU ``device``, such as "cuda:0", and registers the array as a region."""
         return self.http().empty_on(device, shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
@@ -309,10 +296,6 @@ class LaneConnection(Sender):
         return pending
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request. Returns the answer, or a ``Pending`` whose method ``result`` waits for the answer and returns it.
-
-        The thread that got a ``Pending`` must call ``result``. The errors are the same as for ``ask``.
-        """
         known, held = self.models.get((call.model, call.version)), self.held
         if known is None or len(held.sizes) >= held.most or call.traceparent:
             return self.ask(call)
@@ -354,11 +337,6 @@ class LaneConnection(Sender):
         return pending
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with the present values of the arrays in ``call``.
-
-        Raises: InvalidArgument: the model answers a request with several responses, or an array in ``call`` cannot be used.
-          ServingError: the daemon answers with an error, or no worker serves the model now.
-        """
         if (call.model, call.version) in self._apart:
             return self.http().prepare(call)
         model = self.model_of(call)
@@ -371,23 +349,15 @@ class LaneConnection(Sender):
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Asks the daemon over HTTP for a model's configuration with defaults filled in. Returns {} if it gives none.
-
-        Also returns {} if the daemon serves no HTTP that this process can reach.
-        """
         try:
             over_http = self.http()
-        except ServingError:
+        except ServingError:  # the daemon serves no HTTP that this process can reach
             return {}
         return over_http.config(model, version)
 
     # ------------------------------------------------------------------------------------------------- parameter sets
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns an object to list and change a model's parameter sets.
-
-        If ``version`` is 0, the object lists the sets of all versions, and changes those of the newest version.
-        """
         return ModelParameters(self.manage, model, version)
 
     def manage(
@@ -433,10 +403,6 @@ class LaneConnection(Sender):
                 os.close(fd)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Asks a sequence's worker to end the sequence once its waiting requests have run. Does not wait for that.
-
-        Does nothing if no request of the sequence was sent over this connection.
-        """
         lane = self._place_sequence((model, sequence_id), None)
         if lane is not None:
             lane.say(wire.record("E", model, sequence_id))
@@ -461,7 +427,9 @@ class LaneConnection(Sender):
                 raise
             if sequence_id:
                 self.sent(call, lane)
-            if lane.queued and call.detached:  # perhaps nobody waits for an answer on this lane, which makes room for it
+            if (
+                lane.queued and call.detached
+            ):  # perhaps nobody waits for an answer on this lane, which makes room for it
                 with contextlib.suppress(RuntimeError):  # there is no thread for it: whoever waits next does it
                     pending.watch()
             return True

@@ -75,18 +75,22 @@ class Prepared:
 
 
 class Connection(Protocol):
-    """The interface of a connection to a server or to models in this process. Requests are sent over it. Thread-safe."""
+    """The interface of a connection to a server or to models in this process. Requests are sent over it. Thread-safe.
+
+    The classes of connections inherit from it. A method without a docstring there does what is said here.
+    """
 
     def open(self, model: str, version: int = 0) -> Description:
         """Returns the description of a model. ``version`` is the model's version, or 0 for the newest.
 
-        Raises ServingError if the model is not served.
+        A model of this process is loaded if needed. Raises: NotFound: the model is not served.  Unavailable: the model is not
+        ready, or no server answers.  ServingError: any other error, such as one of loading.
         """
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
         """Returns a model's configuration with defaults filled in, or {} if the server gives no configuration.
 
-        ``version`` is the model's version, or 0 for the newest.
+        ``version`` is the model's version, or 0 for the newest. Raises ServingError if the model is not ready, or no answer came.
         """
 
     def ask(self, call: Call) -> Pending[Answer]:
@@ -95,7 +99,8 @@ class Connection(Protocol):
         The caller must not change the input arrays until the answer has come. If ``call.detached`` is True, this rule
         covers only the input arrays that this connection's methods ``empty`` and ``empty_on`` made.
 
-        Raises: ServingError: the request cannot be sent.
+        Raises: InvalidArgument: the request cannot be encoded.  Unavailable: ``close`` was called, or too many requests wait.
+          ServingError: the request cannot be sent for any other reason.
         """
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
@@ -108,30 +113,38 @@ class Connection(Protocol):
 
     def prepare(self, call: Call) -> Prepared:
         """Makes a request that can be sent many times, each time with its arrays' values at that time. Sends nothing yet."""
+        return Prepared(self.ask, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array in memory that the server uses without a copy. The array's content is undefined.
 
-        If the server shares no memory with this process, the result is an ordinary array.
+        If the server shares no memory with this process, the result is an ordinary array. Raises: InvalidArgument: the array is
+        larger than the server allows, or its dtype or shape is not valid.  Unavailable: there is no room now, or ``close`` was
+        called.
         """
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Makes an uninitialized array on the GPU ``device``, such as "cuda:0". Workers use the array there without a copy.
 
+        The server, which must be on this host, registers it as a region.
+
         Raises: Unsupported: this process serves the models itself.  InvalidArgument: ``device`` is no GPU, or no array of this
-          dtype or size can be on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no memory left on it.
+          dtype or size can be on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no memory left on it, or the
+          connection is closed.  ServingError: the server refuses the array.
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends the sequence ``sequence_id`` of requests to ``model``. Sends no request to the model.
+        """Ends the sequence ``sequence_id`` of requests to ``model``, once its waiting requests have run. Does not wait for that.
 
-        Over HTTP this method does nothing. The server itself ends a sequence that gets no request for some time.
+        Sends no request to the model. Does nothing if no request of the sequence was sent over this connection, or over HTTP:
+        the server itself ends a sequence that gets no request for some time.
         """
 
     def parameters(self, model: str, version: int) -> Any:
         """Returns a ``ModelParameters``, which lists and changes the parameter sets of a model.
 
-        ``version`` is the model's version, or 0 for all versions. Raises Unsupported if this process serves the model itself.
+        If ``version`` is 0, the object lists the sets of all versions, and changes those of the newest version. Raises
+        Unsupported if this process serves the model itself.
         """
 
     def close(self) -> None:

@@ -7,51 +7,19 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from .call import Call
-from .connection import Prepared
+from .connection import Connection
 from .derivatives import original
 from .errors import CLOSED, ServingError, Unavailable, Unsupported, in_plain_words, kind_of
 from .pending import Deadlines, Pending
 from .results import Answer, Array, Description, written
 
-
-class Served(Protocol):
-    """A model that a worker in this process has loaded and runs in an event loop of this process."""
-
-    description: Description
-    #: The configuration with defaults filled in.
-    config: Mapping[str, Any]
-
-    def begin(self, request: LocalRequest, call: Call) -> int:
-        """Copies a call's inputs and sends the request to the worker. Each response is passed to ``request.take``.
-
-        Returns the number of copied bytes. Raises ServingError if an input cannot be sent or the model was closed.
-        """
-
-    def took(self, request: Any) -> None:
-        """Tells the worker that the caller has read a response to a request, so that the model may send more responses.
-
-        ``request`` is the attribute ``request`` of the LocalRequest that ``begin`` got.
-        """
-
-    def withdraw(self, request: LocalRequest) -> None:
-        """Tells the worker that nobody waits for an answer to a request that ``begin`` got."""
-
-    def end_sequence(self, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request. It does nothing if there is no such sequence."""
-
-    def derivative(self, name: str) -> Served:
-        """Returns a derivative of this model as a model. ``name`` is the derivative's full name, such as "model.pull_back".
-
-        Raises NotFound if there is no such derivative.
-        """
-
-    def close(self) -> None:
-        """Waits until all requests are answered, then unloads the model. Idempotent."""
+#: A model that a worker in this process has loaded: ``tensord.testing`` defines it, which only such a process imports.
+Served = Any
 
 
 class LocalRequest(Pending[Answer]):
@@ -123,7 +91,7 @@ class LocalRequest(Pending[Answer]):
         self._served.withdraw(self)
 
 
-class LocalConnection:
+class LocalConnection(Connection):
     """A ``Connection`` to models that this process serves itself. Each model is loaded at its first use. Thread-safe."""
 
     def __init__(self, load: Callable[[str, int], Served]) -> None:
@@ -144,11 +112,8 @@ class LocalConnection:
         self._starting = threading.Lock()
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Loads a model if needed, and returns its description. If ``version`` is 0, it is the newest version.
-
-        Raises ServingError if loading fails.
-        """
-        return self._loaded(model, version).description
+        description: Description = self._loaded(model, version).description
+        return description
 
     def _loaded(self, model: str, version: int) -> Served:
         if os.getpid() != self._process:
@@ -170,18 +135,13 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Loads a model if needed, and returns its configuration with defaults filled in. ``version`` 0 means the newest."""
-        return self._loaded(model, version).config
+        config: Mapping[str, Any] = self._loaded(model, version).config
+        return config
 
     def ask(self, call: Call) -> LocalRequest:
-        """Sends a request to a model in this process. Returns an object that waits for the answer."""
         return LocalRequest(self, self._loaded(call.model, call.version), call)
 
     exchange = ask
-
-    def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with its arrays' values at that time. Sends nothing yet."""
-        return Prepared(self.ask, call)
 
     def call_back(self, request: LocalRequest) -> None:
         """Calls the callbacks of an ended request in another thread."""
@@ -195,23 +155,19 @@ class LocalConnection:
         self._ended.put(request)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Returns ``numpy.empty(shape, dtype)``, an array in ordinary memory. Raises Unavailable after ``close``."""
         if self._closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Always raises Unsupported, because this process serves the models itself."""
         raise Unsupported(f"memory on '{device}' is shared with a daemon, and this process serves the model itself")
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence in all loaded versions of the model, without a further request."""
         for (name, _), each in list(self._models.items()):
             if name == model:
                 each.end_sequence(sequence_id)
 
     def parameters(self, model: str, version: int) -> Any:
-        """Always raises Unsupported, because only models that a daemon serves have parameter sets."""
         raise Unsupported(
             "parameters are pushed into models that a daemon serves; this process serves the model itself"
         )
