@@ -17,9 +17,9 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import starmap
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Union
 
 import numpy as np
@@ -52,7 +52,7 @@ _PAUSE = 0.1
 Place = Union[str, "os.PathLike[str]"]
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """A connection to a server. ``model`` looks up the server's models.
 
     Thread-safe. After a fork the child process connects anew by itself.
@@ -120,12 +120,7 @@ class Client:
         """Closes the connection. If this process serves models itself, they are unloaded. Idempotent."""
         self._connection.close()
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> Any:

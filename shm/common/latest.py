@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -134,7 +134,7 @@ class Newest(Generic[A]):
             future.cancel()
 
 
-class Latest(Newest[A]):
+class Latest(Newest[A], AbstractContextManager["Latest[A]"]):
     """Sends inputs to a model with ``put``, which does not wait. Returns answers with ``get``, which waits for an answer.
 
     While two requests are in flight, ``put`` only stores the inputs, in place of inputs stored before, to send them next.
@@ -171,12 +171,7 @@ class Latest(Newest[A]):
         """
         self._end()
 
-    def __enter__(self) -> Latest[A]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -176,7 +176,7 @@ class Calls:
         )
 
 
-class Model(Calls):
+class Model(Calls, AbstractContextManager["Model"]):
     """A served model. Call it with arrays by input name. Thread-safe.
 
     Attributes:
@@ -333,12 +333,7 @@ class Model(Calls):
         """Closes this object, so that later calls of it raise Unavailable. The client stays connected. Idempotent."""
         self._closed = True
 
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -364,7 +359,7 @@ class SequenceSteps(Generic[M]):
         return own
 
 
-class ModelSequence(SequenceSteps[Model]):
+class ModelSequence(SequenceSteps[Model], AbstractContextManager["ModelSequence"]):
     """A sequence of requests to a model that keeps state. The first call begins it, the call with ``end=True`` ends it.
 
     ``Model.sequence`` makes it. If its ``with`` block is left without an ``end`` call, ``Model.end_sequence`` is called.
@@ -381,12 +376,7 @@ class ModelSequence(SequenceSteps[Model]):
         self._over = end
         return answer
 
-    def __enter__(self) -> ModelSequence:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._open:
             self._model.end_sequence(self.sequence_id)
 
