@@ -1,4 +1,4 @@
-/* Python's API, as all of the daemon's parts in C include it. The client, a distribution of its own, has this in its _records.h. */
+/* Python's API, as all of the daemon's parts in C include it. The client, a distribution of its own, has this in its _lane.h. */
 
 #ifndef TENSORD_PYTHON_H
 #define TENSORD_PYTHON_H

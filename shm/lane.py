@@ -209,11 +209,7 @@ class SubmitterLane(LaneEnd):
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues the trace ``context`` of a request, then the request.
-
-        The caller has already written the request's inputs and announced their segments. ``numbered`` is the prepared request
-        that ``record`` names by number, or None if ``record`` contains the prepared request.
-        """
+        """Queues the trace ``context`` of a request, then the request as ``submit`` does."""
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         if record.sequence_id:
@@ -224,11 +220,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request at once if that is possible. Otherwise queues the request and returns False: call ``flush`` then.
-
-        The caller has already written the request's inputs and announced their segments. ``numbered`` is the prepared request
-        that ``record`` names by number, or None if ``record`` contains the prepared request.
-        """
+        """Sends a request at once if possible. Otherwise queues it as ``submit`` does and returns False: call ``flush``."""
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         return self.channel.send_alone(record)

@@ -230,10 +230,7 @@ class Region(_ObjectRegion):
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Records whether a GPU's driver has page-locked the region. Any thread may call this method.
-
-        Call it with True after the driver locks the pages, and with False before the driver unlocks them.
-        """
+        """Records whether a GPU's driver has page-locked the region. See ``guard.Guarded.hold``."""
         if self._guard is not None:
             self._guard.hold(held)
 

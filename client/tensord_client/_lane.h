@@ -95,7 +95,6 @@ typedef struct exchange exchange_t;
  * ``deadline``: in monotonic ns; 0: none. */
 PyObject *ask_for(exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *own, uint64_t now, uint64_t deadline);
 
-/* Returns whether an object stands for what the lane's memory and models are now. */
 /* Returns whether an object is an Answer. */
 int is_answer(const exchange_t *self, PyObject *object);
 

@@ -223,25 +223,6 @@ class AnswerMemory:
         self.segments.pop(number, None)
         self._refused.discard(number)
 
-    def lease(self, answer: AnswerRecord) -> AnswerLease | None:
-        """Returns the lease of an answer, or None if the answer's outputs do not lie in the worker's memory.
-
-        Raises: Unavailable: this process could not map the answer's segment.  ValueError: the worker has not announced the
-          segment.
-        """
-        if answer.lease is None:
-            return None
-        number = answer.lease[0]
-        segment = self.segments.get(number)
-        if segment is None:
-            if number not in self._refused:
-                raise ValueError(f"segment {number} is not open")
-            self.give_back(answer.lease, 0)
-            raise Unavailable(
-                "an answer cannot be reached: this process has as many files open, or as much mapped, as it may"
-            )
-        return AnswerLease(self, answer.lease, segment)
-
     def explained(self, error: ServingError) -> ServingError:
         """Returns the error to raise for a failed request: ResultsHeld if this process holds too many answers, else ``error``."""
         return self.held.explained(error, self, self._byte_size)
@@ -254,12 +235,17 @@ class AnswerMemory:
         """
         lease: AnswerLease | None = None
         error: ServingError | None = None
-        try:
-            lease = self.lease(answer)
-        except ServingError as failed:
-            error = failed
-        except ValueError as failed:
-            error = Internal(f"the worker's answer is malformed: {failed}")
+        if answer.lease is not None:
+            number = answer.lease[0]
+            segment = self.segments.get(number)
+            if segment is not None:
+                lease = AnswerLease(self, answer.lease, segment)
+            elif number in self._refused:
+                self.give_back(answer.lease, 0)
+                why = "this process has as many files open, or as much mapped, as it may"
+                error = Unavailable(f"an answer cannot be reached: {why}")
+            else:
+                error = Internal(f"the worker's answer is malformed: segment {number} is not open")
         if answer.code:
             error = self.explained(from_code(answer.code, answer.message))
         return (answer, lease) if error is None else error

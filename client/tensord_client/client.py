@@ -157,15 +157,7 @@ def connect(
 def connection(
     address: Place | None, wait: float, patience: float, headers: Mapping[str, str] | None = None
 ) -> Connection:
-    """Finds a server and returns an open connection to it.
-
-    ``address`` None means ``$TENSORD`` or, if it is not set, the usual addresses. ``wait`` is the seconds to wait for a server
-    to appear. ``patience`` is the seconds that requests wait for a lost server. HTTP requests have the header fields
-    ``headers``.
-
-    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no valid address, or ``headers`` has a malformed
-      name or value, or a field that the client writes by itself.
-    """
+    """Finds a server and returns an open connection to it. The arguments and errors are the same as for ``connect``."""
     fields = b"".join(starmap(_field, (headers or {}).items()))
     until, patience = time.monotonic() + wait, min(patience, FOREVER)  # locks cannot be waited for without an end
     named = address if address is not None else os.environ.get("TENSORD") or None

@@ -110,21 +110,11 @@ class HttpConnection(Connection):
                 self._waiting = Waiter()
             return self._waiting
 
-    def get(self, path: str, patience: float | None = None, deadline: float | None = None) -> Any:
-        """Sends a GET request for a path. Returns the parsed JSON of the answer, or None if the answer is empty.
-
-        Args:
-          patience: the seconds to wait for a server that cannot be reached, or None for the constructor's value.
-          deadline: the time of ``time.monotonic()`` in seconds at which to stop waiting, or None for no limit.
-
-        Raises: ServingError: the answer is an error, or none came.
-        """
-        return self._request("GET", path, deadline=deadline, patience=patience)[0]
-
     def post(self, path: str, body: bytes, patience: float | None = None, deadline: float | None = None) -> Any:
         """Posts ``body``, a JSON text. Returns the answer's JSON, or None if it is empty. Raises ServingError on failure.
 
-        ``patience`` and ``deadline`` are those of ``get``.
+        ``patience`` is the seconds to wait for a server that cannot be reached, or None for the constructor's value.
+        ``deadline`` is the time of ``time.monotonic()`` in seconds at which to stop waiting, or None for no limit.
         """
         return self._request("POST", path, b"Content-Type: application/json\r\n", [body], deadline, patience)[0]
 

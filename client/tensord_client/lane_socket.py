@@ -15,7 +15,6 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from tensord_client.common.pending import WaitEnded
@@ -52,7 +51,7 @@ class LaneSocket:
         self.received = bytearray(wire.MAX_DATAGRAM + 1)
         #: Held by the thread or event loop that receives; it says when that polls before it sleeps.
         self.reading = wire.Lock(spin_ns)
-        #: Event loops that read the socket.
+        #: Event loops that read the socket; each is added under ``lock``, in its thread.
         self.loops: dict[Any, None] = {}
 
     # ------------------------------------------------------------------------------------------------------ sending
@@ -171,16 +170,6 @@ class LaneSocket:
             with self.lock:
                 self._send_backlog()
         return bool(found & ~select.POLLOUT)
-
-    # -------------------------------------------------------------------------------------------------- event loops
-
-    def attach(self, loop: Any, readable: Callable[[Any], None]) -> None:
-        """Lets an event loop call ``readable(loop)`` when a datagram has come.
-
-        Call it in the loop's thread, while you hold this socket's ``lock``.
-        """
-        self.loops[loop] = None
-        loop.add_reader(self.sock.fileno(), readable, loop)
 
     # ---------------------------------------------------------------------------------------------------------- end
 

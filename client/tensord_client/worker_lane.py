@@ -530,7 +530,8 @@ class ClientLane:
         if loop not in self.socket.loops:
             with self.lock:
                 if not self.ended:
-                    self.socket.attach(loop, self._readable)
+                    self.socket.loops[loop] = None
+                    loop.add_reader(self.socket.sock.fileno(), self._readable, loop)
 
     def _readable(self, loop: Any) -> None:
         """Hands received answers to their requests. An event loop calls it."""

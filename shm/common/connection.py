@@ -19,19 +19,13 @@ class Prepared:
     ``Model.prepare`` makes it. Several threads may use it, but its calls run one after the other.
     """
 
-    def __init__(
-        self, exchange: Callable[[Call], Answer | Pending[Answer]], call: Call, timeout: float | None = None
-    ) -> None:
-        """Stores a request that may be sent many times. Sends nothing yet.
+    #: Seconds to wait for an answer; None: without limit.
+    timeout: float | None = None
 
-        Args:
-          exchange: sends a request, as ``Connection.exchange`` does.
-          call: the request.
-          timeout: how many seconds to wait for an answer. If it is None, there is no limit.
-        """
+    def __init__(self, exchange: Callable[[Call], Answer | Pending[Answer]], call: Call) -> None:
+        """Stores a request that may be sent many times. Sends nothing. ``exchange`` sends it, as ``Connection.exchange`` does."""
         self._exchange = exchange
         self._call = call
-        self.timeout = timeout
         call.repeats = True
         self.forget()
         forgotten_by_children(self)
@@ -44,7 +38,7 @@ class Prepared:
     def __call__(self, timeout: float | None = None) -> Answer:
         """Sends the request with its arrays' present values, waits for the answer and returns it: the outputs by name.
 
-        ``timeout`` is the seconds to wait. None means the constructor's timeout.
+        ``timeout`` is the seconds to wait. None means the attribute ``timeout``.
 
         Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then first waits
           until this request has ended, so that two requests never write to the same arrays.

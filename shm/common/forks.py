@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import Any
+
+_owned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Owned(Protocol):
-    """An object, such as a connection, that must be reset in a child process after a fork."""
+def forgotten_by_children(owned: Any) -> None:
+    """Makes each process that is forked off this one call ``owned.forget``. ``owned`` may still be garbage-collected.
 
-    def forget(self) -> None:
-        """Removes the parent process's requests from this object. It is called in a child process after a fork."""
-
-
-_owned: weakref.WeakSet[Owned] = weakref.WeakSet()
-
-
-def forgotten_by_children(owned: Owned) -> None:
-    """Makes each process that is forked off this one call ``owned.forget``. ``owned`` may still be garbage-collected."""
+    ``forget`` removes the parent process's requests from an object, such as a connection.
+    """
     _owned.add(owned)
 
 

@@ -317,11 +317,7 @@ class Pending(Generic[T]):
         return result
 
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[T]:
-        """Returns an asynchronous iterator over the responses. Closing or dropping the iterator early cancels the request.
-
-        A wait for a response ends after ``timeout`` seconds, and at the latest at the request's deadline. Raises:
-        ServingError: a response is an error.  DeadlineExceeded: a wait ended without a response.
-        """
+        """Returns an asynchronous iterator over the responses. Ends, ``timeout`` and errors are the same as for ``responses``."""
         responses = self._async_responses(timeout)
         with contextlib.suppress(StopIteration):  # as in ``responses``; it awaits nothing before
             responses.asend(None).send(None)

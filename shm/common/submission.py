@@ -20,7 +20,7 @@ the START flag.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import Internal, NotFound, ServingError, Unavailable
 
@@ -28,6 +28,7 @@ from .errors import Internal, NotFound, ServingError, Unavailable
 UNKNOWN_MODEL = "Request for unknown model: "
 #: Ends of workers that a request is taken to be the cause of.
 _STRIKES = 2
+W = TypeVar("W")
 
 
 class Submission:
@@ -92,22 +93,13 @@ def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
     return not is_told and code in (NotFound.code, Unavailable.code)
 
 
-class Destination(Protocol):
-    """A submitter's end of its lane to a worker."""
-
-    in_flight: Any
-
-
-D = TypeVar("D", bound=Destination)
-
-
-def least_busy(workers: Iterable[D]) -> D | None:
+def least_busy(workers: Iterable[W]) -> W | None:
     """Returns the first worker with the fewest requests of this submitter in flight, or None if there is no worker."""
     return min(workers, key=load, default=None)
 
 
-def load(worker: Destination) -> int:
-    """Returns a worker's load: how many requests of this submitter are in flight on it."""
+def load(worker: Any) -> int:
+    """Returns how many requests of this submitter are in flight on ``worker``, the submitter's end of a lane."""
     return len(worker.in_flight)
 
 
