@@ -258,16 +258,11 @@ class Channel:
         return self.read(bytes(received[:size]), descriptors_in(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """Decodes a datagram that the caller has received. Returns its records and its file descriptors.
-
-        The list of records is empty if the datagram has a part of a large record, but not the last part.
+        """Decodes a datagram that the caller has received. Returns its records and descriptors, and raises, as ``receive``.
 
         Args:
           fds: the descriptors that came with the datagram. They are closed if this raises.
           flags: the flags that ``recvmsg`` returned.
-
-        Raises: ChannelClosed: the other end is gone.  InvalidArgument: the datagram is malformed.  DescriptorsLost: the
-          datagram came without its descriptors, because this process has too many open files.
         """
         if not content:
             descriptors.close(fds)

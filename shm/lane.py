@@ -376,16 +376,12 @@ class WorkerLane(LaneEnd):
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that the caller has received. Returns the datagram's records in order.
-
-        Carries out records about leases and segments and does not return them, except a SegmentClosed of a client.
+        """Decodes a datagram that the caller has received. Returns the datagram's records in order, and raises, as ``receive``.
 
         Args:
           content: the datagram's bytes.
           fds: the file descriptors that came with the datagram.
           flags: the flags that ``recvmsg`` returned.
-
-        Raises ChannelClosed and InvalidArgument as ``receive`` does.
         """
         try:
             records, fds = self.channel.read(content, fds, flags)

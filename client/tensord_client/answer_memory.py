@@ -78,22 +78,6 @@ class HeldResults:
         held = len(self.sizes)
         return ResultsHeld(held, self.most) if held >= self.most else None
 
-    def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
-        """Returns ResultsHeld if this process's answers fill the worker's memory and caused ``error``. Else returns ``error``.
-
-        Args:
-          error: the error that a request failed with.
-          memory: the memory of the lane that the request was sent on.
-          room: the most bytes that answers in ``memory`` may have together.
-        """
-        # A copy: before Python 3.12 a garbage collection may begin inside a loop over the items, and end a lease that is counted.
-        held = self.sizes.copy().items()
-        here = [size for (each, _), size in held if each is memory]
-        is_full = isinstance(error, DeadlineExceeded) and here and sum(here) + max(here) > room
-        if not (held and (is_full or error.message.startswith(_NO_ROOM))):
-            return error
-        return ResultsHeld(len(held), self.most, sum(size for _, size in held), error.message)
-
 
 class AnswerLease:
     """The lease of the worker's memory that the outputs of one answer lie in.
@@ -224,8 +208,14 @@ class AnswerMemory:
         self._refused.discard(number)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns the error to raise for a failed request: ResultsHeld if this process holds too many answers, else ``error``."""
-        return self.held.explained(error, self, self._byte_size)
+        """Returns ResultsHeld if this process's answers fill the worker's memory and caused ``error``. Else returns ``error``."""
+        # A copy: before Python 3.12 a garbage collection may begin inside a loop over the items, and end a lease that is counted.
+        held = self.held.sizes.copy().items()
+        here = [size for (each, _), size in held if each is self]
+        is_full = isinstance(error, DeadlineExceeded) and here and sum(here) + max(here) > self._byte_size
+        if not (held and (is_full or error.message.startswith(_NO_ROOM))):
+            return error
+        return ResultsHeld(len(held), self.held.most, sum(size for _, size in held), error.message)
 
     def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:
         """Returns an answer with its lease, or an error to raise instead.

@@ -206,11 +206,7 @@ class DeviceMemory:
     def empty(self, shape: Sequence[int], dtype: Any, device: str) -> DeviceArray:
         """Allocates an array with undefined content on a GPU, and registers it with the daemon as a CUDA region.
 
-        ``device`` is the GPU, such as "cuda:0".
-
-        Raises: InvalidArgument: ``device`` names no GPU, or the array has 0 bytes or a dtype that DLPack lacks.  Unavailable:
-          there is no CUDA driver, no such GPU, or no memory left on it, or ``close`` was called.  ServingError: the daemon
-          refuses the array.
+        The arguments and errors are the same as for ``Connection.empty_on``.
         """
         kind, _, number = device.partition(":")
         if kind != "cuda" or not (number or "0").isdigit():

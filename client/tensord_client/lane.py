@@ -527,14 +527,6 @@ class LaneConnection(Sender, Connection):
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Waits until there is a lane to a worker of the request's model, and sends the request again over that lane.
-
-        Call this only in the thread in which ``pending.claim()`` returned True. ``until`` is a time of ``time.monotonic()`` in
-        seconds, or None for no limit. Sends nothing if the request has ended meanwhile.
-
-        Raises: ServingError: no lane was found, no other worker can run a refused request, or the worker of the request's
-          sequence has ended.  WaitEnded: ``until`` has passed.
-        """
         refusal, pending.refusal = pending.refusal, None
         lane, pending.former = pending.former, None
         # Not from now on: those before it, which this thread has sent, may have waited for all their patience.

@@ -352,7 +352,8 @@ class Sender:
 
         Call it only in the thread in which ``pending.claim()`` has returned True. ``until``: the time of ``time.monotonic()``
         in seconds at which the search for another lane ends, or None for no limit.
-        Raises: WaitEnded: no lane was found until then.  ServingError: the search failed, or no worker takes the request.
+        Sends nothing if the request has ended meanwhile. Raises: WaitEnded: no lane was found until then.  ServingError: no lane
+        was found, no other worker can run a refused request, or the worker of the request's sequence has ended.
         """
         raise NotImplementedError
 

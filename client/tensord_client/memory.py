@@ -207,12 +207,8 @@ class Memory:
             assert offset is not None
             return Block(self, segment, offset, byte_size)
 
-    def collect(self) -> None:
-        """Frees the memory of arrays that Python has collected. Closes unused segments, except for a reserve of 64 MiB."""
-        with self._lock:
-            self._collect()
-
     def _collect(self) -> None:
+        """Frees the memory of arrays that Python has collected. Closes unused segments, except for a reserve of 64 MiB."""
         if not self.returned:
             return
         while self.returned:

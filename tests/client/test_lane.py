@@ -357,7 +357,7 @@ def test_a_prepared_call_asks_python_again_once_something_has_changed(
     assert [ask(number) for number in range(5)] == [1, 0, 0, 0, 0]
     large = [connection.empty(48 << 20, np.uint8) for _ in range(3)]
     large.clear()
-    connection.memory.collect()
+    connection.memory._collect()
     assert [ask(number) for number in range(5)] == [1, 1, 0, 0, 0]
 
 

@@ -100,7 +100,7 @@ def test_what_nobody_uses_goes_back_to_the_host(memory: Memory) -> None:
     arrays = [memory.empty(48 << 20, "u1") for _ in range(4)]
     assert memory.byte_size >= 192 << 20
     del arrays
-    memory.collect()
+    memory._collect()
     assert memory.byte_size <= 64 << 20
     assert memory.closures[0] is not before
 
@@ -129,5 +129,5 @@ def test_arrays_of_many_threads_never_overlap(memory: Memory) -> None:
         thread.join()
     assert wrong == []
     gc.collect()
-    memory.collect()
+    memory._collect()
     assert all(segment.is_unused for segment in memory.segments.values())

@@ -48,7 +48,7 @@ def answer(requests: list[wire.Placed]) -> None:
 
 def used(placement: Placement) -> int:
     """Counts the bytes of shared memory that are not free."""
-    placement.memory.collect()
+    placement.memory._collect()
     return sum(segment.byte_size - sum(segment.sizes) for segment in placement.memory.segments.values())
 
 

@@ -269,6 +269,17 @@ static inline int tensord__json_true(const char *object, const char *name) {
 
 /* ---------------------------------------------------------------------------------------------------- the clients' socket */
 
+/* Makes the header of a message in one part, with room for descriptors. */
+static inline struct msghdr tensord__message(struct iovec *part, void *ancillary, size_t room) {
+    struct msghdr message;
+    memset(&message, 0, sizeof message);
+    message.msg_iov = part;
+    message.msg_iovlen = 1;
+    message.msg_control = ancillary;
+    message.msg_controllen = room;
+    return message;
+}
+
 /* Asks. ``answer`` has room for 128 KiB and a 0; ``fds`` for TENSORD_MAX_LANES. Returns 0, or TENSORD_FAILED or TENSORD_ENDED. */
 static inline int tensord__ask(tensord_client *client, const char *question, char *answer, int *fds, int *fd_count) {
     union {
@@ -276,12 +287,7 @@ static inline int tensord__ask(tensord_client *client, const char *question, cha
         char room[CMSG_SPACE(TENSORD_MAX_LANES * sizeof(int))];
     } ancillary;
     struct iovec part = {answer, 128 << 10};
-    struct msghdr message;
-    memset(&message, 0, sizeof message);
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = &ancillary;
-    message.msg_controllen = sizeof ancillary;
+    struct msghdr message = tensord__message(&part, &ancillary, sizeof ancillary);
     *fd_count = 0;
     /* A daemon that refuses a connection says why before it closes it. */
     send(client->fd, question, strlen(question), MSG_NOSIGNAL);
@@ -348,14 +354,9 @@ static inline int tensord__send(tensord_lane *lane, const void *content, size_t 
         char room[CMSG_SPACE(sizeof(int))];
     } ancillary;
     struct iovec part = {(void *)content, size};
-    struct msghdr message;
-    memset(&message, 0, sizeof message);
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
+    memset(&ancillary, 0, sizeof ancillary);
+    struct msghdr message = tensord__message(&part, fd < 0 ? NULL : &ancillary, fd < 0 ? 0 : CMSG_SPACE(sizeof(int)));
     if (fd >= 0) {
-        memset(&ancillary, 0, sizeof ancillary);
-        message.msg_control = &ancillary;
-        message.msg_controllen = CMSG_SPACE(sizeof(int));
         struct cmsghdr *rights = CMSG_FIRSTHDR(&message);
         rights->cmsg_level = SOL_SOCKET;
         rights->cmsg_type = SCM_RIGHTS;
@@ -690,12 +691,7 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
     lane->parts_size = 0;
     for (;;) {
         struct iovec part = {lane->received, sizeof lane->received};
-        struct msghdr message;
-        memset(&message, 0, sizeof message);
-        message.msg_iov = &part;
-        message.msg_iovlen = 1;
-        message.msg_control = &ancillary;
-        message.msg_controllen = sizeof ancillary;
+        struct msghdr message = tensord__message(&part, &ancillary, sizeof ancillary);
         uint64_t began = tensord__spin(lane, until_ns);
         if (until_ns) {
             uint64_t now_ns = tensord__now_ns();

@@ -139,10 +139,14 @@ TENSORD__LOCAL void tensord__put_wide(tensord__writer *to, int head, int width, 
     to->at += width + 1;
 }
 
+/* Writes a number of 2^power bytes behind the head of this width: ``head`` is that of one byte. */
+TENSORD__LOCAL void tensord__put_power(tensord__writer *to, int head, int power, uint64_t number) {
+    tensord__put_wide(to, head + power, 1 << power, number);
+}
+
 /* Writes the number behind the head of its width: ``head`` is that of the narrowest. */
 TENSORD__LOCAL void tensord__put_sized(tensord__writer *to, int head, uint64_t number) {
-    int power = number < 0x100 ? 0 : number < 0x10000 ? 1 : number < 0x100000000u ? 2 : 3;
-    tensord__put_wide(to, head + power, 1 << power, number);
+    tensord__put_power(to, head, number < 0x100 ? 0 : number < 0x10000 ? 1 : number < 0x100000000u ? 2 : 3, number);
 }
 
 TENSORD__LOCAL void tensord__put_byte(tensord__writer *to, int byte) { tensord__put_wide(to, byte, 0, 0); }
@@ -164,14 +168,8 @@ TENSORD__LOCAL void tensord__put_int(tensord__writer *to, int64_t number) {
         tensord__put_uint(to, (uint64_t)number);
     else if (number >= -0x20)
         tensord__put_byte(to, (int)number & 0xff);
-    else if (number >= INT8_MIN)
-        tensord__put_wide(to, 0xd0, 1, (uint64_t)number);
-    else if (number >= INT16_MIN)
-        tensord__put_wide(to, 0xd1, 2, (uint64_t)number);
-    else if (number >= INT32_MIN)
-        tensord__put_wide(to, 0xd2, 4, (uint64_t)number);
     else
-        tensord__put_wide(to, 0xd3, 8, (uint64_t)number);
+        tensord__put_power(to, 0xd0, number >= INT8_MIN ? 0 : number >= INT16_MIN ? 1 : number >= INT32_MIN ? 2 : 3, (uint64_t)number);
 }
 
 TENSORD__LOCAL void tensord__put_float(tensord__writer *to, double number) {
@@ -180,19 +178,16 @@ TENSORD__LOCAL void tensord__put_float(tensord__writer *to, double number) {
     tensord__put_wide(to, 0xcb, 8, bits);
 }
 
-TENSORD__LOCAL void tensord__put_array(tensord__writer *to, uint64_t count) {
+/* Writes the head of so many elements. ``few``: the head of none; ``many``: that of a count of two bytes. */
+TENSORD__LOCAL void tensord__put_count(tensord__writer *to, int few, int many, uint64_t count) {
     if (count < 0x10)
-        tensord__put_byte(to, 0x90 | (int)count);
+        tensord__put_byte(to, few | (int)count);
     else
-        tensord__put_wide(to, count < 0x10000 ? 0xdc : 0xdd, count < 0x10000 ? 2 : 4, count);
+        tensord__put_wide(to, many + (count >= 0x10000), count < 0x10000 ? 2 : 4, count);
 }
 
-TENSORD__LOCAL void tensord__put_map(tensord__writer *to, uint64_t count) {
-    if (count < 0x10)
-        tensord__put_byte(to, 0x80 | (int)count);
-    else
-        tensord__put_wide(to, count < 0x10000 ? 0xde : 0xdf, count < 0x10000 ? 2 : 4, count);
-}
+TENSORD__LOCAL void tensord__put_array(tensord__writer *to, uint64_t count) { tensord__put_count(to, 0x90, 0xdc, count); }
+TENSORD__LOCAL void tensord__put_map(tensord__writer *to, uint64_t count) { tensord__put_count(to, 0x80, 0xde, count); }
 
 TENSORD__LOCAL void tensord__put_text(tensord__writer *to, tensord__text text) {
     if (text.size < 0x20)
