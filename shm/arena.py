@@ -234,10 +234,6 @@ class Arena:
             self.take_back(lease)
         return None
 
-    def segment(self, number: int) -> Segment:
-        """Returns the segment with this number. Raises KeyError if there is no such segment."""
-        return self._segments[number]
-
     @property
     def segments(self) -> dict[int, Segment]:
         """Returns the open segments by number."""

@@ -127,7 +127,7 @@ class LaneEnd:
         Raises Unavailable if this process can open no more files.
         """
         if segment not in self.announced:
-            opened = self.arena.segment(segment)
+            opened = self.arena.segments[segment]
             with descriptors.needed("sending an arena segment"):
                 self.channel.put(SegmentOpened(segment, opened.byte_size), opened.share(self._writable))
             self.announced.add(segment)

@@ -72,12 +72,7 @@ typedef struct {
     int held, waiters;
     /* Released once for each time that the lock is given back while somebody waits for it. */
     PyThread_type_lock woken;
-    /* How long to poll at most; when the last wait began and ended; in ns of CLOCK_MONOTONIC. */
-    uint64_t limit, since, ended;
-    /* 1 if the last wait was short enough. */
-    int worth;
-    /* 1 if the wait that has begun polls; the waits to sleep in before the next poll, and those that there were since the last one. */
-    int polls, pause, paused;
+    tensord__waits waits;
     /* The receive timeout that the socket has. */
     long timeout_ms;
 } lock_t;

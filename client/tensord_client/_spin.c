@@ -1,8 +1,7 @@
 /* The lock of those who send on a lane, or receive; who has the latter polls for the next datagram for a short time before it sleeps.
  *
  * Waking a process costs tens of microseconds, more in a virtual machine; a small request takes about as long. So who waits for an
- * answer polls for it, as the worker does for requests, and by the same rule (the daemon's shm/spin.py): for so long as the daemon
- * says at most, only if the last wait was shorter than that, only after little work since, and after polls in vain ever more seldom.
+ * answer polls for it, as the worker does for requests, and by the same rule (tensord_wire.h), for so long as the daemon says at most.
  * Between two looks others may have the processor, and the interpreter.
  */
 
@@ -14,29 +13,10 @@
 #include <structmember.h>
 #include <time.h>
 
-/* The most waits that would be worth a poll, and sleep after one in vain. */
-#define LONGEST_PAUSE 63
-
 uint64_t now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
-/* Begins a wait. Returns until when to poll; 0: not at all. */
-static uint64_t begin(lock_t *self, uint64_t now) {
-    self->since = now;
-    self->polls = self->worth && 2 * (now - self->ended) <= self->limit && ++self->paused > self->pause;
-    return self->polls ? now + self->limit : 0;
-}
-
-static void end(lock_t *self, uint64_t now) {
-    self->ended = now;
-    self->worth = now - self->since < self->limit;
-    if (self->polls) {
-        self->polls = self->paused = 0;
-        self->pause = self->worth ? 0 : self->pause < LONGEST_PAUSE ? 2 * self->pause + 1 : LONGEST_PAUSE;
-    }
 }
 
 static void poll_until(int fd, uint64_t until) {
@@ -53,11 +33,11 @@ ssize_t receive(lock_t *reading, int fd, int flags, struct msghdr *message) {
         message->msg_controllen = room;
         Py_BEGIN_ALLOW_THREADS
         if (!(flags & MSG_DONTWAIT))
-            poll_until(fd, begin(reading, now_ns()));
+            poll_until(fd, tensord__begin_wait(&reading->waits, now_ns()));
         size = recvmsg(fd, message, MSG_CMSG_CLOEXEC | flags);
         failure = errno;
         if (!(flags & MSG_DONTWAIT))
-            end(reading, now_ns());
+            tensord__end_wait(&reading->waits, now_ns());
         Py_END_ALLOW_THREADS
         errno = failure;
         if (size >= 0 || failure != EINTR || PyErr_CheckSignals())
@@ -98,14 +78,14 @@ static PyObject *receive_into(lock_t *self, PyObject *arguments) {
 
 static PyObject *begin_at(lock_t *self, PyObject *given) {
     unsigned long long now = PyLong_AsUnsignedLongLong(given);
-    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(begin(self, now));
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(tensord__begin_wait(&self->waits, now));
 }
 
 static PyObject *end_at(lock_t *self, PyObject *given) {
     unsigned long long now = PyLong_AsUnsignedLongLong(given);
     if (PyErr_Occurred())
         return NULL;
-    end(self, now);
+    tensord__end_wait(&self->waits, now);
     Py_RETURN_NONE;
 }
 
@@ -153,7 +133,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     }
     if (self != NULL) {
         PyThread_acquire_lock(self->woken, NOWAIT_LOCK);
-        self->limit = limit;
+        self->waits.limit = limit;
     }
     return (PyObject *)self;
 }

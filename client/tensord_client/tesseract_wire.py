@@ -1,8 +1,6 @@
 """Reads and writes ``tesseract-core``'s JSON, and gives all inputs of a request the same number of rows. Does no I/O.
 
-An array is {"shape": [3], "dtype": "float32", "data": {"encoding": "base64", "buffer": "..."}}. If a model has a batch
-dimension, a client may send an input with this dimension, or one row without it. A single row is used for all rows of the other
-inputs.
+``tensord_client.tesseract`` says how arrays and rows are sent.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def test_the_peer_reads_what_the_owner_wrote_and_cannot_write() -> None:
     arena, peer = Arena(1 * MIB, 1 * MIB, 0), ArenaMap()
     lease = arena.loan(8)
     assert lease is not None
-    peer.open(0, 1 * MIB, os.dup(arena.segment(0).fd))
+    peer.open(0, 1 * MIB, os.dup(arena.segments[0].fd))
     lease.view[:] = b"abcdefgh"
     seen = peer.view(lease.place)
     assert bytes(seen) == b"abcdefgh"
@@ -180,7 +180,7 @@ def test_the_peer_reads_what_the_owner_wrote_and_cannot_write() -> None:
 )
 def test_ranges_outside_a_segment_are_refused(place: Slice) -> None:
     arena, peer = Arena(1 * MIB, 1 * MIB, 0), ArenaMap()
-    peer.open(0, 1 * MIB, os.dup(arena.segment(0).fd))
+    peer.open(0, 1 * MIB, os.dup(arena.segments[0].fd))
     with pytest.raises(InvalidArgument):
         peer.view(place)
     peer.close()
@@ -189,7 +189,7 @@ def test_ranges_outside_a_segment_are_refused(place: Slice) -> None:
 
 def test_a_segment_is_not_announced_twice() -> None:
     arena, peer = Arena(1 * MIB, 1 * MIB, 0), ArenaMap()
-    fd = arena.segment(0).fd
+    fd = arena.segments[0].fd
     peer.open(0, 1 * MIB, os.dup(fd))
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(InvalidArgument, match="twice"):

@@ -148,9 +148,7 @@ typedef struct {
     /* The part of it that has not been read yet. */
     const unsigned char *at, *end;
     uint64_t records;
-    /* How long to poll before sleeping; when the last wait ended, and whether it was shorter than that. */
-    uint64_t spin_ns, woken_ns;
-    int spins, polls, pause, paused;
+    tensord__waits waits;
     struct {
         int used;
         uint64_t number, byte_size;
@@ -444,7 +442,7 @@ static inline tensord_lane *tensord_open(tensord_client *client, const char *mod
                 break;
             lane->fd = fds[next++];
             lane->number = number;
-            lane->spin_ns = 1000 * (uint64_t)tensord__json_int(answer, "spin_us", 0);
+            lane->waits.limit = 1000 * (uint64_t)tensord__json_int(answer, "spin_us", 0);
             client->lanes[client->count++] = lane;
             if (!tensord__send_numbers(lane, "V", TENSORD_WIRE, 0, 1, -1) && chosen == NULL)
                 chosen = lane;
@@ -665,19 +663,14 @@ static inline uint64_t tensord__now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* Polls for a datagram, giving way to others, before its receiver sleeps: waking a process takes longer than a small request. It pays only
- * if the last wait was short, and after little work, and after polls in vain it pauses for ever more waits, at most 63; the worker does the
- * same. Returns when the wait began. */
-static inline uint64_t tensord__spin(tensord_lane *lane, uint64_t until_ns) {
+/* Begins a wait: polls for a datagram, giving way to others, before its receiver sleeps. */
+static inline void tensord__spin(tensord_lane *lane, uint64_t until_ns) {
     struct pollfd look = {lane->fd, POLLIN, 0};
-    uint64_t began = tensord__now_ns(), end = began + lane->spin_ns;
+    uint64_t end = tensord__begin_wait(&lane->waits, tensord__now_ns());
     if (until_ns && until_ns < end)
         end = until_ns;
-    lane->polls = lane->spins && 2 * (began - lane->woken_ns) <= lane->spin_ns && ++lane->paused > lane->pause;
-    if (lane->polls)
-        for (uint64_t now = began; now < end && poll(&look, 1, 0) == 0; now = tensord__now_ns())
-            sched_yield();
-    return began;
+    while (tensord__now_ns() < end && poll(&look, 1, 0) == 0)
+        sched_yield();
 }
 
 /* Receives a datagram of records, waiting at most until a moment of CLOCK_MONOTONIC; 0: for ever. ``fd``: what came beside it, or -1. */
@@ -692,7 +685,7 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
     for (;;) {
         struct iovec part = {lane->received, sizeof lane->received};
         struct msghdr message = tensord__message(&part, &ancillary, sizeof ancillary);
-        uint64_t began = tensord__spin(lane, until_ns);
+        tensord__spin(lane, until_ns);
         if (until_ns) {
             uint64_t now_ns = tensord__now_ns();
             struct pollfd look = {lane->fd, POLLIN, 0};
@@ -704,12 +697,7 @@ static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *f
                 continue;
         }
         ssize_t size = recvmsg(lane->fd, &message, MSG_CMSG_CLOEXEC);
-        lane->woken_ns = tensord__now_ns();
-        lane->spins = lane->woken_ns - began < lane->spin_ns;
-        if (lane->polls) {
-            lane->polls = lane->paused = 0;
-            lane->pause = lane->spins ? 0 : lane->pause < 63 ? 2 * lane->pause + 1 : 63;
-        }
+        tensord__end_wait(&lane->waits, tensord__now_ns());
         if (size < 0 && (errno == EINTR || errno == ECONNRESET))
             continue;
         if (size <= 0)

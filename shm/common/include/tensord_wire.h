@@ -700,4 +700,31 @@ TENSORD__LOCAL tensord__answer tensord__take_answer(tensord__reader *from, uint6
     return answer;
 }
 
+/* ------------------------------------------------------------------------------------------------------------- waiting */
+
+/* When to poll for a datagram before sleeping, as waking a process takes longer than a small request. It pays only if the last wait was short,
+ * and after little work; after polls in vain it pauses for ever more waits, at most 63. The worker does the same (shm/spin.py). */
+typedef struct {
+    /* How long to poll at most; when the last wait began and ended; in ns of CLOCK_MONOTONIC. */
+    uint64_t limit, since, ended;
+    /* Whether that was short enough; whether the wait that has begun polls; the waits to sleep in before the next poll, and those since the last one. */
+    int worth, polls, pause, paused;
+} tensord__waits;
+
+/* Begins a wait. Returns until when to poll; 0: not at all. */
+TENSORD__LOCAL uint64_t tensord__begin_wait(tensord__waits *waits, uint64_t now) {
+    waits->since = now;
+    waits->polls = waits->worth && 2 * (now - waits->ended) <= waits->limit && ++waits->paused > waits->pause;
+    return waits->polls ? now + waits->limit : 0;
+}
+
+TENSORD__LOCAL void tensord__end_wait(tensord__waits *waits, uint64_t now) {
+    waits->ended = now;
+    waits->worth = now - waits->since < waits->limit;
+    if (waits->polls) {
+        waits->polls = waits->paused = 0;
+        waits->pause = waits->worth ? 0 : waits->pause < 63 ? 2 * waits->pause + 1 : 63;
+    }
+}
+
 #endif

@@ -356,7 +356,7 @@ def test_outputs_go_where_they_are_wanted(device: CudaDevice, region: CudaRegion
     assert isinstance(completion.prepared, PreparedAnswer)
     places = {tensor.name: place for tensor, place in placed(completion.prepared.outputs, completion.contents)}
     assert isinstance(places["b"], Slice)
-    view = arena.segment(places["b"].segment).view[places["b"].offset :][: values.nbytes]
+    view = arena.segments[places["b"].segment].view[places["b"].offset :][: values.nbytes]
     assert np.array_equal(np.frombuffer(view, np.float32), 3 * values)
     assert isinstance(places["c"], bytes)
     assert places["c"] == values[:2].tobytes()

@@ -76,7 +76,7 @@ def test_segments_of_both_sides_while_they_are_open(loop: Loop) -> None:
     pinned, before = loop.pinned(64 * MIB), host().locked
     arena, opened = Arena(MIB, 8 * MIB, 0, pinned.pin_segment), ArenaMap(pinned.pin_segment, writable=True)
     front = Arena(MIB, 8 * MIB, 0)
-    first = front.segment(0)
+    first = front.segments[0]
     opened.open(0, first.byte_size, os.dup(first.share(writable=True)))
     loop.settle()
     assert loop.budget.byte_size == 2 * MIB
@@ -100,9 +100,9 @@ def test_nobody_waits_and_nothing_goes_before_its_time(cuda_stub: CudaStub, loop
     pinned = loop.pinned(64 * MIB)
     arena = Arena(MIB, 8 * MIB, 0)
     with cuda_stub.hold("cuMemHostRegister_v2"):
-        pinned.pin_segment(arena.segment(0))
+        pinned.pin_segment(arena.segments[0])
         until(lambda: cuda_stub.held)
-        view = arena.segment(0).view
+        view = arena.segments[0].view
         view[:4] = b"used"
         del view
         mapped = maps()

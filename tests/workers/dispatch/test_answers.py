@@ -71,7 +71,7 @@ def read(lane: ALane, completion: WholeAnswer) -> dict[str, list[Any]]:
         place = tensor.place
         assert not isinstance(place, RegionSlice)
         if isinstance(place, Slice):
-            content = lane.arena.segment(place.segment).view[place.offset : place.offset + place.byte_size]
+            content = lane.arena.segments[place.segment].view[place.offset : place.offset + place.byte_size]
             assert place.offset % 64 == 0
         else:
             content = memoryview(place)

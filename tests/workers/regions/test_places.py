@@ -193,7 +193,7 @@ def test_whatever_the_sizes_no_two_places_meet(sizes: list[int]) -> None:
         memory[:] = bytes([7] * size)
         for at in range(place.offset, place.offset + size):
             assert used.setdefault(at, name) == name
-        assert lane.arena.segment(place.segment).view[place.offset : place.offset + size] == memory
+        assert lane.arena.segments[place.segment].view[place.offset : place.offset + size] == memory
         memory[:] = bytes(size)
         memory.release()
     assert inline <= INLINE

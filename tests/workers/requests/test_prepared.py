@@ -69,7 +69,7 @@ def regions() -> Iterator[RegionTable]:
 @pytest.fixture(scope="module")
 def submitter() -> Iterator[SubmitterLink]:
     arena, mapped = Arena(1 << 16, 1 << 16, 0), ArenaMap()
-    segment = arena.segment(0)
+    segment = arena.segments[0]
     mapped.open(0, segment.byte_size, os.dup(segment.fd))
     yield cast(SubmitterLink, SimpleNamespace(lane=mapped, peer=9, segments=None, context=None, owner=None))
     mapped.close()
