@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable
 
 from tensord.shm import descriptors
-from tensord.shm.common.mapping import join_pages, mapped
+from tensord.shm.common.mapping import mapped, shared
 from tensord.shm.errors import InvalidArgument, Unavailable
 
 F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h, since 5.1; the fcntl module has no name for it
@@ -50,14 +50,9 @@ class Segment:
     @descriptors.needed("another arena segment")
     def create(cls, byte_size: int) -> Segment:
         """Creates and maps a segment. Raises Unavailable if the host has no memory left or no more files may be opened."""
-        fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(fd, 0, byte_size)
-            view = mapped(fd, byte_size)
-            join_pages(view)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _READER_SEALS)
+            fd, view = shared("tensord", byte_size, _READER_SEALS)
         except OSError as error:
-            os.close(fd)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise Unavailable(f"the host has no {byte_size} bytes of memory for another arena segment") from error
             raise

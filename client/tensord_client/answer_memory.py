@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensord_client.common.arrays import decode_strings, dtype_of, typestr
+from tensord_client.common.arrays import decode, decode_strings, dtype_of, typestr
 from tensord_client.common.datatypes import DATATYPES
 from tensord_client.common.mapping import mapped
 from tensord_client.common.results import Answer, Array, check_place, written
@@ -136,13 +136,6 @@ class AnswerLease:
             "data": (self._segment.address + offset, True),
         }
         return np.asarray(self)
-
-    def content(self, place: Sequence[Any]) -> bytes:
-        """Returns a copy of bytes in the worker's memory. ``place`` is (number of the segment, offset in it, number of bytes).
-
-        Raises ValueError if the place is outside the segment.
-        """
-        return self.view(place, (place[2],), "|u1", np.dtype(np.uint8)).tobytes()
 
 
 class ResponseSegment:
@@ -309,11 +302,12 @@ def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) ->
             continue
         content = next(contents)
         if type(content) is bytes:
-            answer[output.name] = _array(content, output)
+            answer[output.name] = decode(bytearray(content), output.datatype, output.shape)
         elif lease is None:
             raise ValueError(f"output '{output.name}' lies in no lease")
         elif output.datatype == "BYTES":
-            answer[output.name] = decode_strings(lease.content(content), output.shape)
+            encoded = lease.view(content, (content[2],), "|u1", np.dtype(np.uint8))
+            answer[output.name] = decode_strings(encoded, output.shape)
         else:
             dtype = dtype_of(output.datatype)
             name, viewed = typestr(dtype)
@@ -326,9 +320,3 @@ def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) ->
         lease.hold(sum([array.nbytes for array in views]))
         answer.lease = lease
     return answer
-
-
-def _array(content: bytes, output: OutputTensor) -> Array:
-    if output.datatype == "BYTES":
-        return decode_strings(content, output.shape)
-    return np.frombuffer(bytearray(content), dtype_of(output.datatype)).reshape(output.shape)

@@ -16,6 +16,7 @@ from tensord_client.common.connection import Connection
 from tensord_client.common.derivatives import PULL_BACK, PUSH_FORWARD, VALUE_AND_GRADIENT
 from tensord_client.common.latest import Newest
 from tensord_client.common.model import Calls, Model, SequenceSteps
+from tensord_client.common.pending import end_wait
 from tensord_client.common.results import Answer, Array, Tensor
 from tensord_client.common.scheduling import SequenceId
 from tensord_client.errors import DeadlineExceeded
@@ -243,7 +244,7 @@ class AsyncLatest(Newest[Answer], contextlib.AbstractAsyncContextManager["AsyncL
     def _notify(self) -> None:
         for waits in self._waits:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                waits.get_loop().call_soon_threadsafe(_end_wait, waits)
+                waits.get_loop().call_soon_threadsafe(end_wait, waits)
 
     async def get(self, timeout: float | None = None) -> Answer:
         """Waits for an answer to inputs that were put later than those of the last answer returned. See ``Latest.get``."""
@@ -268,11 +269,6 @@ class AsyncLatest(Newest[Answer], contextlib.AbstractAsyncContextManager["AsyncL
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _end_wait(waits: asyncio.Future[None]) -> None:
-    if not waits.done():
-        waits.set_result(None)
 
 
 class AsyncModelSequence(SequenceSteps[AsyncModel], contextlib.AbstractAsyncContextManager["AsyncModelSequence"]):

@@ -21,7 +21,7 @@ from typing import Any, Union
 import numpy as np
 
 from tensord_client.common.arrays import typestr
-from tensord_client.common.mapping import join_pages, mapped
+from tensord_client.common.mapping import shared
 from tensord_client.errors import CLOSED, InvalidArgument, Unavailable
 
 #: (segment, offset, byte size) in this connection's own memory; for a segment's number a region's name stands as well.
@@ -48,17 +48,13 @@ class ClientSegment:
         self.byte_size = byte_size
         self.fd = -1
         try:
-            self.fd = os.memfd_create("tensord-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.fd, view = shared("tensord-client", byte_size, _SEALS)
         except OSError as error:
-            raise Unavailable(f"no descriptor is left for a segment of {byte_size} bytes: {error.strerror}") from error
-        try:
-            os.posix_fallocate(self.fd, 0, byte_size)
-            view = mapped(self.fd, byte_size)
-            join_pages(view)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            self.close()
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EMFILE):
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise Unavailable(
+                    f"no descriptor is left for a segment of {byte_size} bytes: {error.strerror}"
+                ) from error
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise Unavailable(f"the host has no {byte_size} bytes of memory for a segment") from error
             raise
         self._bytes = np.frombuffer(view, np.uint8)

@@ -169,7 +169,7 @@ class Placement:
                 if prepared is not None:
                     return wire.Placed((prepared, contents, (), None, None, None))
         layout = self.lay_out(call, model)
-        if kind is not None and not layout.has_strings and all(array.dtype.isnative for array in call.inputs.values()):
+        if kind is not None and not layout.has_strings:
             if len(model.small) >= _MAX_KINDS:
                 model.small.clear()
             model.small[kind] = layout.prepared
@@ -206,8 +206,7 @@ class Placement:
         room = INLINE
         for name, array in call.inputs.items():
             datatype = datatype_of(array.dtype, model.datatypes.get(name, ""))
-            if datatype is None:
-                raise InvalidArgument(f"input '{name}': arrays of {array.dtype} have no datatype in the protocol")
+            assert datatype is not None, "arrays of a call have datatypes of the protocol"
             place: Place | None = None
             if datatype == "BYTES":
                 layout.has_strings = True
@@ -251,7 +250,7 @@ class Placement:
         Raises: InvalidArgument: an input is larger than the daemon allows, or a parameter cannot be encoded.  Unavailable:
           there is no room in shared memory now.
         """
-        contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
+        contents = [each if isinstance(each, bytes) else each.tobytes() for each in layout.inline]
         if not layout.copied:
             return wire.Placed((layout.prepared, contents, tuple(layout.segments), None, layout.hold, None))
         slot = self._slot(layout, call)
@@ -289,10 +288,10 @@ class Placement:
         Raises: InvalidArgument: the array is larger than the daemon allows.  Unavailable: there is no room now.
         """
         try:
-            return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
+            return self.memory.empty(array.shape, array.dtype)
         except Unavailable:
             self.slots.clear()
-            return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
+            return self.memory.empty(array.shape, array.dtype)
 
     def _slot(self, layout: Layout, call: Call) -> Slot:
         slot = self.slots.take(layout.kind)
@@ -322,11 +321,6 @@ def note_segment(segments: set[int], place: Place | None) -> None:
     """Adds the number of the segment that ``place`` lies in to ``segments``, unless ``place`` is None or on a GPU."""
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
-
-
-def in_host_order(array: np.ndarray) -> np.ndarray:
-    """Returns the array itself if it has this host's byte order, else a copy in this order."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, Place | None]]) -> bytes:

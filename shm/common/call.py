@@ -210,7 +210,8 @@ class Call:
         """Makes a request, but sends nothing.
 
         Args:
-          inputs: C-contiguous arrays by name. Arrays of numpy kinds S, U and O (strings, objects) are BYTES.
+          inputs: C-contiguous arrays by name, in this host's byte order, of dtypes that the protocol has. Arrays of numpy kinds
+            S, U and O (strings, objects) are BYTES.
           version: the model's version, or 0 for the newest.
           outputs: the names of the outputs to return, or none for all of them.
           scheduling: when the request is run, in which sequence, and with which parameter set.

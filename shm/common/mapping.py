@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
@@ -51,6 +52,23 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
     weakref.finalize(array, _libc.munmap, address, byte_size).atexit = False
     view = memoryview(array).cast("B")
     return view if prot & mmap.PROT_WRITE else view.toreadonly()
+
+
+def shared(name: str, byte_size: int, seals: int) -> tuple[int, memoryview]:
+    """Makes a memfd of so many bytes with these seals. Returns its descriptor and a view of it. Raises OSError.
+
+    All its pages are allocated, and joined to large pages if possible. ``name`` is what the kernel shows of it.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, byte_size)
+        view = mapped(fd, byte_size)
+        join_pages(view)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, view
 
 
 def join_pages(view: memoryview) -> None:

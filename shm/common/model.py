@@ -113,14 +113,9 @@ class Calls:
         #: The version that requests name; 0: the newest at the time of the request.
         self._asked_version = version
         self._closed = False
-        self.name = description.model
-        #: The version that was served when the model was looked up; ``Answer.version`` says which one answered.
-        self.version = description.version
-        #: The most rows of a request; 0: the model has no batch dimension.
-        self.max_batch_size = description.max_batch_size
-        #: True if each request has to belong to a sequence, for which the model keeps state.
-        self.has_sequences = description.sequences
-        #: Seconds to wait for an answer, and in a stream for each response; None: without limit.
+        # ``Model`` describes these.
+        self.name, self.version = description.model, description.version
+        self.max_batch_size, self.has_sequences = description.max_batch_size, description.sequences
         self.timeout = seconds(timeout)
         self.inputs: Tensors = tensors.tensors(description.metadata["inputs"])
         self.outputs: Tensors = tensors.tensors(description.metadata["outputs"])
@@ -241,10 +236,10 @@ class Model(Calls, AbstractContextManager["Model"]):
 
     Attributes:
       name: the model's name.
-      version: the version that was served when the model was looked up.
+      version: the version that was served when the model was looked up. ``Answer.version`` says which one answered.
       max_batch_size: the most rows of a request, or 0 if the model has no batch dimension.
-      has_sequences: True if each request must belong to a sequence.
-      timeout: the seconds to wait for an answer, or None for no limit.
+      has_sequences: True if each request must belong to a sequence, for which the model keeps state.
+      timeout: the seconds to wait for an answer, and in a stream for each response, or None for no limit.
       inputs, outputs: a ``Tensor`` for each input or output, found by position or by name.
     """
 

@@ -157,7 +157,7 @@ class Pending(Generic[T]):
                     future.set_result(None)
             else:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(_set, future)
+                    loop.call_soon_threadsafe(end_wait, future)
 
     def call_back(self) -> None:
         """Calls each callback of ``add_done_callback`` once. It does nothing if the request has not ended."""
@@ -429,6 +429,7 @@ class Deadlines:
             self._changed.notify()
 
 
-def _set(future: asyncio.Future[None]) -> None:
+def end_wait(future: asyncio.Future[None]) -> None:
+    """Gives a future its result, unless it is done. Call it in the thread of the future's event loop."""
     if not future.done():
         future.set_result(None)
