@@ -410,8 +410,6 @@ def test_an_event_loop_leaves_a_socket_before_it_is_closed() -> None:
     removed: list[int] = []
 
     class Loop:
-        def add_reader(self, *_: object) -> None: ...
-
         def call_soon_threadsafe(self, called: Callable[..., None], *arguments: Any) -> None:
             leaves.append(lambda: called(*arguments))
 
@@ -422,8 +420,7 @@ def test_an_event_loop_leaves_a_socket_before_it_is_closed() -> None:
     leaves: list[Callable[[], None]] = []
     with theirs:
         fd = ours.fileno()
-        with watched.lock:
-            watched.attach(Loop(), lambda: None)
+        watched.loops[Loop()] = None
         watched.close()
         while leaves:
             leaves.pop()()
