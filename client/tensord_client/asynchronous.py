@@ -41,7 +41,13 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
     ) -> AsyncModel:
         """Looks up a model on the server, and returns it as a function of arrays whose calls are awaited.
 
-        The arguments and errors are the same as for ``Client.model``.
+        Args:
+          version: the version to call, or 0 for the newest at the time of each call.
+          timeout: the seconds that a call waits for its answer, and a stream for each response. None means no limit.
+          parameter_set: the model's parameter set that calls are answered with. "" means ``main``.
+
+        Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
+          answers.  InvalidArgument: an argument has a wrong type.
         """
         name, version = named(name, version)
         description = await asyncio.to_thread(self._connection.open, name, version)
@@ -57,7 +63,18 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
     ) -> Any:
         """Makes an array for an input or an output (``out``) in memory that the server reads and writes without a copy.
 
-        The arguments, results and errors are the same as for ``Client.empty``.
+        An array in host memory is an ordinary array if requests go over HTTP, or if this process serves the models itself.
+
+        Args:
+          tensor: an item of ``AsyncModel.inputs`` or ``AsyncModel.outputs``, or a shape.
+          dtype: the array's numpy dtype. It is needed if ``tensor`` is a shape, and ignored if ``tensor`` is an item.
+          shape: the array's shape if ``tensor`` is an item. None means the item's shape, with 1 for each variable size (-1). It
+            is ignored if ``tensor`` is a shape.
+          device: a GPU, such as "cuda:0", as this process counts GPUs. "" means host memory.
+
+        Raises: InvalidArgument: an argument is not valid, the array is too large, the dtype has no fixed size, or the server
+          cannot use the GPU.  Unavailable: there is no free memory now, no CUDA driver or no such GPU, or the client is closed.
+          Unsupported: GPU memory, if this process serves the models itself.
         """
         return self._client.empty(tensor, dtype, shape=shape, device=device)
 
@@ -116,7 +133,9 @@ class AsyncModel(Calls, contextlib.AbstractAsyncContextManager["AsyncModel"]):
     ) -> asyncio.Future[Answer]:
         """Sends one request and returns a future of its answer. Cancelling the future cancels the request.
 
-        The future raises the server's errors. Arguments, and when input arrays may change: see ``Model.submit``.
+        You may change the input arrays as soon as this returns. Arrays of ``AsyncClient.empty`` are an exception, and must
+        not change until the answer has come. The future raises the server's errors. ``outputs`` are the names of the outputs
+        to return, or none for all. ``own`` are the request's other fields, such as ``priority``.
         """
         pending = self._connection.ask(self.call(inputs, outputs, own, detached=True))
 
@@ -153,7 +172,16 @@ class AsyncModel(Calls, contextlib.AbstractAsyncContextManager["AsyncModel"]):
     ) -> AsyncPrepared:
         """Returns an object that sends a request at each awaited call, with the input arrays' present values.
 
-        The arguments and errors are the same as for ``Model.prepare``.
+        Args:
+          inputs: input name -> array. An array that is not C-contiguous, or not in this host's byte order, is copied by each
+            call. A value that is no array, such as a list, is converted now, and the result is sent each time.
+          out: output name -> the array that each answer's output is written to. A call of the returned object raises
+            InvalidArgument if the array has another shape or dtype than the output.
+          outputs: the names of the outputs to return. Empty means the names in ``out``, or all outputs if ``out`` is empty.
+          own: the request's other fields, such as ``priority``.
+
+        Raises: InvalidArgument: an input cannot be an array, an array in ``out`` is read-only, or the model answers a request
+          with several responses.
         """
         return AsyncPrepared(self._connection, self.repeated(inputs, out, outputs, own), self.timeout)
 
@@ -236,6 +264,11 @@ class AsyncLatest(Newest[Answer], contextlib.AbstractAsyncContextManager["AsyncL
         self._waits: list[asyncio.Future[None]] = []
 
     def put(self, inputs: Mapping[str, Any]) -> None:
+        """Sends inputs to the model at once. If two requests are in flight already, it stores a copy to send next.
+
+        The copy replaces inputs that were stored before. Raises: InvalidArgument: an input cannot be an array.  Cancelled:
+        ``close`` was called.
+        """
         for number, task in list(self._under_way.items()):
             if task.get_loop().is_closed():
                 del self._under_way[number]
@@ -247,7 +280,14 @@ class AsyncLatest(Newest[Answer], contextlib.AbstractAsyncContextManager["AsyncL
                 waits.get_loop().call_soon_threadsafe(end_wait, waits)
 
     async def get(self, timeout: float | None = None) -> Answer:
-        """Waits for an answer to inputs that were put later than those of the last answer returned. See ``Latest.get``."""
+        """Waits for an answer to inputs that were put later than those of the last answer returned, and returns it.
+
+        If several answers have come, returns only the answer to the inputs that were put last. ``timeout`` is the seconds to
+        wait, or None for no limit.
+
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was
+          called, and there is no such answer.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         while not self._has_newer():
             waits: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -304,9 +344,14 @@ class AsyncModelParameters:
         self._sets = sets
 
     async def update(self, parameters: Any, **how: Any) -> int:
-        """Pushes parameters into a parameter set of the model, as ``ModelParameters.update`` does, with its arguments ``how``.
+        """Pushes parameters into a parameter set of the model. Returns the number that identifies the push.
 
-        Arrays in ``parameters`` must not change until this has returned.
+        Args:
+          parameters: a tree of arrays, which must not change until this has returned, or the name of a file on the server.
+          how: keyword arguments of ``ModelParameters.update``, such as ``set`` or ``version``.
+
+        Raises: Replaced: a newer push was made.  InvalidArgument: the parameters do not fit the model.  ServingError: any other
+          error of the server.
         """
         return await asyncio.to_thread(self._sets.update, parameters, **how)
 
@@ -315,15 +360,27 @@ class AsyncModelParameters:
         return await asyncio.to_thread(functools.partial(self._sets.gradient, inputs, cotangents, **own))
 
     async def list(self) -> list[dict[str, Any]]:
-        """Returns a dictionary for each parameter set of the model, as ``ModelParameters.list`` does."""
+        """Returns a dictionary for each parameter set of the model.
+
+        "set" is the set's name. "number" is the number of the push that brought the set's values, or 0 if they come from the
+        model's folder. ``ModelParameters.list`` describes all items.
+        """
         return await asyncio.to_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:
-        """Drops the parameter set named ``set``, as ``ModelParameters.drop`` does."""
+        """Drops the parameter set named ``set``. Later requests for it fail.
+
+        Raises: NotFound: there is no such parameter set.  InvalidArgument: ``set`` is ``main``, which cannot be dropped.
+        """
         await asyncio.to_thread(self._sets.drop, set)
 
     async def roll_back(self, set: str = "main") -> int:
-        """Undoes the newest push into a parameter set, as ``ModelParameters.roll_back`` does."""
+        """Undoes the newest push into a parameter set, so that the parameters before it are used again.
+
+        Returns the number of the push that those parameters came with.
+
+        Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest push.
+        """
         return await asyncio.to_thread(self._sets.roll_back, set)
 
 
@@ -334,5 +391,17 @@ async def connect_async(
     patience: float = 30.0,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncClient:
-    """Finds a server, connects to it and returns the client. The arguments and errors are the same as for ``connect``."""
+    """Finds a server, connects to it and returns the client.
+
+    Args:
+      address: a folder with a daemon's sockets, a repository of models, a socket's path, ``unix:PATH`` or ``HOST:PORT``. None
+        means ``$TENSORD`` or, if it is not set, the first server that answers: this host's service (/run/tensord), the user's
+        own daemon, localhost:8000.
+      wait: the seconds to wait for a server to appear. With 0, each address is tried once.
+      patience: the seconds that a call waits, within its own timeout, for a lost server to come back.
+      headers: header fields that every HTTP request has, such as a key that the server requires.
+
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` has none of these forms, or ``headers`` has a
+      malformed name or value, or a field that the client writes by itself.
+    """
     return AsyncClient(Client(await asyncio.to_thread(connection, address, wait, patience, headers)))

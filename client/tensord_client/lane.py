@@ -427,9 +427,8 @@ class LaneConnection(Sender, Connection):
                 raise
             if sequence_id:
                 self.sent(call, lane)
-            if (
-                lane.queued and call.detached
-            ):  # perhaps nobody waits for an answer on this lane, which makes room for it
+            if lane.queued and call.detached:
+                # Perhaps nobody waits for an answer on this lane, which makes room for it.
                 with contextlib.suppress(RuntimeError):  # there is no thread for it: whoever waits next does it
                     pending.watch()
             return True

@@ -88,7 +88,13 @@ def needed(name: str, x: int) -> tuple[str, ...]:
     """Returns the models that have to be there for an answer of a caller, itself among them."""
     found = [name]
     for model, given in plan(name, x).calls:
-        found += (*ensembles.STEPS, model) if model == ensembles.MODEL else needed(model, given) if model in MODELS else (model,)
+        found += (
+            (*ensembles.STEPS, model)
+            if model == ensembles.MODEL
+            else needed(model, given)
+            if model in MODELS
+            else (model,)
+        )
     return tuple(found)
 
 

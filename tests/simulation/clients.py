@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation import callers, ensembles, rounds, sequences, streamed
+from tests.simulation.daemon import Daemon
 from tests.simulation.history import Change, History
 from tests.simulation.lane_clients import LaneClients, Program
 from tests.simulation.network import Connection, Item, Network
-from tests.simulation.processes import Daemon, FrontProcess, WorkerProcess
+from tests.simulation.processes import FrontProcess, WorkerProcess
 from tests.simulation.scheduler import SECOND
 from tests.simulation.sequences import Sequences, Step
 

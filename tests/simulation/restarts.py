@@ -25,8 +25,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.simulation.daemon import Daemon
 from tests.simulation.history import Change, History
-from tests.simulation.processes import ChildProcess, Daemon
+from tests.simulation.processes import ChildProcess
 from tests.simulation.scheduler import SECOND, Process
 
 #: How long a child may go on whose supervisor has died: the kernel closes that one's sockets before it kills.

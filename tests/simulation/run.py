@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.simulation.events import Event, plan
 from tests.simulation.scheduler import Process
-from tests.simulation.world import World
+from tests.simulation.whole_run import WholeRun
 
 
 @dataclass
@@ -63,7 +63,7 @@ def simulate(seed: int, turns: int, events: Sequence[Event] | None = None) -> Ou
 
 def _simulated(seed: int, turns: int, events: Sequence[Event] | None) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-    world = World(seed, folder)
+    world = WholeRun(seed, folder)
     before = _descriptors()
     try:
         happened = world.run(plan(seed) if events is None else events, turns)
