@@ -220,6 +220,9 @@ class Clients:
         """Notes that a worker runs the request with that id."""
         number = int(ask_number or 0)
         self.runs[number] += 1
+        known = self.asks.get(number)
+        if known is not None and known.step is not None:
+            known.step.run.ran_ns = self.scheduler.clock.now_ns
         ask = self.open.get(number)
         if ask is not None and ask.model == rounds.MODEL and rounds.leaves(ask.input, self.runs[number]):
             self.cancel(ask)

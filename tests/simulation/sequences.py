@@ -61,8 +61,8 @@ class Run:
     start: int
     begun_ns: int
     answered: int = 0
-    #: When it was last answered.
-    answered_ns: int = 0
+    #: When a worker last began to run a step of it.
+    ran_ns: int = 0
     #: Steps behind the START of which nobody knows whether they ran: their connection or their front has gone.
     unsure: int = 0
     #: Nobody knows whether its START ran: steps that were sent behind the START may belong to the run before.
@@ -206,7 +206,7 @@ class Sequences:
         if run.lost and not overtakes:
             return "its client was told that the sequence is lost"
         # That its START has run is known now.
-        run.answered, run.answered_ns = run.answered + 1 + run.doubted, now_ns
+        run.answered += 1 + run.doubted
         run.doubted = False
         run.ended |= step.end and not overtakes
         least = run.answered
@@ -256,7 +256,7 @@ class Sequences:
             excuse = "a worker has died" if died else "it had not begun" if broken else ""
         elif had_none and (broken or run.lost or died or unloaded):
             excuse = "its sequence was broken off"
-        elif had_none and now_ns - run.answered_ns > _IDLE_NS * 0.9:
+        elif had_none and now_ns - run.ran_ns > _IDLE_NS * 0.9:
             excuse = "it was silent too long"
         elif (code == "CANCELLED" or _MISSED in message) and broken:  # an answer in a stream has no code
             excuse = "a step of its sequence was cancelled"

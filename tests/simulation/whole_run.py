@@ -275,7 +275,6 @@ class WholeRun(World):
                 self.scheduler.defect(f"{process} ended with status {process.status}")
 
     def _restart(self) -> None:
-        """Stops the daemon in order, and starts the next one at once."""
         self._go_on()
         if self.scheduler.fault:
             return

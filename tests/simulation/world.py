@@ -292,6 +292,10 @@ class World:
         if chance.random() < 0.3:
             clients.release()
 
+    def _restart(self) -> None:
+        """Stops the daemon in order, and starts the next one at once."""
+        raise NotImplementedError
+
     def _ask_besides(self, models: Sequence[str], fronts: list[FrontProcess], chance: random.Random) -> None:
         """Has clients ask models that only some runs have, over fronts and lanes."""
         clients, programs = self.clients, self.clients.lanes.living
@@ -395,8 +399,9 @@ class World:
     def _ended(self, process: ChildProcess) -> None:
         if not isinstance(process, FrontProcess):
             self.history.deaths.append(self.scheduler.clock.now_ns)
-            if self._began:
-                loaded = self.daemon.supervisor.supervisor.models.lifecycle.models
+            supervisor = getattr(self.daemon.supervisor, "supervisor", None)
+            if self._began and supervisor is not None:
+                loaded = supervisor.models.lifecycle.models
                 self.history.suspected |= {
                     name
                     for name, model in loaded.items()
