@@ -145,8 +145,15 @@ def stream(
 ) -> Iterator[dict[str, Array]]:
     """Calls a model that answers with any number of responses, and yields each response when it comes.
 
-    Closing the iterator cancels the call. The arguments and errors are the same as for ``begin``. If a response is an error,
-    the iterator raises it as a ServingError, and ends.
+    Closing the iterator cancels the call.
+
+    Args:
+      inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
+      outputs: the names of the outputs to return, or none for all outputs.
+      own: further fields of the request, such as ``version`` or ``priority``.
+    Raises: InvalidArgument: an input is no array, a field in ``own`` is wrong, or the caller is not the code of a loaded
+      model, or is its ``is_ready`` or ``finalize``. If a response is an error, the iterator raises it as a ServingError, and
+      ends.
     """
     from tensord.workers.calls.asking import stream as streamed
 

@@ -181,7 +181,6 @@ class _Served:
     def __init__(self, worker: LocalWorker, version: ModelVersion, of: _Served | None = None) -> None:
         self._worker = worker
         self._version = version
-        #: The configuration with defaults filled in.
         config = self.config = msgspec.json.decode(version.loaded.config)
         self.description = Description(
             {
@@ -195,11 +194,9 @@ class _Served:
             }
         )
         self._datatypes = {each["name"]: each["datatype"] for each in self.description.metadata["inputs"]}
-        #: Waits until all requests are answered, then unloads the model. Idempotent.
         # The worker is closed also where nobody does so, and at the end of the process.
         self.close: Any = weakref.finalize(self, worker.close) if of is None else of.close
         self._derivatives = {each.name: _Served(worker, each, self) for each in version.derivatives}
-        #: Tells the worker that the caller has read a response, so that the model may send more, and that nobody waits for one.
         self.took = lambda request: worker.post(functools.partial(worker.took, request))
         self.withdraw = lambda request: worker.post(functools.partial(worker.withdraw, request))
 

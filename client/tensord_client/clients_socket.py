@@ -65,8 +65,10 @@ class ClientsSocket:
             content, ancillary, flags, _ = self._sock.recvmsg(
                 _MAX_ANSWER + 1, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
             )
-        except OSError as error:
-            self.close()
+        except BaseException as error:
+            self.close()  # an answer may be owed
+            if not isinstance(error, OSError):
+                raise
             raise Unavailable(f"the daemon at {self._path} does not answer: {error.strerror or error}") from error
         came = descriptors_in(ancillary)
         if not content or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

@@ -173,7 +173,10 @@ class HttpConnection(Connection):
         pieces: Sequence[Buffer] = (),
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Lists or changes the parameter sets of a model on the server. Arguments and answer: see ``LaneConnection.manage``."""
+        """Lists or changes the parameter sets of a model on the server. Arguments and answer: see ``LaneConnection.manage``.
+
+        ``timeout`` is all that is waited for.
+        """
         method, end = _OPERATIONS[operation]
         text = b"" if said is None else json.dumps(said, separators=(",", ":")).encode()
         fields = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""

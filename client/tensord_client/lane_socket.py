@@ -184,12 +184,13 @@ class LaneSocket:
         self._closed = True
         for loop in list(self.loops):
             try:
-                loop.call_soon_threadsafe(self._leave, loop)
+                loop.call_soon_threadsafe(self.leave, loop)
             except RuntimeError:  # closed
                 self.loops.pop(loop, None)
         self._close_unused()
 
-    def _leave(self, loop: Any) -> None:
+    def leave(self, loop: Any) -> None:
+        """Has an event loop read the socket no longer. Call it in the loop's thread."""
         if loop in self.loops:
             # In this order: the socket is closed when no loop is left.
             loop.remove_reader(self.sock.fileno())
@@ -200,6 +201,9 @@ class LaneSocket:
         with self.lock:
             if self._closed and not (self.loops or self._has_sender):
                 self.sock.close()
+
+    def __del__(self) -> None:
+        self.take_unsent()
 
     def forget(self) -> None:
         """Closes a child process's copy of the socket after a fork."""

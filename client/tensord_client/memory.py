@@ -56,7 +56,7 @@ class ClientSegment:
                 ) from error
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise Unavailable(f"the host has no {byte_size} bytes of memory for a segment") from error
-            raise
+            raise Unavailable(f"a segment of {byte_size} bytes cannot be made: {error.strerror}") from error
         self._bytes = np.frombuffer(view, np.uint8)
         self.address: int = self._bytes.__array_interface__["data"][0]
         #: Offsets and sizes of the free ranges, in order.

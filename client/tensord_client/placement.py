@@ -206,7 +206,8 @@ class Placement:
         room = INLINE
         for name, array in call.inputs.items():
             datatype = datatype_of(array.dtype, model.datatypes.get(name, ""))
-            assert datatype is not None, "arrays of a call have datatypes of the protocol"
+            if datatype is None:  # of an array on a GPU
+                raise InvalidArgument(f"input '{name}': arrays of {array.dtype} have no datatype in the protocol")
             place: Place | None = None
             if datatype == "BYTES":
                 layout.has_strings = True

@@ -535,6 +535,9 @@ class ClientLane:
 
     def _readable(self, loop: Any) -> None:
         """Hands received answers to their requests. An event loop calls it."""
+        if self.ended:  # perhaps of a connection that was dropped: nobody else has the loop leave the socket
+            self.socket.leave(loop)
+            return
         if not self.reading.acquire(False):
             return
         self.loop = loop

@@ -6,7 +6,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from .scheduling import (
     set_named,
 )
 from .tensors import array
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: The most requests that wait in this process for a worker, or for an HTTP connection, beyond those that are sent.
 MAX_WAITING = 1 << 16
@@ -181,6 +184,17 @@ _FIELDS = {row.field: _CHECKS[row.kind] for row in PARAMETERS.values() if row.ki
 _OTHERS: dict[str, Callable[[str, Any], Any]] = {"parameters": plain_parameters, "request_id": text}
 
 
+class Seldom(TypedDict, total=False):
+    """Attributes of ``Call`` that most requests leave at their defaults."""
+
+    places: Mapping[str, Array]
+    parameters: Mapping[str, Parameter]
+    request_id: str
+    traceparent: str
+    streams: bool
+    detached: bool
+
+
 class Call:
     """One request: the model, the input arrays and everything else that is sent with them."""
 
@@ -205,7 +219,7 @@ class Call:
         scheduling: Scheduling = UNSCHEDULED,
         deadline: float | None = None,
         pure: bool = False,
-        **seldom: Any,
+        **seldom: Unpack[Seldom],
     ) -> None:
         """Makes a request, but sends nothing.
 
@@ -217,7 +231,7 @@ class Call:
           scheduling: when the request is run, in which sequence, and with which parameter set.
           deadline: the time of ``time.monotonic()`` in seconds at which the caller stops waiting, or None for no deadline.
           pure: True if running the request twice does no harm. It may then be sent again after a failure.
-          seldom: values of further attributes, such as ``request_id``.
+          seldom: values of the attributes in ``Seldom``, such as ``request_id``.
         """
         self.model = model
         self.inputs = inputs
@@ -240,9 +254,15 @@ class Call:
             setattr(self, name, value)
 
     def copy_sources(self) -> None:
-        """Copies the present values of the arrays in ``sources`` to the arrays in ``inputs``."""
+        """Copies the present values of the arrays in ``sources`` to the arrays in ``inputs``.
+
+        Raises InvalidArgument if an array has got another shape.
+        """
         for name, value in self.sources.items():
-            np.copyto(self.inputs[name], array(name, value, None))
+            made = array(name, value, None)
+            if made.shape != self.inputs[name].shape:
+                raise InvalidArgument(f"input '{name}' has another shape than when it was prepared")
+            np.copyto(self.inputs[name], made)
 
     @property
     def is_bare(self) -> bool:

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,8 +18,40 @@ from .errors import CLOSED, ServingError, Unavailable, Unsupported, in_plain_wor
 from .pending import Deadlines, Pending
 from .results import Answer, Array, Description, written
 
-#: A model that a worker in this process has loaded: ``tensord.testing`` defines it, which only such a process imports.
-Served = Any
+
+class Served(Protocol):
+    """A model that a worker in this process has loaded and runs in an event loop of this process."""
+
+    description: Description
+    #: The configuration with defaults filled in.
+    config: Mapping[str, Any]
+
+    def begin(self, request: LocalRequest, call: Call) -> int:
+        """Copies a call's inputs and sends the request to the worker. Each response is passed to ``request.take``.
+
+        Returns the number of copied bytes. Raises ServingError if an input cannot be sent or the model was closed.
+        """
+
+    def took(self, request: Any) -> None:
+        """Tells the worker that the caller has read a response to a request, so that the model may send more responses.
+
+        ``request`` is the attribute ``request`` of the LocalRequest that ``begin`` got.
+        """
+
+    def withdraw(self, request: LocalRequest) -> None:
+        """Tells the worker that nobody waits for an answer to a request that ``begin`` got."""
+
+    def end_sequence(self, sequence_id: int | str) -> None:
+        """Ends a sequence without a further request. It does nothing if there is no such sequence."""
+
+    def derivative(self, name: str) -> Served:
+        """Returns a derivative of this model as a model. ``name`` is the derivative's full name, such as "model.pull_back".
+
+        Raises NotFound if there is no such derivative.
+        """
+
+    def close(self) -> None:
+        """Waits until all requests are answered, then unloads the model. Idempotent."""
 
 
 class LocalRequest(Pending[Answer]):
@@ -112,8 +144,7 @@ class LocalConnection(Connection):
         self._starting = threading.Lock()
 
     def open(self, model: str, version: int = 0) -> Description:
-        description: Description = self._loaded(model, version).description
-        return description
+        return self._loaded(model, version).description
 
     def _loaded(self, model: str, version: int) -> Served:
         if os.getpid() != self._process:
@@ -135,8 +166,7 @@ class LocalConnection(Connection):
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        config: Mapping[str, Any] = self._loaded(model, version).config
-        return config
+        return self._loaded(model, version).config
 
     def ask(self, call: Call) -> LocalRequest:
         return LocalRequest(self, self._loaded(call.model, call.version), call)

@@ -376,6 +376,8 @@ class EnsembleRuns:
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
         error, sender.returned = run.error, True
+        if sender.ended:  # a response could not be sent; from now on no step reads the inputs
+            sender.request.release()
         if error is None:
             outputs, run.unsent = run.unsent, None
             sender.send(outputs, final=True, wait=False)

@@ -63,11 +63,16 @@ class OwnFlags:
                 _thread.own = former
 
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function of the model so that it runs with the JAX settings that the model's code has made, or makes in it."""
+        """Wraps a function of the model so that it runs with the JAX settings that the model's code has made, or makes in it.
+
+        Except that types have 64 bits exactly if they have where the wrapped function is called.
+        """
 
         @functools.wraps(function)
         def apply(*arguments: Any) -> Any:
-            with self.code():
+            # The signature of the model decides, and has: its code may switch 64 bits on for a while only, as it is imported.
+            wide = jax.config.values[_WIDE]
+            with self.code(), enable_x64(wide):
                 return function(*arguments)
 
         return apply

@@ -9,7 +9,7 @@
 /* How far behind the requests of a run others of their parameter set are looked for. */
 #define WINDOW 256
 /* Answers of several runs share a datagram while so many requests wait, and the runs together have less to do than makes up an
- * iteration of the loop (weight.share_of in Python). So many calls of programs make up one as well. */
+ * iteration of the loop (Executable.share in Python). So many calls of programs make up one as well. */
 #define MANY 4
 #define CALLS 32
 /* So many iterations' work is done at most before Python looks what else has come, whatever came together: others wait meanwhile. */

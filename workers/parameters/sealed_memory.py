@@ -222,7 +222,7 @@ class NewMemory:
         return pool.sealed(self)
 
     def close(self) -> None:
-        """Gives the memory back to the pool if ``sealed`` was not called. May be called more than once."""
+        """Gives the memory back to the pool if ``sealed`` was not called. The caller that has it may call it more than once."""
         pool, self.lender = self.lender, None
         if pool is not None:
             pool.give_back(self)

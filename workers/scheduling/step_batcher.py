@@ -11,7 +11,7 @@ If a request has lost its slot before the results of a step are read, the step's
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
@@ -153,9 +153,9 @@ class StepBatcher(QueuePlanner[W]):
         """Returns the number of a request's slot in the model's state on the device. The request must have a slot."""
         return self._holders[request].number
 
-    def with_slots(self) -> Collection[W]:
+    def with_slots(self) -> list[W]:
         """Returns all requests that have a slot: a numbered place for one request in the model's state on the device."""
-        return self._holders.keys()
+        return list(self._holders)
 
     def _leave(self, request: W, marked_free: bool = False) -> None:
         """Frees a request's slot, if it has one. ``marked_free``: whether steps leave the slot out already."""

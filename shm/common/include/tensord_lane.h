@@ -843,6 +843,8 @@ static inline int tensord_receive(tensord_lane *lane, tensord_answer *answer, ui
             if (found)
                 return found > 0 ? 0 : found;
         }
+        if (lane->late && !tensord_cancel(lane, lane->late))
+            lane->late = 0;
         int wrong = tensord__receive(lane, until_ns, &fd);
         if (wrong)
             return wrong;

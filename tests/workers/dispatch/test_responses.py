@@ -22,6 +22,7 @@ from tensord.shm.control_records import Unload, Unloaded
 from tensord.shm.errors import Cancelled, Internal, Unavailable
 from tensord.shm.lane import SubmitterLane, WorkerLane
 from tensord.shm.regions import Leased
+from tensord.workers.dispatch import dispatcher
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.imports import import_system
@@ -461,14 +462,25 @@ def rest(loop: WorkerLoop) -> list[WholeAnswer]:
 
 @pytest.mark.parametrize("model", ["endless", "rounds", "chain", "calls"])
 def test_whatever_works_on_a_request_of_which_a_response_cannot_be_sent_stops(
-    loop: WorkerLoop, tmp_path: Path, model: str
+    loop: WorkerLoop, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its input's region is leased no longer, either."""
+    region, checked = Leased(), dispatcher.validate
+
+    def validate(*words: Any) -> Any:
+        request = checked(*words)
+        region.lease()
+        request.regions = [region]
+        return request
+
+    monkeypatch.setattr(dispatcher, "validate", validate)
     load_endless(loop, tmp_path, model)
     asked = submit(loop, model, 100_000)
     with no_descriptors_left():
         answers = loop.answers(1)
     assert [(each.request_id, each.code, each.final) for each in answers] == [(asked, Unavailable.code, True)]
     assert rest(loop) == []
+    assert region.leases == 0
     other = submit(loop, model, 1)
     assert not any(each.code for each in loop.answers(2))
     loop.front.cancel(other)
