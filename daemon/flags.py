@@ -137,10 +137,10 @@ def _flags() -> Iterator[Flag]:
 FLAGS = tuple(_flags())
 _BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if name}
 
-#: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
-#: name -> (harmless values; None: any, because it only shapes what is not there, reason)
 _NO, _PORT_KEPT = ("false", "0"), "the supervisor holds the port, so that no restart of a front refuses a connection"
 _COMPLETED = "configurations are always completed from the model"
+#: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
+#: name -> (harmless values; None: any, because it only shapes what is not there, reason)
 _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "allow-cpu-metrics": (_NO, "the metrics are of the daemon only; of the host, Prometheus' node exporter has them"),
     "metrics-config": (

@@ -53,7 +53,10 @@ _NONE_GIVEN = TensorParameters()
 
 
 class InputHead(msgspec.Struct, forbid_unknown_fields=True):
-    """One input tensor in the JSON of an inference request. ``data`` is ABSENT if the entry has none."""
+    """One input tensor in the JSON of an inference request. ``data`` is ABSENT if the entry has none.
+
+    In those of ``exact``, ``data`` is a parsed value, and ``parameters`` a dict.
+    """
 
     name: str
     shape: tuple[int, ...]

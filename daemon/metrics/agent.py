@@ -125,7 +125,8 @@ class Agent:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(self.line())
         # What a client sends (``agent-send``) means nothing; closing at once would throw the line away with it.
-        with contextlib.suppress(OSError, TimeoutError):  # it has gone already, or does not close
+        # It has gone already, or does not close, or the daemon ends.
+        with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(_LINGER):
                 writer.write_eof()
                 while await reader.read(_READ_BYTE_SIZE):

@@ -141,12 +141,12 @@ class RegionRegistry:
             self._watch(region, renewal, end)
             await self._spread(renewal, renews=True)
         except BaseException:
+            renewal.close()
             # Workers that have the new region lack the old one, and those that joined meanwhile have neither.
             region.holders -= renewal.holders
             region.state = RegionState.REGISTERED
             lacking = [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]
             await asyncio.gather(*(self._restore_one(region, worker, renews=True) for worker in lacking))
-            renewal.close()
             raise
         else:
             region.close()
@@ -157,9 +157,11 @@ class RegionRegistry:
             region.state = RegionState.REGISTERED
             _log.info("region '%s' was registered again by its owner", name)
         finally:
-            if region.watch is not None:
-                region.watch.resume()
-            region.changed.set()
+            # Another call may change it already, since workers were given the former region back: that call ends its change.
+            if region.state is RegionState.REGISTERED:
+                if region.watch is not None:
+                    region.watch.resume()
+                region.changed.set()
 
     def _watch(self, region: RegisteredRegion, by: RegisteredRegion, end: int) -> None:
         """Has ``by`` watch for the end of ``region``, in a pause until workers have it."""
@@ -295,11 +297,12 @@ class RegionRegistry:
         await self._unregister_one(kind, name)
 
     async def _forget(self, region: RegisteredRegion) -> None:
-        """Unregisters a region on every worker that has it, and frees its name."""
+        """Unregisters a region on every worker, and frees its name."""
         name = region.request.name
         region.state = RegionState.UNREGISTERING
         region.close()
-        users = [worker for worker in self._workers.ready() if worker.incarnation in region.holders]
+        # Also those that do not count as holders: one may have kept what a renewal that failed has given it.
+        users = self._workers.ready()
         if self._placed(region):
             self._fronts.publish(RegionPlace(name, ""))
         try:

@@ -76,7 +76,7 @@ def test_a_peer_that_has_gone(start_daemon: Callable[..., DaemonProcess], tmp_pa
             client.sendall(questions[0])
             assert client.recv(1)
     assert daemon.stop() == 0
-    assert re.findall(r"(?m)^(?:[EC]\d{4} .*|Traceback.*)", daemon.log) == []
+    assert re.findall(r"(?m)^(?:[EC]\d{4} .*|\s*Traceback.*)", daemon.log) == []
 
 
 def connected(address: str | int) -> socket.socket:

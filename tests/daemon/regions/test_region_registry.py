@@ -390,6 +390,69 @@ async def test_a_worker_that_joins_during_a_renewal_has_the_region(memory: int) 
     registry.close()
 
 
+class Forgetful(FakeHolder):
+    """A worker that has taken a renewal, and finds no descriptor when it is given the former region back."""
+
+    lacks = False
+
+    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
+        if isinstance(operation, RegisterSystemRegion) and self.lacks and fds:
+            await asyncio.sleep(0)
+            raise descriptors.none_left(self.name)
+        return await super().call(operation, *fds)
+
+
+async def test_a_name_is_free_though_a_renewal_has_failed_before(memory: int) -> None:
+    """
+    1. A region is registered again, which one worker takes and another refuses. 2. The one cannot be given the former region
+    back yet. 3. The region is unregistered, and its name gets other memory. Result: every worker has that memory.
+    """
+    takes, refuses = Forgetful(0, memory), FakeHolder(1, memory)
+    workers: list[FakeHolder] = [takes, refuses]
+    registry = made(lambda: workers, RegionsOptions())
+    await registry.register(request(), TCP)
+    refuses.refuses, takes.lacks = InvalidArgument("no"), False
+    renewed = asyncio.create_task(registry.register(request(), TCP))
+    while set(registry._regions["r"].holders) == {0, 1}:
+        await asyncio.sleep(0)
+    takes.lacks, refuses.refuses = True, None
+    await asyncio.sleep(0.01)
+    await registry.unregister(UnregisterRegion("system", "r"), TCP)
+    takes.lacks = False
+    await registry.register(request(byte_size=32), TCP)
+    assert set(takes.regions) == set(refuses.regions) == {"r"}
+    renewed.cancel()
+    await asyncio.wait([renewed])
+    registry.close()
+
+
+async def test_who_unregisters_while_a_failed_renewal_is_undone_ends_that(memory: int) -> None:
+    """A call that waits for a region that another changes waits until that other is done, and lets the loop run."""
+    takes, late = FakeHolder(0, memory), LateHolder(1, memory)
+    workers: list[FakeHolder] = [takes, late]
+    registry = made(lambda: workers, RegionsOptions())
+    late.answers.set()
+    await registry.register(request(), TCP)
+    region = registry._regions["r"]
+    late.refuses = InvalidArgument("no")
+    renewed = asyncio.create_task(registry.register(request(), TCP))
+    while region.state is RegionState.REGISTERED:
+        await asyncio.sleep(0)
+    while region.state is not RegionState.REGISTERED:
+        await asyncio.sleep(0)
+    late.refuses = None
+    late.answers.clear()
+    unregistered = asyncio.create_task(registry.unregister(UnregisterRegion("system", "r"), TCP))
+    with pytest.raises(InvalidArgument, match="no"):
+        await renewed
+    assert region.state is RegionState.UNREGISTERING
+    assert not region.changed.is_set()
+    late.answers.set()
+    await unregistered
+    assert names(registry) == []
+    registry.close()
+
+
 async def test_whose_a_region_is(memory: int) -> None:
     """A user's regions are the user's and the operator's; what came over TCP is everybody's by name, and TCP's by "all"."""
     holder = FakeHolder(0, memory)
