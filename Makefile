@@ -20,7 +20,7 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: man serve bytecode libraries environment test simulate test-newest test-release test-sanitized fuzz test-cuda13 test-wheel lint bench \
+.PHONY: man serve bytecode libraries environment test simulate test-newest test-release test-sanitized fuzz test-cuda13 test-oldest-jax test-wheel lint bench \
   protocol wheel
 .DEFAULT_GOAL := serve
 
@@ -91,6 +91,22 @@ $(CUDA13)/.created: $(VENV)/.test
 test-cuda13: $(CUDA13)/.created
 	$(CUDA13)/bin/python $(PYTEST) $(or $(ARGS),$(GPU_TESTS))
 	$(if $(ARGS),,$(CUDA13)/bin/python $(PYTEST) --on-stub tests/gpu)
+
+# Tests of compiled models with the oldest JAX that setup.cfg allows: an environment of its own, where that comes before the other one.
+OLDEST_JAX := $(VENV)-oldest-jax
+JAX_TESTS := tests/protocol/test_jax_models.py tests/protocol/test_stepped.py tests/workers/declarations/test_derivatives.py \
+  tests/workers/loading/test_exporting.py tests/workers/programs/test_purity.py tests/workers/programs/test_grouped_calls.py
+
+$(OLDEST_JAX)/.created: setup.cfg | $(VENV)/.test
+	$(BIN)/python -m venv --clear --without-pip $(OLDEST_JAX)
+	site=$$(echo $(OLDEST_JAX)/lib/python*/site-packages) \
+	&& oldest=$$(sed -n 's/^    jax >=\([0-9.]*\),.*/\1/p' setup.cfg) \
+	&& $(PIP) --no-deps --target $$site "jax==$$oldest.0" "jaxlib==$$oldest.0" \
+	&& echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python*/site-packages)')" > $$site/libraries.pth
+	touch $@
+
+test-oldest-jax: $(OLDEST_JAX)/.created
+	$(OLDEST_JAX)/bin/python $(PYTEST) $(or $(ARGS),$(JAX_TESTS))
 
 # On the newest interpreter that is found, besides python3; before each release, and its short form in CI (ARGS).
 test-newest:

@@ -35,7 +35,7 @@ EXTENSIONS = {
     "tensord/workers/native/_native.abi3.so",
 }
 #: Versions of Python, and what besides the wheel pip is given: the oldest JAX that setup.cfg allows.
-ENVIRONMENTS = [("3.11", ()), ("3.11", ("jax==0.6.0",)), ("3.12", ()), ("3.13", ())]
+ENVIRONMENTS = [("3.11", ()), ("3.11", ("jax==0.8.0",)), ("3.12", ()), ("3.13", ())]
 
 pytestmark = needs_compiler
 

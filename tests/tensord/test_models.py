@@ -15,7 +15,6 @@ import pytest
 
 from tensord.models import keys
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.jax_internals.wide import enable_x64
 from tests.repositories import write_model
 from tests.workers.worker_process import WorkerProcess
 
@@ -89,7 +88,7 @@ def test_the_first_rows_seed_for_all_is_refused(worker: WorkerProcess, tmp_path:
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
 def test_a_key_is_what_jax_makes_of_its_seed(dtype: str) -> None:
     seeds = np.array([0, 7, -1, (1 << 40) + 7, -(1 << 63)]).astype(dtype)
-    with enable_x64():
+    with jax.enable_x64(True):
         words = [jax.random.key_data(jax.random.key(seed, impl="threefry2x32")).tolist() for seed in seeds]
         given: list[Any] = [seeds, seeds[:, None], jnp.asarray(seeds), jnp.asarray(seeds)[:, None]]
         for each in (*map(keys, given), *map(jax.jit(keys), given)):

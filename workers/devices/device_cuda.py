@@ -27,7 +27,6 @@ from tensord.shm.errors import Unavailable
 from tensord.workers.devices.device_array import GpuArray, may_be_written, standing
 from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
 from tensord.workers.devices.late_tensor import CudaTensor
-from tensord.workers.jax_internals.wide import byte_size_of
 
 #: Alignment of XLA's own buffers; it refuses or copies arguments with less, so the worker copies these itself.
 ALIGNMENT = 256
@@ -257,20 +256,20 @@ class CudaDevice:
         ``cuts``: ranges of bytes (begin, end) of the only output. If given, returns the bytes of each range instead.
         Raises DeviceLost if the GPU has failed. An error of the program's run is raised unchanged.
         """
-        ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in outputs]))
+        ends = list(itertools.accumulate([-(-array.nbytes // _LINE) * _LINE for array in outputs]))
         if ends and ends[-1] > TOGETHER:
             return None
         host, starts, kept = self.host, [0, *ends], []
         self.context.enter()
         try:
             for at, array in zip(starts, outputs, strict=False):
-                if byte_size_of(array):
+                if array.nbytes:
                     kept.append(self._follow(array))
-                    self.context.to_host(host.address + at, array.unsafe_buffer_pointer(), byte_size_of(array))
+                    self.context.to_host(host.address + at, array.unsafe_buffer_pointer(), array.nbytes)
         finally:
             self.context.synchronize()
         content = host.content.data
-        cuts = cuts or [(at, at + byte_size_of(array)) for at, array in zip(starts, outputs, strict=False)]
+        cuts = cuts or [(at, at + array.nbytes) for at, array in zip(starts, outputs, strict=False)]
         return [bytes(content[start:stop]) for start, stop in cuts]
 
     def deliver(
@@ -284,8 +283,8 @@ class CudaDevice:
         Raises InvalidArgument if a region cannot be written any more. Raises DeviceLost if the GPU has failed. An error of the
         program's run is raised unchanged.
         """
-        left = [(name, array) for name, array in outputs.items() if name not in places and byte_size_of(array)]
-        little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER
+        left = [(name, array) for name, array in outputs.items() if name not in places and array.nbytes]
+        little = sum([array.nbytes for _, array in left]) <= TOGETHER
         found: dict[str, GpuArray | Array] = {name: self._seen(outputs[name]) for name in places}
         kept: list[Any] = []
         brought: list[tuple[memoryview, Array]] = []
@@ -296,13 +295,13 @@ class CudaDevice:
                 pointer, place = array.unsafe_buffer_pointer(), places.get(name)
                 if isinstance(place, tuple):
                     region, offset = place
-                    region.copy(offset, pointer, byte_size_of(array))
+                    region.copy(offset, pointer, array.nbytes)
                 elif place is not None:
                     target: memoryview | Array = place
                     if not may_be_written(place):
-                        target = np.empty(byte_size_of(array), np.uint8)
+                        target = np.empty(array.nbytes, np.uint8)
                         brought.append((place, target))
-                    self.context.to_host(address_of(target), pointer, byte_size_of(array))
+                    self.context.to_host(address_of(target), pointer, array.nbytes)
                 elif little:
                     host = found[name] = np.empty(array.shape, array.dtype)
                     if host.nbytes:

@@ -18,7 +18,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.cuda_regions import CudaError, DeviceLost
 from tensord.workers.devices.device_cuda import CudaDevice, room
 from tensord.workers.devices.host_staging import TOGETHER
-from tensord.workers.jax_internals.wide import byte_size_of, precision
+from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.executable import (
     Argument,
     Content,
@@ -140,7 +140,7 @@ class GpuExecutable(Executable):
             return self._cuda.take([arrays[name] for name in self._signature.outputs])
         if self._cuts is None:
             outputs = {name: arrays[name] for name in self._signature.outputs}
-            self._cuts = [(at, at + byte_size_of(outputs[name])) for name, at in starts(outputs).items()]
+            self._cuts = [(at, at + outputs[name].nbytes) for name, at in starts(outputs).items()]
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], arrays: Mapping[str, Any]) -> dict[str, Array]:

@@ -19,8 +19,6 @@ from typing import Any
 
 import jax
 
-from tensord.workers.jax_internals.wide import enable_x64
-
 _log = logging.getLogger(__name__)
 _WIDE = "jax_enable_x64"
 #: ``own``: the flags and the open contexts of the model whose code this thread runs.
@@ -72,7 +70,7 @@ class OwnFlags:
         def apply(*arguments: Any) -> Any:
             # The signature of the model decides, and has: its code may switch 64 bits on for a while only, as it is imported.
             wide = jax.config.values[_WIDE]
-            with self.code(), enable_x64(wide):
+            with self.code(), jax.enable_x64(wide):
                 return function(*arguments)
 
         return apply
@@ -122,6 +120,4 @@ def prepare(shared: bool) -> None:
 
 def context_of(name: str) -> Any:
     """Returns JAX's context manager for a setting of its configuration, which has the same name; None: there is none."""
-    if name == _WIDE:
-        return enable_x64
     return getattr(jax, name.removeprefix("jax_"), None) if name.startswith("jax_") else None

@@ -74,21 +74,21 @@ def _batched_put() -> Any:
 
 PERSISTENT_CACHE = Interface(
     "jax._src.compilation_cache._cache",
-    "0.6 to 0.12",
+    "0.8 to 0.12",
     "JAX's own cache of compiled programs is kept in our directory, which others cannot write to",
     "programs that nobody planned are compiled again at every start",
     _cache_module,
 )
 CPU_CLIENT = Interface(
     "jax._src.xla_bridge.make_cpu_client",
-    "0.6 to 0.12",
+    "0.8 to 0.12",
     "small programs are computed by one thread",
     "every program gets all threads",
     _cpu_client,
 )
 OUTPUT_MEMORY = Interface(
     "jaxlib's calls of posix_memalign and free",
-    "0.6 to 0.12",
+    "0.8 to 0.12",
     "outputs on a CPU are written where they are wanted",
     "outputs are copied to their places",
     None,
@@ -102,7 +102,7 @@ BUFFER_ASSIGNMENT = Interface(
 )
 GPU_LIBRARIES = Interface(
     "jax_cuda12_plugin._versions, jax_cuda13_plugin._versions or jaxlib.cuda._versions",
-    "0.6 to 0.12",
+    "0.8 to 0.12",
     "stored executables are good for the versions of NVIDIA's libraries that made them",
     "the versions of installed packages are compared, and the driver's",
     None,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import logging
 import os
 import pickle
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-#: True if devices can be chosen; before JAX 0.7 a program is loaded for those that it was compiled for.
-_LOADS_FOR_DEVICES = "execution_devices" in inspect.signature(serialize_executable.deserialize_and_load).parameters
 
 
 class CompileCounts:
@@ -251,10 +248,6 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
         on = {"backend": placement.client, "execution_devices": [placement.device]}
     elif placement.several is not None:
         on = {"execution_devices": placement.several.ordered(where)}
-    if not _LOADS_FOR_DEVICES:
-        if placement.several is not None:
-            raise LookupError("this JAX cannot say for which devices it is loaded")
-        del on["execution_devices"]
     made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **on)
     return made
 

@@ -61,7 +61,9 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
                 "tensord.models.keys makes keys of requests' seeds, and numbers that are to stay are parameters"
             )
         used.update(*(reached for reached, _ in operands if not chain or chain[-1].effects))
-        held |= {id(value): (int(value.nbytes), line_of(chain)) for _, value in operands if np.ndim(value)}
+        held |= {
+            id(value): (value.size * value.dtype.itemsize, line_of(chain)) for _, value in operands if np.ndim(value)
+        }
     # Where one ends, it has its results, and no operation.
     for one, other in () if again is traced else zip(steps(traced.jaxpr), steps(again.jaxpr), strict=False):
         if _told(*one) != _told(*other):

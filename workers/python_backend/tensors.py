@@ -9,7 +9,6 @@ import numpy as np
 from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.datatypes import to_model_config
 from tensord.workers.calls.asking import snapshot
-from tensord.workers.jax_internals.wide import enable_x64
 from tensord.workers.python_backend.errors import TritonModelException
 
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
@@ -140,7 +139,7 @@ def _imported(tensor: Any) -> Array:
     # jax reads every datatype of the protocol, BF16 included; its array is read-only and keeps the source alive.
     import jax
 
-    with enable_x64(True):
+    with jax.enable_x64(True):
         return np.asarray(jax.dlpack.from_dlpack(source))
 
 
