@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.simulation import callers, ensembles, rounds, sequences, streamed
+from tests.simulation import callers, ensembles, region_clients, regions, rounds, sequences, streamed
 from tests.simulation.daemon import Daemon
 from tests.simulation.history import Change, History
 from tests.simulation.lane_clients import LaneClients, Program
@@ -80,6 +80,8 @@ class Ask:
     #: Of an ensemble: the files of the model of its last step; -1: nothing has come.
     last_files: int = -1
     request: Any = None
+    #: Which of its tensors lie in regions; None: none.
+    use: regions.Use | None = None
 
     @property
     def input(self) -> int:
@@ -87,7 +89,7 @@ class Ask:
 
     @property
     def shape(self) -> list[int]:
-        return [1, self.size] if self.model in (sequences.MODEL, rounds.MODEL) else [self.size]
+        return [1, self.size] if self.model in (sequences.MODEL, rounds.MODEL, regions.MODEL) else [self.size]
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -95,6 +97,7 @@ class Ask:
             return "y", "calls"
         return {
             ensembles.MODEL: ("first", "y"),
+            regions.MODEL: ("y", "w"),
             streamed.MODEL: ("y", "at"),
             streamed.LATER: ("y", "at"),
             streamed.FLOW: ("first", "y", "at"),
@@ -117,6 +120,7 @@ class Clients:
         self._sequences = Sequences(history)
         self.lanes = LaneClients(daemon.scheduler, self, path)
         self.network = Network(self, kinds)
+        self.regions = region_clients.RegionClients(self)
         #: How often a worker has run a request, by its number.
         self.runs: Counter[int] = Counter()
         #: From then on nothing happens, and nothing is left of what has happened.
@@ -128,14 +132,24 @@ class Clients:
 
     # --------------------------------------------------------------------------------------------------------- requests
 
-    def ask(self, front: FrontProcess, model: str, size: int, deadly: bool = False) -> None:
-        self.ask_over(self.network.route(front), model, size, deadly)
+    def ask(
+        self, front: FrontProcess, model: str, size: int, deadly: bool = False, places: random.Random | None = None
+    ) -> None:
+        self.ask_over(self.network.route(front), model, size, deadly, places)
 
-    def ask_over(self, connection: Connection, model: str, size: int, deadly: bool = False) -> None:
+    def ask_over(
+        self,
+        connection: Connection,
+        model: str,
+        size: int,
+        deadly: bool = False,
+        places: random.Random | None = None,
+    ) -> None:
+        """Asks over a connection. ``places``: draws which tensors lie in regions; None: none does."""
         size = min(size, 1 if model == rounds.MODEL else _MOST_OF_SEVERAL if model in streamed.SEVERAL else size)
         ask = Ask(len(self.asks) + 1, model, connection.front, self.scheduler.clock.now_ns, size, deadly=deadly)
         ask.connection = connection
-        self._begin(ask, "deadly" if deadly else f"{size * 8} bytes")
+        self._begin(ask, "deadly" if deadly else f"{size * 8} bytes", places)
 
     @property
     def waits(self) -> bool:
@@ -171,7 +185,7 @@ class Clients:
         self._begin(ask, what)
         return True
 
-    def _begin(self, ask: Ask, what: str) -> None:
+    def _begin(self, ask: Ask, what: str, places: random.Random | None = None) -> None:
         ask.deaths = len(self.history.deaths)
         if ask.model == ensembles.MODEL:
             ask.x = 1 + ask.number % 3
@@ -179,6 +193,9 @@ class Clients:
             # A request over a lane has no id: nobody would know when its client is to leave.
             ask.x = rounds.with_end(ask.number)
         self.asks[ask.number] = self.open[ask.number] = ask
+        if places is not None:
+            self.regions.place(ask, places)
+            what = f"{ask.size * 8} bytes{ask.use}"
         self.scheduler.tell(f"{ask} ({what}) at {ask.front if ask.connection is None else ask.connection}")
         if ask.connection is None:
             ask.front.call_soon(lambda: self.lanes.send(ask))
@@ -206,6 +223,8 @@ class Clients:
         self.counts[kind] += 1
         if ask.step is not None:
             self._sequences.closed(ask.step, kind)
+        if ask.use is not None:
+            self.regions.closed(ask, kind)
 
     def release(self) -> None:
         """Has programs finish reading answers."""
@@ -224,6 +243,8 @@ class Clients:
         if known is not None and known.step is not None:
             known.step.run.ran_ns = self.scheduler.clock.now_ns
         ask = self.open.get(number)
+        if number in self.asks:
+            self.regions.ran(self.asks[number])
         if ask is not None and ask.model == rounds.MODEL and rounds.leaves(ask.input, self.runs[number]):
             self.cancel(ask)
 
@@ -247,7 +268,9 @@ class Clients:
 
     def left(self, item: Item) -> None:
         """Notes that a connection is closed over which a request was sent, because of its client."""
-        if isinstance(item, Change):
+        if isinstance(item, regions.Call):
+            self.regions.lost(item)
+        elif isinstance(item, Change):
             item.lost = True
         elif not item.outcome:
             self._close(item, "cut by its client")
@@ -329,7 +352,9 @@ class Clients:
         """Judges an answer that is no error."""
         if self._is_second(ask):
             return
-        if ask.model == rounds.MODEL:
+        if ask.use is not None and not self.regions.judge(ask):
+            self._close(ask, "answered")
+        elif ask.model == rounds.MODEL:
             self._judge_rounds(ask, outputs[0].tolist())
         elif ask.step is None:
             self.judge_values(ask, outputs)
@@ -391,6 +416,10 @@ class Clients:
             return
         if ask.model == ensembles.MODEL:
             each = zip(ensembles.STEPS, ensembles.steps_of(outputs[0], outputs[1], OF_X), strict=True)
+        elif ask.model == regions.MODEL:
+            each = zip((ask.model,) * 2, (int(outputs[0][0]), int(outputs[1][0])), strict=True)
+            if outputs[0][0] != outputs[1][0]:
+                self.scheduler.defect(f"{ask} got outputs of two runs: {outputs}")
         else:
             each = zip((ask.model,), (int(outputs[0][0]),), strict=True)
         for model, value in each:
@@ -486,6 +515,7 @@ class Clients:
             or any(said in message and waited >= _ROOM_WAIT * SECOND * 0.9 for said in _NO_ROOM)
             or (unavailable and self.history.lacked_for(message, ask.begun_ns))
             or bool(ask.wrong and ask.wrong in message)
+            or (ask.use is not None and self.regions.excuse(ask, code, message))
         )
         if ask.model in callers.MODELS:
             excused |= bool(callers.why_error(self, ask, message))
@@ -545,6 +575,9 @@ class Clients:
             self.network.route(front, private=True).queue(change)
 
     def change_ended(self, change: Change, error: str) -> None:
+        if isinstance(change, regions.Call):
+            self.regions.ended(change, error)
+            return
         error = error.replace(f"{self.lanes.path.parent}/", "")
         change.error, change.ended_ns = error, change.ended_ns or self.scheduler.clock.now_ns
         if not error:
@@ -574,7 +607,7 @@ class Clients:
             self.ask(front, change.model, 1)
             if change.model in ensembles.STEPS:
                 self.ask(front, ensembles.MODEL, 1)
-        for program in self.lanes.living:
+        for program in self.lanes.living if change.model != regions.MODEL else ():
             self.ask_over_lane(program, change.model, 1, self.scheduler.chance)
 
 

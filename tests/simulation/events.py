@@ -9,6 +9,8 @@ from dataclasses import dataclass
 #: How often what happens, beside each other.
 KINDS = {
     "ask": 60,
+    "ask in regions": 60,
+    "region": 25,
     "step": 25,
     "ask a caller": 25,
     "ask in rounds": 15,
@@ -49,9 +51,23 @@ KINDS = {
     "restart": 0.3,
 }
 
-#: The events by which the daemon ends. In half of the runs there are none of them.
+#: The events by which the daemon ends. In half of the runs there are none of them; the others have none of ``REGIONS``, as
+#: nobody takes note of what regions a daemon had that has died.
 ENDS = ("kill supervisor", "kill supervisor sending", "kill supervisor starting", "restart")
 
+REGIONS = ("ask in regions", "region")
+#: What workers and fronts die of. In half of the runs with regions nobody does, so that most of who asks there is answered.
+DEATHS = (
+    "deadly ask",
+    "deadly push",
+    "kill worker",
+    "kill worker in a run",
+    "kill worker sending",
+    "kill front",
+    "kill front sending",
+    "no workers",
+    "no memory",
+)
 #: The events that may come between two responses of a request, besides those of its client.
 TROUBLES = ("kill worker", "kill worker", "kill front", "kill client", "load", "unload", "push", "stop", "drain")
 
@@ -68,13 +84,19 @@ class Event:
         return f"{self.gap}:{self.kind}:{self.number}"
 
 
+def ends(seed: int) -> bool:
+    """Returns whether the daemon of a seed may die as a whole, and be started again."""
+    return random.Random(f"ends {seed}").random() < 0.5
+
+
 def plan(seed: int) -> Iterator[Event]:
     """Yields the events that a seed stands for, without end."""
     chance = random.Random(f"plan {seed}")
     # Some runs are calm, and some have one kind of trouble only.
     kinds = {kind: weight * chance.choice((0, 0.3, 1, 1, 3)) for kind, weight in KINDS.items()}
-    if chance.random() < 0.5:
-        kinds |= dict.fromkeys(ENDS, 0)
+    kinds |= dict.fromkeys(REGIONS if ends(seed) else ENDS, 0)
+    if not ends(seed) and chance.random() < 0.5:
+        kinds |= dict.fromkeys(DEATHS, 0)
     kinds["ask"], kinds["load"] = max(kinds["ask"], 10), max(kinds["load"], 0.5)
     if chance.random() < 0.3:
         kinds["unload"] = 0

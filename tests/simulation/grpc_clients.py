@@ -23,6 +23,8 @@ from tests.simulation.clients import MOST_BODY, Ask
 from tests.simulation.history import Change
 from tests.simulation.http_clients import deflated
 from tests.simulation.network import Connection, Item
+from tests.simulation.regions import Call as RegionCall
+from tests.simulation.regions import inputs_of
 from tests.simulation.scheduler import SECOND
 
 _SERVICE = "/inference.GRPCInferenceService"
@@ -117,6 +119,10 @@ class GrpcConnection(Connection):
 
     def write(self, item: Item) -> None:
         chance = self.scheduler.chance
+        if isinstance(item, RegionCall):
+            path, message = item.as_grpc()
+            self._ask(self._open(path), item, message, ends=True)
+            return
         if isinstance(item, Change):
             verb = "Load" if item.kind == "load" else "Unload"
             message = getattr(grpc_service_pb2, f"RepositoryModel{verb}Request")(model_name=item.model)
@@ -357,15 +363,25 @@ class GrpcConnection(Connection):
         if said is not marks or (is_last and not ask.marked):
             self.scheduler.defect(f"{ask} got a response whose mark is wrong: {response}")
         if not is_last:
-            self.clients.judge_response(ask, _outputs(ask, response))
+            self.clients.judge_response(ask, self._outputs(ask, response))
         if marks or not (ask.marked or streamed.fails(x) or ask.got < streamed.count(x)):
             del call.several[ask.number]
             if not is_last:
                 call.unmarked[ask.number] = ask
             self.clients.judge_end(ask)
 
+    def _outputs(self, ask: Ask, answer: Any) -> list[Any]:
+        raws = zip(answer.outputs, answer.raw_output_contents, strict=True)
+        values = {
+            output.name: np.frombuffer(content, np.int64)
+            if content or ask.use is None
+            else self.clients.regions.read(ask, output.name)
+            for output, content in raws
+        }
+        return [values.get(name, np.empty(0, np.int64)) for name in ask.outputs]
+
     def _judge(self, ask: Ask, answer: Any) -> None:
-        self.clients.judge(ask, _outputs(ask, answer))
+        self.clients.judge(ask, self._outputs(ask, answer))
 
     def _ended(self, call: Call, code: str, message: str) -> None:
         """Judges the end of a call."""
@@ -385,6 +401,8 @@ class GrpcConnection(Connection):
             if len(call.messages) != 1:
                 self.scheduler.defect(f"{item} got {len(call.messages)} messages")
             elif isinstance(item, Change):
+                if isinstance(item, RegionCall):
+                    item.read_grpc(call.messages[0])
                 self.clients.change_ended(item, "")
             else:
                 answer = grpc_service_pb2.ModelInferResponse.FromString(call.messages[0])
@@ -441,19 +459,21 @@ class GrpcConnection(Connection):
             self.scheduler.defect(f"{self} is closed while its client watches the daemon's health")
 
 
-def _outputs(ask: Ask, answer: Any) -> list[Any]:
-    raws = zip(answer.outputs, answer.raw_output_contents, strict=True)
-    values = {output.name: np.frombuffer(content, np.int64) for output, content in raws}
-    return [values.get(name, np.empty(0, np.int64)) for name in ask.outputs]
-
-
 def _request(ask: Ask) -> Any:
     request = grpc_service_pb2.ModelInferRequest(model_name=ask.model, id=str(ask.number))
-    tensor = request.inputs.add(name="x", datatype="INT64", shape=ask.shape)
-    if ask.number % 3 or ask.size > 1000:
-        request.raw_input_contents.append(np.full(ask.size, ask.input, np.int64).tobytes())
-    else:
-        tensor.contents.int64_contents.extend([ask.input] * ask.size)
+    for name in inputs_of(ask.model):
+        tensor = request.inputs.add(name=name, datatype="INT64", shape=ask.shape)
+        if ask.use is not None and (place := ask.use.inputs.get(name)) is not None:
+            place.say(tensor.parameters)
+        elif ask.number % 3 or ask.size > 1000:
+            request.raw_input_contents.append(np.full(ask.size, ask.input, np.int64).tobytes())
+        else:
+            tensor.contents.int64_contents.extend([ask.input] * ask.size)
+    if ask.use is not None and ask.use.outputs:
+        for name in ask.outputs:
+            output = request.outputs.add(name=name)
+            if (place := ask.use.outputs.get(name)) is not None:
+                place.say(output.parameters)
     if ask.step is not None:
         request.parameters["sequence_id"].int64_param = ask.step.run.number
         request.parameters["sequence_start"].bool_param = ask.step.start

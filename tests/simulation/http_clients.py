@@ -17,6 +17,7 @@ from tests.simulation import rounds, streamed
 from tests.simulation.clients import MOST_BODY, Ask, safetensors
 from tests.simulation.history import Change
 from tests.simulation.network import Connection, Item
+from tests.simulation.regions import MODEL, Call, inputs_of
 from tests.simulation.scheduler import SECOND
 
 #: Forms of a request: its tensor as JSON or as bytes; the body with its length, or in chunks; the last of its connection; with a
@@ -95,11 +96,13 @@ class HttpConnection(Connection):
             if ask.step or ask.model == rounds.MODEL
             else chance.choice(_DECOUPLED if is_decoupled else _ENDPOINTS)
         )
-        if endpoint in _OF_JSON and ask.size > _MOST_TEXT:
+        if endpoint in _OF_JSON and (ask.use is not None or ask.model == MODEL or ask.size > _MOST_TEXT):
             endpoint = "infer_stream"
         ask.endpoint, ask.wrong = endpoint, streamed.REFUSED if is_decoupled and endpoint == "infer" else ""
-        tensor: dict[str, Any] = {"name": "x", "datatype": "INT64", "shape": ask.shape}
-        request: dict[str, Any] = {"id": str(ask.number), "inputs": [tensor]}
+        tensors: list[dict[str, Any]] = [
+            {"name": name, "datatype": "INT64", "shape": ask.shape} for name in inputs_of(ask.model)
+        ]
+        request: dict[str, Any] = {"id": str(ask.number), "inputs": tensors}
         if ask.step is not None:
             step = ask.step
             request["parameters"] = {
@@ -110,12 +113,23 @@ class HttpConnection(Connection):
         tail, fields = b"", b""
         if endpoint in _OF_JSON:
             request = {"id": str(ask.number), "x": [ask.input] * ask.size}
-        elif form == "json" and ask.size <= _MOST_TEXT:
-            tensor["data"] = [ask.input] * ask.size
         else:
-            tail = np.full(ask.size, ask.input, np.int64).tobytes()
-            tensor["parameters"] = {"binary_data_size": len(tail)}
-            request["parameters"] = {**request.get("parameters", {}), "binary_data_output": True}
+            use = ask.use
+            if use is not None and use.outputs:
+                outputs = [(name, use.outputs.get(name)) for name in ask.outputs]
+                request["outputs"] = [
+                    {"name": name} if place is None else {"name": name, "parameters": place.parameters}
+                    for name, place in outputs
+                ]
+            for tensor in tensors:
+                if use is not None and (place := use.inputs.get(tensor["name"])) is not None:
+                    tensor["parameters"] = place.parameters
+                elif form == "json" and ask.size <= _MOST_TEXT:
+                    tensor["data"] = [ask.input] * ask.size
+                else:
+                    tail += np.full(ask.size, ask.input, np.int64).tobytes()
+                    tensor["parameters"] = {"binary_data_size": ask.size * 8}
+                    request["parameters"] = {**request.get("parameters", {}), "binary_data_output": True}
         text = json.dumps(request).encode()
         if tail:
             fields = b"Inference-Header-Content-Length: %d\r\n" % len(text)
@@ -222,6 +236,8 @@ class HttpConnection(Connection):
             self.clients.not_taken(item, "its client was too slow")
         elif isinstance(item, Change):
             error = "" if response.status == 200 else json.loads(bytes(response.text))["error"] or "?"
+            if isinstance(item, Call) and not error:
+                item.read_http(bytes(response.text))
             self.clients.change_ended(item, error)
         elif response.fields.get(b"content-type", b"").startswith(b"text/event-stream") and response.text:
             # Its first event is an error, which decides the status.
@@ -287,6 +303,8 @@ class HttpConnection(Connection):
         for output in said.get("outputs", ()):
             if "data" in output:
                 values[output["name"]] = np.array(output["data"], np.int64)
+            elif "parameters" not in output:
+                values[output["name"]] = self.clients.regions.read(ask, output["name"])
             else:
                 size = output["parameters"]["binary_data_size"]
                 values[output["name"]] = np.frombuffer(tail[:size], np.int64)
@@ -342,6 +360,8 @@ def deflated(content: bytes, bits: int, members: int = 1) -> bytes:
 
 
 def _change(change: Change) -> bytes:
+    if isinstance(change, Call):
+        return change.as_http()
     if change.kind == "push":
         text = json.dumps({"move_sequences": change.moves}).encode()
         body = text + safetensors(change.number)

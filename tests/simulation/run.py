@@ -69,7 +69,7 @@ def _simulated(seed: int, turns: int, events: Sequence[Event] | None) -> Outcome
         happened = world.run(plan(seed) if events is None else events, turns)
     finally:
         shutil.rmtree(folder)
-    scheduler, counts = world.scheduler, world.counts
+    scheduler, counts, regions = world.scheduler, world.counts, world.clients.regions
     scheduler.on_death = _nothing
     del world  # what its processes had open is closed with them
     logging.disable()
@@ -78,6 +78,8 @@ def _simulated(seed: int, turns: int, events: Sequence[Event] | None) -> Outcome
     left = _descriptors() - before
     if left and not (scheduler.fault or scheduler.cut_short):
         scheduler.defect(f"{len(left)} descriptors are left: {_kinds(left)}")
+    if (mapped := regions.left()) and not (scheduler.fault or scheduler.cut_short):
+        scheduler.defect(f"{len(mapped)} mappings of regions are left: {mapped[0]}")
     for fd in left:
         # Who dies in the middle of a turn leaves what only the kernel would close.
         os.close(fd)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tensord.daemon.operator.drain import DrainPhase
 from tensord.daemon.processes.shutdown import DaemonPhase
-from tests.simulation import ensembles, lacking, streamed, threads, worker_threads
+from tests.simulation import ensembles, lacking, regions, streamed, threads, worker_threads
 from tests.simulation.clients import PATIENCE_NS
 from tests.simulation.events import Event
 from tests.simulation.history import Change
@@ -55,6 +55,8 @@ class WholeRun(World):
                     self.clients.lanes.start()
                     for _ in range(2):
                         self.clients.network.start()
+                    if self._has_regions:
+                        self.clients.regions.begin(self._serving(), self.scheduler.chance)
                     self._play(events, turns, happened)
                     self._go_on()
                     if not (self.scheduler.fault or self._hasty):
@@ -92,6 +94,7 @@ class WholeRun(World):
             self._happen(event)
             if len(happened) % 16 == 0:
                 self.clients.check_patience()
+                self.clients.regions.check()
                 supervisor = self.daemon.supervisor
                 if not supervisor.alive or (supervisor.up and not supervisor.answers(self._connections())):
                     self.history.conclude(scheduler.clock.now_ns)
@@ -124,13 +127,17 @@ class WholeRun(World):
     def _is_later(self, than_ns: int) -> bool:
         return self.scheduler.clock.now_ns > than_ns
 
+    def _serving(self) -> list[FrontProcess]:
+        return [front for front in self.daemon.children(FrontProcess) if front.serves]
+
     def _is_quiet(self) -> bool:
         """Returns whether no client waits for anything; has those end their sequences that have some."""
-        fronts = [front for front in self.daemon.children(FrontProcess) if front.serves]
+        fronts = self._serving()
         ended = fronts and self.clients.step(fronts)
         if self.scheduler.step % 100 == 0:
             self.clients.release()
-        return not (ended or self._drains or self.clients.open or self.history.pending())
+        waits = self.clients.open or self.history.pending() or self.clients.regions.pending()
+        return not (ended or self._drains or waits)
 
     def _go_on(self) -> None:
         """Ends what troubles the daemon."""
@@ -163,6 +170,9 @@ class WholeRun(World):
         self._calm()
         if scheduler.chance.random() < 0.5:
             self._drain_at_rest()
+        if self._has_regions:
+            clients.regions.begin(self._serving(), scheduler.chance)
+            self._until(self._is_quiet, "regions are registered")
         # Whoever asks now is answered.
         self.history.drained = False
         clients.calm_ns = scheduler.clock.now_ns
@@ -170,6 +180,8 @@ class WholeRun(World):
         for front in self.daemon.children(FrontProcess):
             for model in asked if front.serves else ():
                 clients.ask(front, model, 1)
+            for _ in range(2 * len(clients.regions.names)) if front.serves else ():
+                clients.ask(front, scheduler.chance.choice(regions.ASKED), 1, places=scheduler.chance)
         for program in clients.lanes.living:
             for model in asked:
                 clients.ask_over_lane(program, model, 1, scheduler.chance)
@@ -177,6 +189,8 @@ class WholeRun(World):
         self._calm()
         self._judge_watches()
         self._keeper.judge_ready()
+        if self._has_regions:
+            self._end_regions()
         for program in clients.lanes.living:
             clients.lanes.leave(program)
         self._until(lambda: not any(each.alive for each in clients.lanes.programs), "every program has left")
@@ -208,6 +222,15 @@ class WholeRun(World):
                 requests, leases = len(submitter.in_flight), submitter.lane.arena.statistics()["leases"]
                 if requests or leases:
                     scheduler.defect(f"{worker} has something left: {requests} requests, {leases} leases")
+
+    def _end_regions(self) -> None:
+        """Unregisters all regions, and checks that nothing of them is left."""
+        known, chance = self.clients.regions, self.scheduler.chance
+        for kind in ("status", "unregister", "status"):
+            known.call(kind, "", self._serving(), chance)
+            self._until(self._is_quiet, "what was asked of regions is answered")
+            self._calm()
+        known.judge_end(self.daemon.children(WorkerProcess))
 
     def _has_workers(self) -> bool:
         there = len(self.daemon.children(WorkerProcess)) == len(self.daemon.devices)
@@ -334,6 +357,7 @@ class WholeRun(World):
         self.clients.open.clear()
         self.clients.asks.clear()
         self.clients.lanes.end()
+        self.clients.regions.close()
         self.daemon.bury()
         self._keeper.is_told = True
         self.daemon.supervisor.end(-signal.SIGKILL)

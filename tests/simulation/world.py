@@ -19,6 +19,7 @@ from tensord.config.options import (
     Http,
     Metrics,
     Options,
+    RegionsOptions,
     Repository,
     Requests,
     ResponseCacheOptions,
@@ -26,10 +27,10 @@ from tensord.config.options import (
 )
 from tensord.daemon.operator.drain import DrainPhase
 from tensord.shm.errors import ServingError, Unavailable
-from tests.simulation import callers, ensembles, rounds, sequences, streamed
+from tests.simulation import callers, ensembles, regions, rounds, sequences, streamed
 from tests.simulation.clients import MOST_BODY, WORKER_WAIT, Clients
 from tests.simulation.daemon import Daemon
-from tests.simulation.events import TROUBLES, Event
+from tests.simulation.events import TROUBLES, Event, ends
 from tests.simulation.grpc_clients import GrpcConnection
 from tests.simulation.history import History
 from tests.simulation.http_clients import HttpConnection
@@ -41,7 +42,7 @@ from tests.simulation.scheduler import SECOND, Scheduler
 
 #: Models that are asked without further ado, and all.
 PLAIN = ("a", "b")
-MODELS = (*PLAIN, sequences.MODEL, streamed.MODEL)
+MODELS = (*PLAIN, sequences.MODEL, streamed.MODEL, regions.MODEL)
 #: Models that some runs have besides, and the event with which they are asked.
 BESIDES = {
     "ask a caller": callers.MODELS,
@@ -108,6 +109,8 @@ class World:
         #: The models' files, beside which the clients' socket is.
         self._folder = folder / "models"
         self._handler = Defects(self.scheduler)
+        #: Nobody knows what regions a daemon had that has died: so clients have some where none dies.
+        self._has_regions = not ends(seed)
         besides = random.Random(f"models {seed}")
         #: The models of this run besides those of all runs.
         self._besides = [name for names in BESIDES.values() if besides.random() < 0.5 for name in names]
@@ -133,6 +136,7 @@ class World:
                 response_compression=compression,
             ),
             metrics=Metrics(port=0),
+            regions=RegionsOptions(snapshot_key_prefixes=(regions.SNAPSHOT,)),
             requests=Requests(worker_wait=WORKER_WAIT),
             response_cache=ResponseCacheOptions(byte_size=1 << 20),
             arenas=Arenas(byte_size=1 << 20, max_byte_size=4 << 20, inline_byte_size=64),
@@ -182,6 +186,13 @@ class World:
             case "ask" if fronts:
                 for _ in range(chance.choice((1, 1, 1, 4))):
                     clients.ask(chance.choice(fronts), chance.choice(ASKED), chance.choice(_SIZES))
+            case "ask in regions" if fronts and clients.regions.may_ask(chance):
+                for _ in range(chance.choice((1, 1, 1, 4))):
+                    clients.ask(
+                        chance.choice(fronts), chance.choice(regions.ASKED), chance.choice(_SIZES), places=chance
+                    )
+            case "region" if fronts:
+                clients.regions.happen(fronts, chance)
             case kind if kind in BESIDES:
                 self._ask_besides(BESIDES[kind], fronts, chance)
             case "deadly ask" if fronts:
@@ -435,5 +446,8 @@ class World:
         elif model == rounds.MODEL:
             source = rounds.SOURCE
             (folder.parent / "config.pbtxt").write_text(rounds.CONFIG)
+        elif model == regions.MODEL:
+            source = regions.SOURCE
+            (folder.parent / "config.pbtxt").write_text(regions.CONFIG)
         (folder / "model.py").write_text(source.format(files=number))
         return number

@@ -1,0 +1,688 @@
+"""Clients with shared memory: objects in /dev/shm, the regions that they register there, and requests whose tensors lie in them.
+
+What must hold, as docs/shared-memory.md says:
+
+* An output is in the range that was named, and no byte outside of such ranges ever changes; nor does an object's size.
+* Nothing is written behind a request's end. What a request whose client left may still write is over as soon as its region was
+  unregistered and is listed no more: then the memory is the client's alone.
+* A region is found by every request that comes between the answers to "register" and "unregister", whatever dies, and by none
+  behind the latter. It means the object that its key named when it was registered last, also where that has lost its name.
+* It is listed, as it was registered, as long as it can be used, and no longer.
+* An object that loses its pages costs the requests that use it an error, and nobody else anything. So it is until it is
+  registered again (where it is mapped), or until its bytes are back (where it is not).
+* What is registered once more stays as it was where that is refused; a name is free as soon as "unregister" is answered.
+* In the end no region, lease, descriptor or mapping is left.
+
+Each object has a double, of which its clients know that it must have these bytes now. Ranges that requests may write to now are
+left out of the comparison, for each object that the region's name may mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.simulation.processes import FrontProcess, WorkerProcess
+from tests.simulation.regions import PAGE, PREFIX, SNAPSHOT, Call, File, Place, Registrations, Use, inputs_of, meet
+
+if TYPE_CHECKING:
+    from tests.simulation.clients import Ask, Clients
+
+_NUMBERS = itertools.count()
+#: So many names are in use at most, and each for so many calls: then another one is taken.
+_MOST_NAMES, _MOST_CALLS = 4, 30
+#: So many requests whose clients have left are remembered of a name until it is given up.
+_MOST_DOUBTFUL = 4
+#: So many requests leave room for others.
+_MANY = 40
+#: Objects that are looked at to the end.
+_MOST_FILES = 10
+#: What is done to a region that is there, to one that has lost bytes, or to a name that may mean none; and how often.
+_IF_UP = {
+    "new": 0.7,
+    "again": 2,
+    "unregister": 4,
+    "status": 4,
+    "status of all": 2,
+    "unregister all": 0.2,
+    "replace": 1.5,
+    "change": 6,
+    "cut": 1.5,
+}
+_IF_CUT = {"new": 0.3, "again": 4, "unregister": 1, "status": 2, "change": 4}
+_IF_DOWN = {"new": 12, "again": 4, "unregister": 1, "status": 3, "change": 2}
+_UNKNOWN, _LOST = "Unable to find shared memory region", "lost its memory"
+_SHORT, _TAKEN, _NO_KEY = "its object was truncated", "already in manager", "Unable to open shared memory region"
+_SMALL, _OUTSIDE, _MISMATCH = "should be at least", "for shared memory region", "byte size mismatch"
+
+
+class RegionClients:
+    """All regions and their objects, what is done with them, and whether what clients are told of them can be right."""
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._scheduler = clients.scheduler
+        self._in_force = Registrations()
+        self._numbers = itertools.count(1)
+        #: The names that may be used, and all of which something may be left.
+        self.names: list[str] = []
+        self.files: list[File] = []
+        #: The requests that may write to regions.
+        self._uses: dict[int, Use] = {}
+        self._known: list[Use] = []
+        #: From when on nothing that was asked before can use a region of that name.
+        self._quiet_ns: dict[str, int] = {}
+        #: The names that are not registered any more.
+        self._retired: set[str] = set()
+        #: The calls that have no answer yet; and those that unregister all.
+        self.open: dict[Call, None] = {}
+        self._alls: list[Call] = []
+        self._prefix = f"{os.getpid():08}-{next(_NUMBERS):06}-"
+
+    def _ranges(self, use: Use) -> Iterator[tuple[File, int, int]]:
+        """Yields the ranges of objects that a request may write to: object, begin, size."""
+        for place in use.outputs.values():
+            since_ns = max(use.ask.begun_ns, self._quiet_ns.get(place.region, 0))
+            for call in self._in_force.candidates(place.region, since_ns):
+                size = min(place.byte_size, call.byte_size - place.offset)
+                if size > 0:
+                    for file in call.files:
+                        yield file, call.offset + place.offset, size
+
+    # ----------------------------------------------------------------------------------------------------------- objects
+
+    def check(self) -> None:
+        """Checks that no byte of an object has changed but where requests may write now."""
+        written: list[tuple[File, int, int]] | None = None
+        for file in self.files:
+            content = file.read(0, file.full_size + 1)
+            if len(content) != len(file.double):
+                self._scheduler.defect(f"{file} has {len(content)} bytes, its clients have made it {len(file.double)}")
+                return
+            if content == file.double:
+                continue
+            if written is None:
+                written = [each for use in self._uses.values() for each in self._ranges(use)]
+            expected = bytearray(file.double)
+            for which, at, size in written:
+                if which is file:
+                    expected[at : at + size] = content[at : at + size]
+            if content != expected:
+                at = next(at for at in range(len(content)) if content[at] != expected[at])
+                self._scheduler.defect(f"byte {at} of {file} has changed, and no request may write there")
+                return
+
+    def _make(self, key: str, chance: random.Random) -> File:
+        file = File(next(self._numbers), key, chance.choice((1, 16, 16, 16)), chance)
+        self.files.append(file)
+        self._scheduler.tell(
+            f"{file} of {len(file.double)} bytes is made{', not to be mapped' * key.startswith(SNAPSHOT)}"
+        )
+        return file
+
+    def _new_key(self, chance: random.Random) -> str:
+        return f"{chance.choice((PREFIX, PREFIX, SNAPSHOT))}{self._prefix}{next(self._numbers):06}"
+
+    def _drop_files(self) -> None:
+        """Gives up objects of which no region is left and to which nobody writes."""
+        used = {file for name in self.names for call in self._in_force.of(name) for file in call.files}
+        for file in [file for file in self.files if file not in used][:-_MOST_FILES]:
+            self.files.remove(file)
+            file.unlink()
+            os.close(file.fd)
+
+    # ---------------------------------------------------------------------------------------------------------- requests
+
+    def may_ask(self, chance: random.Random) -> bool:
+        """Returns whether somebody asks with tensors in regions: seldom, where nobody knows of any, or all of one are in use."""
+        now_ns = self._scheduler.clock.now_ns
+        if len(self._uses) > _MANY and chance.random() < 0.9:
+            return False
+        known = any(self._is_whole(name, now_ns) for name in self.names)
+        return bool(self.names) and (known or chance.random() < 0.1)
+
+    def _is_whole(self, name: str, now_ns: int) -> bool:
+        """Returns whether it is known what a region is, and nothing of its object was missing since it was registered."""
+        call = self._in_force.certain(name, now_ns)
+        return call is not None and not any(file.is_short or file.cut_ns >= call.begun_ns for file in call.files)
+
+    def place(self, ask: Ask, chance: random.Random) -> None:
+        """Draws which tensors of a request lie in regions, and writes its inputs there."""
+        use = Use(ask)
+        inputs, outputs = inputs_of(ask.model), ask.outputs
+        ask.size = min(ask.size, 5000)
+        now_ns = self._scheduler.clock.now_ns
+        up = [name for name in self.names if self._is_whole(name, now_ns)]
+        if not up or chance.random() < 0.2:
+            up = [name for name in self.names if self._in_force.certain(name, now_ns) is not None]
+        known = up if up and chance.random() < 0.9 else self.names
+        names = chance.sample(known, min(len(known), chance.choice((1, 1, 2))))
+        if chance.random() < 0.03:
+            names = [f"r{chance.randrange(1000, 2000)}"]
+        wrong = chance.choice((_SMALL, _OUTSIDE, _MISMATCH)) if chance.random() < 0.06 else ""
+        for tensors, places in ((inputs, use.inputs), (outputs, use.outputs)):
+            for tensor in tensors:
+                if chance.random() < 0.65 or not (use.places or tensor != outputs[-1]):
+                    places[tensor] = self._draw(ask, use, chance.choice(names), chance)
+        for place in use.inputs.values():
+            if place.call is not None and place.offset + place.byte_size > place.call.byte_size:
+                wrong = use.wrong = _OUTSIDE
+            elif wrong == _MISMATCH:
+                place.byte_size, use.wrong = ask.size * 8 - (1 if ask.size == 1 else 8), _MISMATCH
+        for place in use.outputs.values():
+            if place.call is not None and place.offset + place.byte_size > place.call.byte_size:
+                wrong = use.wrong = _OUTSIDE
+            elif place.call is not None and chance.random() < 0.3:
+                # It need not be as large as it may be.
+                place.byte_size = min(place.call.byte_size - place.offset, place.byte_size + chance.choice((1, 8, 100)))
+            if wrong == _SMALL:
+                place.byte_size, use.wrong = ask.size * 8 - 1, _SMALL
+            elif wrong == _OUTSIDE and place.call is not None and not use.wrong:
+                place.offset, use.wrong = place.call.byte_size - chance.choice((-8, 0, 1, ask.size * 8 - 1)), _OUTSIDE
+        self._disturb(use)
+        content = np.full(ask.size, ask.input, np.int64).tobytes()
+        for place in use.inputs.values():
+            if place.file is not None:
+                place.file.write(place.call.offset + place.offset, content)  # type: ignore[union-attr]
+        ask.use = self._uses[ask.number] = use
+        self._known.append(use)
+        self._spoil(chance.choice(use.places), ask.front, chance)
+
+    def _draw(self, ask: Ask, use: Use, name: str, chance: random.Random) -> Place:
+        calls = [call for call in self._in_force.of(name) if call.kind == "register" and not call.error]
+        call = calls[-1] if calls else None
+        if call is None:
+            return Place(name, chance.choice((0, 64)), ask.size * 8, None)
+        if ask.size * 8 > call.byte_size // chance.choice((3, 100, 100, 100)) and not use.places:
+            # So that many have room beside each other.
+            ask.size = chance.choice((1, 1, 8, 20))
+        size, place = ask.size * 8, None
+        for _ in range(20):
+            room = max(0, call.byte_size - size)
+            offset = chance.randrange(room // 8 + 1) * 8 if chance.random() < 0.8 else chance.randrange(room + 1)
+            place = Place(name, offset, size, call)
+            if chance.random() < 0.02 or not any(
+                meet(place, other) for each in (*self._uses.values(), use) for other in each.places
+            ):
+                break
+        assert place is not None
+        return place
+
+    def _spoil(self, place: Place, front: FrontProcess, chance: random.Random) -> None:
+        """Has a client, at times, cut an object as it asks, or end a region, so that requests of all kinds meet that."""
+        drawn = chance.random()
+        if place.call is None or place.file is None or place.region not in self.names or self._clients.stopped_ns:
+            return
+        if drawn < 0.04:
+            self._cut(place.file, chance)
+        elif drawn < 0.08 and not any(call.model in (place.region, "") for call in self.open):
+            self.call("unregister", place.region, [front], chance)
+
+    def _cut(self, file: File, chance: random.Random) -> None:
+        self._resize(file, min(len(file.double), chance.choice((0, 0, file.full_size // 2))))
+
+    def _disturb(self, use: Use) -> None:
+        for other in self._uses.values():
+            if any(meet(one, two) for one in use.places for two in other.places):
+                use.disturbed = other.disturbed = True
+        if any(meet(one, two) for one, two in itertools.combinations(use.outputs.values(), 2)):
+            use.disturbed = True
+        if any(meet(one, two) for one in use.inputs.values() for two in use.outputs.values()):
+            use.disturbed = len(use.inputs) + len(use.outputs) > 2 or use.disturbed
+
+    def is_sure(self, use: Use) -> bool:
+        """Returns whether it is known what a request has read and where it has written."""
+        since_ns = use.ask.begun_ns
+        if use.disturbed:
+            return False
+        for place in use.places:
+            call = self._in_force.certain(place.region, since_ns)
+            if call is None or call is not place.call or len(call.files) != 1 or call.files[0].was_short(since_ns):
+                return False
+        return True
+
+    def read(self, ask: Ask, output: str) -> Any:
+        """Returns an output that lies in a region, once the answer has come; without values where nobody knows them."""
+        assert ask.use is not None
+        place = ask.use.outputs.get(output)
+        if place is None:
+            self._scheduler.defect(f"{ask} got output '{output}' nowhere")
+            return np.empty(0, np.int64)
+        if place.file is None or place.call is None:
+            return np.empty(0, np.int64)
+        ask.use.read[output] = ask.size * 8
+        content = place.file.read(place.call.offset + place.offset, ask.size * 8)
+        return np.frombuffer(content[: len(content) // 8 * 8], np.int64)
+
+    def judge(self, ask: Ask) -> bool:
+        """Judges an answer that is no error as far as regions go. Returns whether its values can be judged."""
+        use = ask.use
+        assert use is not None
+        for place in use.places:
+            if self._in_force.is_down(place.region, ask.begun_ns) or not self._in_force.of(place.region):
+                self._scheduler.defect(
+                    f"{ask} is answered, and region '{place.region}' had been unregistered before it was asked"
+                )
+            call = self._in_force.certain(place.region, ask.begun_ns)
+            if call is None or call is not place.call or use.wrong:
+                continue
+            end = call.offset + place.offset + ask.size * 8
+            if len(call.files) == 1 and call.files[0].has_lacked(end, ask.begun_ns):
+                self._scheduler.defect(f"{ask} is answered, and {call.files[0]} lacked bytes all the time")
+        if not self.is_sure(use):
+            use.read.clear()
+            self._clients.counts["in regions, unsure"] += 1
+            return False
+        if use.wrong:
+            self._scheduler.defect(f"{ask} is answered, and its output has no room: {use.wrong}")
+        if len(use.read) < len(use.outputs):
+            self._scheduler.defect(f"{ask} got outputs in its answer that belong into regions")
+        self._clients.counts["in regions"] += 1
+        return True
+
+    def excuse(self, ask: Ask, code: str, message: str) -> bool:
+        """Returns whether an error of a request may come of its regions."""
+        use, since_ns = ask.use, ask.begun_ns
+        assert use is not None
+        use.doubtful |= code == "DEADLINE_EXCEEDED"
+        places = [place for place in use.places if f"'{place.region}'" in message]
+        if use.wrong and use.wrong in message:
+            return True
+        for place in places:
+            found = self._in_force.candidates(place.region, since_ns)
+            cut = any(file.cut_ns >= call.begun_ns for call in found for file in call.files)
+            if (
+                _UNKNOWN in message
+                and code in ("", "NOT_FOUND")
+                and (self._in_force.is_up(place.region, since_ns) is None or cut)
+            ):
+                return True
+            if _LOST in message and cut:
+                return True
+            if _SHORT in message and any(file.was_short(since_ns) for call in found for file in call.files):
+                return True
+            if _OUTSIDE in message and self._in_force.certain(place.region, since_ns) is not place.call:
+                return True
+        return False
+
+    def closed(self, ask: Ask, outcome: str) -> None:
+        """Notes that a request has ended, for its client."""
+        use = ask.use
+        assert use is not None
+        use.closed_ns = self._scheduler.clock.now_ns
+        if outcome in ("answered", "was not taken") or (outcome == "error" and not use.doubtful):
+            ranges = list(self._ranges(use))
+            del self._uses[ask.number]
+            if outcome == "answered" and use.read:
+                for output, size in use.read.items():
+                    place = use.outputs[output]
+                    if place.file is not None and place.call is not None:
+                        place.file.adopt(place.call.offset + place.offset, size)
+            elif outcome != "was not taken":
+                for file, at, size in ranges:
+                    file.adopt(at, size)
+            self.check()
+            return
+        use.doubtful = True
+
+    # -------------------------------------------------------------------------------------------------------------- calls
+
+    def begin(self, fronts: list[FrontProcess], chance: random.Random) -> None:
+        """Registers some regions, mostly."""
+        for _ in range(chance.choice((0, 1, 2, 2)) if fronts else 0):
+            self._register(self._new_name(), self._new_file(chance), fronts, chance)
+
+    def _new_name(self) -> str:
+        name = f"r{next(self._numbers)}"
+        self.names.append(name)
+        self._in_force.of(name).extend(each for each in self._alls if not each.ended_ns)
+        return name
+
+    def happen(self, fronts: list[FrontProcess], chance: random.Random) -> None:
+        """Has a client do something with its regions or objects."""
+        now_ns = self._scheduler.clock.now_ns
+        self.check()
+        for name in [name for name in self.names if self._is_worn(name)]:
+            self._retire(name)
+        if len(self.open) < 3 and (
+            waiting := [name for name in sorted(self._retired) if not any(call.model == name for call in self.open)]
+        ):
+            name = chance.choice(waiting)
+            down = self._in_force.is_down(name, now_ns)
+            self.call("status" if down else "unregister", name, fronts, chance)
+        supervisor = self._clients.daemon.supervisor.supervisor
+        if not supervisor.workers.ready() and chance.random() < 0.8:
+            return  # whoever registers something now is told that there is no worker
+        busy = len(self.open) >= chance.choice((4, 6, 8))
+        free = [name for name in self.names if not any(call.model in (name, "") for call in self.open)]
+        if busy or not (free or chance.random() < 0.1):
+            if chance.random() < 0.3:
+                self._change_object(chance)
+            return
+        if len(self.names) < 2 or (len(self.names) < _MOST_NAMES and chance.random() < 0.3):
+            self._register(self._new_name(), self._new_file(chance), fronts, chance)
+            return
+        if not free or chance.random() < 0.1:
+            free = self.names
+        elif lacking := [name for name in free if not self._is_whole(name, now_ns)]:
+            free = lacking if chance.random() < 0.6 else free
+        name = chance.choice(free)
+        known = [call for call in self._in_force.of(name) if call.kind == "register" and not call.error]
+        call = known[-1] if known else None
+        is_up = self._in_force.is_up(name, now_ns) is not None
+        doing = _IF_UP if self._is_whole(name, now_ns) else _IF_CUT if is_up else _IF_DOWN
+        match chance.choices(list(doing), list(doing.values()))[0]:
+            case "new":
+                self._register(name, self._new_file(chance), fronts, chance)
+            case "again" if call is not None:
+                self._register(name, call.files[-1], fronts, chance, call)
+            case "unregister":
+                self.call("unregister", name, fronts, chance)
+            case "status":
+                self.call("status", name, fronts, chance)
+            case "status of all":
+                self.call("status", "", fronts, chance)
+            case "unregister all":
+                self.call("unregister", "", fronts, chance)
+            case "replace" if call is not None:
+                self._replace(call, chance)
+                if chance.random() < 0.7:
+                    self._register(
+                        name,
+                        call.files[-1] if not self._by_key(call.key) else self._by_key(call.key),
+                        fronts,
+                        chance,
+                        call,
+                    )
+            case "cut" if call is not None:
+                self._cut(call.files[-1], chance)
+            case "change":
+                self._change_object(chance)
+
+    def _change_object(self, chance: random.Random) -> None:
+        """Has a client unlink, truncate, grow or write to an object."""
+        if not self.files:
+            return
+        file = chance.choice(self.files[-5:])
+        short = [file for file in self.files if file.is_short]
+        if short and chance.random() < 0.6:
+            file = chance.choice(short)
+            self._resize(file, file.full_size)
+        elif chance.random() < 0.15:
+            self._resize(file, min(len(file.double), chance.choice((0, PAGE, file.full_size // 2, file.full_size - 1))))
+        elif chance.random() < 0.2:
+            file.unlink()
+            self._scheduler.tell(f"{file} loses its name")
+        else:
+            self._scribble(file, chance)
+
+    def _is_worn(self, name: str) -> bool:
+        calls = self._in_force.of(name)
+        lost = any(call.error is None and call not in self.open and call.kind != "status" for call in calls)
+        doubtful = [
+            use for use in self._uses.values() if use.doubtful and any(each.region == name for each in use.places)
+        ]
+        return lost or len(calls) > _MOST_CALLS or len(doubtful) > _MOST_DOUBTFUL
+
+    def _retire(self, name: str) -> None:
+        self.names.remove(name)
+        self._retired.add(name)
+
+    def _by_key(self, key: str) -> Any:
+        return next((file for file in self.files if file.key == key and file.linked), None)
+
+    def _new_file(self, chance: random.Random) -> File:
+        self._drop_files()
+        if (linked := [file for file in self.files if file.linked]) and chance.random() < 0.3:
+            return chance.choice(linked)
+        return self._make(self._new_key(chance), chance)
+
+    def _register(
+        self, name: str, file: File, fronts: list[FrontProcess], chance: random.Random, like: Call | None = None
+    ) -> None:
+        pages = file.full_size // PAGE
+        first = 0 if pages == 1 or chance.random() < 0.6 else chance.randrange(pages)
+        size = (pages - first) * PAGE
+        if chance.random() < 0.3:
+            size = chance.randrange(1000, size + 1)
+        offset = first * PAGE
+        if like is not None and chance.random() < 0.8:
+            offset, size = like.offset, like.byte_size
+        call = self._new("register", name, fronts, chance)
+        call.key, call.offset, call.byte_size = file.key, offset, size
+        call.files = [found] if (found := self._by_key(file.key)) is not None else [file]
+        self._send(call, chance)
+
+    def call(self, kind: str, name: str, fronts: list[FrontProcess], chance: random.Random) -> Call:
+        call = self._new(kind, name, fronts, chance)
+        self._send(call, chance)
+        return call
+
+    def _new(self, kind: str, name: str, fronts: list[FrontProcess], chance: random.Random) -> Call:
+        front = chance.choice(fronts)
+        return Call(
+            kind,
+            name,
+            next(self._numbers),
+            self._scheduler.clock.now_ns,
+            front,
+            deaths=len(self._clients.history.deaths),
+        )
+
+    def _send(self, call: Call, chance: random.Random) -> None:
+        for name in (call.model,) if call.model else (*self.names, *sorted(self._retired)):
+            self._in_force.of(name).append(call)
+        if call.goes and not call.model:
+            self._alls.append(call)
+        self.open[call] = None
+        self._scheduler.tell(f"{call} at {call.front}{self._described(call)}")
+        private = call.model == "" or chance.random() < 0.8
+        self._clients.network.route(call.front, private=private).queue(call)
+
+    @staticmethod
+    def _described(call: Call) -> str:
+        return f": {call.byte_size} bytes at {call.offset} of {call.files[-1]}" if call.kind == "register" else ""
+
+    def _replace(self, call: Call, chance: random.Random) -> None:
+        """Makes another object in the place of one, under its key."""
+        if (there := self._by_key(call.key)) is not None:
+            there.unlink()
+            self._scheduler.tell(f"{there} loses its name")
+        file = self._make(call.key, chance)
+        for each in self.open:
+            if each.key == call.key:
+                each.files.append(file)
+
+    def _resize(self, file: File, size: int) -> None:
+        if size == len(file.double):
+            return
+        self._scheduler.tell(f"{file} has {size} bytes from now on, {len(file.double)} before")
+        for use in self._uses.values():
+            for which, at, length in self._ranges(use):
+                if which is file:
+                    file.adopt(at, length)
+        self.check()
+        file.resize(size, self._scheduler.clock.now_ns)
+
+    def _scribble(self, file: File, chance: random.Random) -> None:
+        """Has a client write into its memory, also where a request uses it."""
+        size = chance.choice((1, 100, 3000))
+        for _ in range(chance.choice((1, 10))):
+            at = chance.randrange(max(1, len(file.double) - size))
+            met = [use for use in self._uses.values() if any(place.meets(file, at, size) for place in use.places)]
+            if not met:
+                break
+        for use in met:
+            use.disturbed = True
+        file.write(at, chance.randbytes(size))
+
+    # ------------------------------------------------------------------------------------------- what connections report
+
+    def ended(self, call: Call, error: str) -> None:
+        """Judges the answer to a call."""
+        now_ns = self._scheduler.clock.now_ns
+        self.open.pop(call, None)
+        call.error, call.ended_ns = error, now_ns
+        self._scheduler.tell(f"{call} is answered: {error or self._said(call)}")
+        self._clients.counts[f"{call.kind} of a region{' failed' * bool(error)}"] += 1
+        if error:
+            if not (self._clients.stopped_ns or self._why_failed(call, error)):
+                self._scheduler.defect(f"{call} failed without a reason: {error}")
+        elif call.kind == "status":
+            self._judge_listed(call)
+        elif call.kind == "register":
+            there = self._in_force.certain(call.model, call.begun_ns)
+            others = [
+                each
+                for each in self._in_force.of(call.model)
+                if each is not call and each.kind != "status" and each.may_last(call.begun_ns)
+            ]
+            if (
+                there is not None
+                and not others
+                and (there.key, there.offset, there.byte_size) != (call.key, call.offset, call.byte_size)
+            ):
+                self._scheduler.defect(f"{call} is answered well, and {there} is another one")
+        if call.kind == "status":
+            for name in (call.model,) if call.model else (*self.names, *sorted(self._retired)):
+                self._judge_quiet(call, name)
+        if (
+            call.kind == "unregister"
+            and call.done
+            and call.model in self.names
+            and self._scheduler.chance.random() < 0.7
+        ):
+            # Whoever wants the memory back asks whether somebody uses it.
+            self._scheduler.clock.now_ns += 1
+            self.call("status", call.model, [call.front], self._scheduler.chance)
+        self.check()
+
+    @staticmethod
+    def _said(call: Call) -> str:
+        return f"{sorted(call.listed)}" if call.kind == "status" else "done"
+
+    def _why_failed(self, call: Call, error: str) -> str:
+        clients, since_ns = self._clients, call.begun_ns
+        if clients.history.lacked_for(error, since_ns):
+            return "there was no descriptor"
+        if call.kind == "status":
+            return "it is not there" if _UNKNOWN in error.replace("system ", "") and self._may_be_unlisted(call) else ""
+        others = [
+            each
+            for each in self._in_force.of(call.model)
+            if each is not call and each.kind != "status" and each.may_last(since_ns)
+        ]
+        if call.kind == "register":
+            there = [each for each in self._in_force.candidates(call.model, since_ns) if each is not call]
+            if _TAKEN in error and any(
+                (each.key, each.offset, each.byte_size) != (call.key, call.offset, call.byte_size) or others
+                for each in there
+            ):
+                return "the name is taken"
+            if _NO_KEY in error and (self._by_key(call.key) is None or len(call.files) > 1 or not call.files[0].linked):
+                return "its object has no name"
+            if ("invalid args" in error or "bytes now" in error) and any(
+                file.was_short(since_ns) or file.full_size < call.offset + call.byte_size for file in call.files
+            ):
+                return "its object is too short"
+            if len(clients.history.deaths) != call.deaths or clients.daemon.children(WorkerProcess) == []:
+                return "workers have died"
+            if "is running" in error and clients.history.deaths:
+                return "a worker has died"
+        return "its front has stopped" if not call.front.serves else ""
+
+    def _may_be_unlisted(self, call: Call) -> bool:
+        return self._in_force.is_up(call.model, call.begun_ns) is None
+
+    def _judge_listed(self, call: Call) -> None:
+        """Judges what is said of regions: those that are there, as they were registered, and those that may be left."""
+        since_ns, defect = call.begun_ns, self._scheduler.defect
+        asked = (call.model,) if call.model else (*self.names, *sorted(self._retired))
+        for name in asked:
+            found, there = self._in_force.certain(name, since_ns), call.listed.get(name)
+            if self._in_force.is_up(name, since_ns) is not None and there is None:
+                defect(f"{call} does not list region '{name}', which is registered")
+            if found is not None and there != (found.key, found.offset, found.byte_size):
+                defect(f"{call} lists region '{name}' as {there}, and not as {found} has it")
+            known = [each for each in self._in_force.of(name) if each.kind == "register"]
+            if there is not None and there not in [(each.key, each.offset, each.byte_size) for each in known]:
+                defect(f"{call} lists region '{name}' as {there}, as nobody has registered it")
+            down = self._in_force.is_down(name, since_ns)
+            if there is not None and down is not None and not self._may_be_used(name, down):
+                defect(f"{call} lists region '{name}', which {down} has ended, and which no request can use")
+        for name in call.listed:
+            if name not in self._in_force:
+                defect(f"{call} lists region '{name}', which nobody has registered")
+
+    def _may_be_used(self, name: str, down: Call) -> bool:
+        """Returns whether a request that was asked before a region was unregistered may use it, or may have used it then."""
+        return any(
+            not use.closed_ns or use.doubtful or use.closed_ns >= down.begun_ns
+            for use in self._known
+            if use.ask.begun_ns < down.ended_ns and any(place.region == name for place in use.places)
+        )
+
+    def ran(self, ask: Ask) -> None:
+        """Judges that a worker runs a request: that is not so where it was said of a region that nobody uses it any more."""
+        for place in ask.use.places if ask.use is not None else ():
+            quiet_ns = self._quiet_ns.get(place.region, 0)
+            if ask.begun_ns < quiet_ns and self._in_force.is_down(place.region, quiet_ns):
+                self._scheduler.defect(f"{ask} is run, and its region '{place.region}' was listed no more")
+
+    def _judge_quiet(self, call: Call, name: str) -> None:
+        """Notes that nobody uses a region any more, which was unregistered and is not listed."""
+        now_ns = self._scheduler.clock.now_ns
+        if name in call.listed or self._in_force.is_down(name, call.begun_ns) is None:
+            return
+        self._adopt_all(name)
+        self._quiet_ns[name] = now_ns
+        self._retired.discard(name)
+        self._scheduler.tell(f"nobody uses region '{name}' any more")
+        self._clients.counts["region is over"] += 1
+
+    def _adopt_all(self, name: str) -> None:
+        for use in self._uses.values():
+            if any(place.region == name for place in use.outputs.values()):
+                for file, at, size in self._ranges(use):
+                    file.adopt(at, size)
+
+    def lost(self, call: Call) -> None:
+        """Notes that nobody knows what becomes of a call."""
+        self.open.pop(call, None)
+        call.lost = True
+
+    def pending(self) -> list[Call]:
+        """Returns the calls that have no answer yet."""
+        return [call for call in self.open if call.front.alive]
+
+    # ------------------------------------------------------------------------------------------------------------ the end
+
+    def judge_end(self, workers: Iterable[WorkerProcess]) -> None:
+        """Checks that nothing is left, once every region was unregistered and every request has its end."""
+        self._uses.clear()
+        for file in self.files:
+            file.adopt(0, file.full_size)
+        for worker in workers:
+            table = worker.worker._regions if worker.worker is not None else None
+            if table is not None and (table._regions or table.leaving or table._waiting):
+                self._scheduler.defect(f"{worker} has something left: {table}, {table._waiting}")
+        registry = self._clients.daemon.supervisor.supervisor._regions
+        if registry._all or registry._tasks:
+            self._scheduler.defect(f"the supervisor has regions left: {registry._all}")
+
+    def close(self) -> None:
+        """Removes all objects."""
+        for file in self.files:
+            file.unlink()
+            os.close(file.fd)
+        self.files.clear()
+
+    def left(self) -> list[str]:
+        """Returns the mappings of objects that are left in this process."""
+        with open("/proc/self/maps") as maps:
+            return [line.strip() for line in maps if f"/dev/shm/{PREFIX}" in line and self._prefix in line]
