@@ -25,6 +25,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.simulation import ensembles
 from tests.simulation.daemon import Daemon
 from tests.simulation.history import Change, History
 from tests.simulation.processes import ChildProcess
@@ -187,9 +188,18 @@ class Keeper(Process):
     # --------------------------------------------------------------------------------------------------- what is checked
 
     def judge_ready(self) -> None:
-        """Checks that the daemon is ready, of which nobody wants anything: each of its models has served, or was taken away."""
-        readiness = self._daemon.supervisor.supervisor.models.readiness
-        if not (readiness.ready or self._history.blamed):
+        """Checks that the daemon is ready, of which nobody wants anything: each of its models has served, or was taken away.
+
+        An ensemble fails, and holds readiness up, of which somebody has unloaded a model before it had served.
+        """
+        readiness, changes = self._daemon.supervisor.supervisor.models.readiness, self._history.changes
+        failed = {
+            name
+            for name, steps in ensembles.ALL.items()
+            if any(each.starts and each.error for each in changes.get(name, ()))
+            and any(each.kind == "unload" for step in steps for each in changes[step])
+        }
+        if not (readiness.ready or self._history.blamed or failed.issuperset(readiness.names)):
             self.scheduler.defect(f"the daemon is at rest and not ready: {readiness.sentence()}")
 
     def judge_left(self, folder: Path) -> None:
