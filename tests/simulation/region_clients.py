@@ -306,7 +306,8 @@ class RegionClients:
                 return True
             if _SHORT in message and any(file.was_short(since_ns) for call in found for file in call.files):
                 return True
-            if _OUTSIDE in message and self._in_force.certain(place.region, since_ns) is not place.call:
+            known = self._in_force.certain(place.region, since_ns)
+            if _OUTSIDE in message and (place.call is None or known is not place.call):
                 return True
         return False
 
