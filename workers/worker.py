@@ -268,6 +268,8 @@ class Worker:
         if gathers is not self._gathers:
             self._gathers = gathers
             if self._inbox.look(gathers):
+                # They came without waking the loop, and nobody else calls them.
+                self._inbox.run()
                 timeout_ns = 0
         if self.lanes.watched:
             self.lanes.let_pass()

@@ -118,3 +118,18 @@ def test_each_response_in_its_order(loop: WorkerLoop, scripts: list[list[int]], 
         assert [shown(response) for response in responses] == expected(script, wanted)
         assert [response.final for response in (*responses, last)] == [False] * len(responses) + [True]
         assert last.outputs == ()
+
+
+def test_what_came_while_the_loop_looked_by_itself_is_called_when_it_looks_no_more(loop: WorkerLoop) -> None:
+    """
+    1. The loop looks by itself as long as a request has several responses. 2. A thread that has more to do tells of the end of a
+    run, and wakes nobody. 3. The request's last response leaves. Result: the end of the run is known in the next iteration.
+    """
+    worker, called = loop.worker, []
+    while worker._dispatcher.responses.look_ns:
+        worker.iterate()
+    worker._gathers = True
+    worker._inbox.look(True)
+    worker._inbox.post(lambda: called.append(1), soon=False)
+    worker.iterate()
+    assert called == [1]
