@@ -213,7 +213,7 @@ def test_an_answer_that_is_cut_off_has_its_trace(leaves_nothing: None, tmp_path:
         """,
     )
     path = tmp_path / "trace.json"
-    options = {"supervisor": {"exit_timeout": 0.5}, "trace": {"file": str(path), "level": ["TIMESTAMPS"], "rate": 1}}
+    options = {"supervisor": {"exit_timeout": 2.0}, "trace": {"file": str(path), "level": ["TIMESTAMPS"], "rate": 1}}
     text = (
         b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":[1]}],"parameters":{"binary_data_output":true}}'
     )
