@@ -52,7 +52,7 @@ CALLS: Mapping[str, str] = {
 }
 
 
-#: What errors call a call, and what stands before the name of its header.
+#: Protocol -> the word for its calls in error messages, and the prefix of the names of access headers.
 _WORDS = {"http": ("API", ""), "grpc": ("protocol", "triton-grpc-protocol-")}
 
 

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _INTERVAL = 1.0
 #: Seconds that a client may take to end its connection.
 _LINGER = 2.0
-#: What a client sends is thrown away in such pieces.
+#: The most bytes that are read at a time of what an agent-check client sends, which is ignored.
 _READ_BYTE_SIZE = 4096
 #: Characters of a reason.
 _MAX_TEXT = 100

@@ -1,4 +1,4 @@
-"""What all gateways of the client answer alike, such as 503 while their daemon is gone."""
+"""Answers that the client's gateways have in common, such as 503 while the daemon is gone."""
 
 from __future__ import annotations
 

@@ -39,24 +39,24 @@ def create(path, config, device):
         return {{"y": x * 1000000000 + {files} * 10000 + int(params["k"]), "calls": np.array(made, np.int64)}}
     return apply, {{"k": np.int32(0)}}
 """
-#: What a caller's input has besides the number of its ask: for each model that has called on the way.
+#: The factor of the part of a caller's input that says what a called caller is to do; the rest is the number of the ask.
 _DEEP = 1_000_000
-#: What the other caller is asked for: a call of ``a``, or of the first caller, where it ends.
+#: These parts: call ``a``; call the first caller, so that the calls make a circle; call nobody.
 _CHAIN, _CIRCLE, _END = _DEEP, 2 * _DEEP, 3 * _DEEP
 _WAITS_FOR_ITSELF = "waits for itself (p -> q -> p)"
-#: What is said of a model that is not there.
+#: The error message of a call to a model that the worker does not serve; the group is the model's name.
 _MISSING = re.compile("Model '([a-z]+)' is not ready")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a caller calls."""
+    """The calls that a caller makes for one input."""
 
     #: The models that it calls, each with its input.
     calls: tuple[tuple[str, int], ...]
-    #: It makes all calls before it waits for one.
+    #: True: the caller makes all calls before it waits for an answer.
     together: bool = False
-    #: It takes a call back at once, and takes what comes.
+    #: True: the caller cancels its first call at once, and accepts an answer or Cancelled.
     withdraws: bool = False
 
 

@@ -77,7 +77,7 @@ class Ask:
     #: How many responses the request has got, and of which files and push they are, where it may get several.
     got: int = 0
     made: tuple[int, int] = (0, 0)
-    #: Of an ensemble: the files of the model of its last step; -1: nothing has come.
+    #: For an ensemble: the number of the model files that its last step answered with; -1: no response has come.
     last_files: int = -1
     request: Any = None
     #: Which of its tensors lie in regions; None: none.

@@ -62,7 +62,7 @@ from tests.simulation.processes import (
 from tests.simulation.scheduler import Death, Scheduler, Thread
 from tests.simulation.sockets import AcceptedSocket, OpenedSocket, scheduler_of_fronts
 
-#: What has taken the functions of the clock out of ``time``.
+#: Modules that import functions of ``time`` by name, and so need the simulated clock by themselves.
 _CLOCKS_NS = (exchange, infer)
 _FIRST_PID = 1 << 28
 #: So many bytes are compressed or decompressed in a step, that the small bodies here take several.

@@ -56,7 +56,7 @@ KINDS = {
 ENDS = ("kill supervisor", "kill supervisor sending", "kill supervisor starting", "restart")
 
 REGIONS = ("ask in regions", "region")
-#: What workers and fronts die of. In half of the runs with regions nobody does, so that most of who asks there is answered.
+#: Events that kill workers and fronts. Half of the runs with regions have none of them, so that most requests are answered.
 DEATHS = (
     "deadly ask",
     "deadly push",

@@ -93,7 +93,7 @@ class History:
         self.drained_ns = 0
         #: When a daemon has last ended; 0: none has.
         self.ended_ns = 0
-        #: Whether that one refused requests, or may have.
+        #: True if the daemon that ended last was drained when it ended, or might have been, and so refused requests.
         self.ended_drained = False
 
     def pending(self) -> list[Change]:

@@ -46,7 +46,7 @@ class Program(ClientProcess):
         #: Whether it closes its connection now, or has closed it.
         self.leaves = False
         self.ways: Sequence[str] = scheduler.chance.choice((_WAYS, _WAYS, _MOSTLY_CALLS))
-        #: It has sent as much as it could.
+        #: True if the program has filled its lane once.
         self.fills = False
         #: Answers whose arrays it still reads.
         self.held: list[Any] = []

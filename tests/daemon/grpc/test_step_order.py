@@ -117,7 +117,7 @@ def test_whoever_would_miss_a_step_does_not_run(scene: Scene) -> None:
 
 
 def test_a_start_is_behind_nobody_who_did_not_run(scene: Scene) -> None:
-    """It begins the sequence anew: it runs, and so do those behind it."""
+    """A START behind a cancelled step begins the sequence anew: the START runs, and so do the steps behind it."""
     first = scene.large("first")
     scene.small("second")
     scene.small("start")[0].begins = True
