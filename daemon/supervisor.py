@@ -635,12 +635,12 @@ class Tasks:
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: dict[asyncio.Task[object], None] = {}
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Runs ``work`` as a background task on the running event loop."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._done)
 
     async def cancel(self) -> None:
@@ -650,7 +650,7 @@ class Tasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("a task of the supervisor failed: the daemon stops", exc_info=error)
             self._failed()

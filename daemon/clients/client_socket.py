@@ -101,7 +101,7 @@ class ClientSocket:
         self._audit = audit
         self._restricted = "parameters" in restrictions.parse(options.http.restricted_api)
         self._listener: socket.socket | None = None
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients: dict[asyncio.Task[None], None] = {}
         self._seldom = Seldom()
         #: Owner -> when the log last said what was refused to it (seconds of the loop's clock).
         self._said: dict[str, float] = {}
@@ -195,8 +195,8 @@ class ClientSocket:
             _refuse(client, error)
             return
         task = asyncio.get_running_loop().create_task(self._serve(client, connection))
-        self._clients.add(task)
-        task.add_done_callback(self._clients.discard)
+        self._clients[task] = None
+        task.add_done_callback(self._clients.pop)
 
     # -------------------------------------------------------------------------------------------------------- a client
 

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -106,7 +106,7 @@ class Front(ABC):
     #: Exists once it is open.
     answered: Answered | None = None
     #: The clients' connections, and those that wait for their clients to close; set by ``open``.
-    open_connections: set[Any]
+    open_connections: Collection[Any]
     lingering: LingeringClose
     #: The time by which clients are late; set by ``open``.
     clock: RunningTime

@@ -90,7 +90,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.http2.phase = ConnectionPhase.CLOSED
             transport.close()
             return
-        serving.connections.add(self)
+        serving.connections[self] = None
         self.account = serving.accounts.open(self._owner)
         serving.counters.count(len(serving.connections))
         transport.write(self.http2.hello())
@@ -99,7 +99,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.connection_end.close()
         if self.account is not None:
             self.serving.accounts.close(self.account)
-        self.serving.connections.discard(self)
+        self.serving.connections.pop(self, None)
         self.serving.counters.count(len(self.serving.connections))
         self.http2.connection_lost()
         self._lost = True

@@ -44,7 +44,7 @@ class GrpcServing:
     rules: dict[str, Rule] = field(default_factory=dict)
     #: Tells the load; None: there is nothing to be told.
     submitter: Submitter | None = None
-    connections: set[Http2Connection] = field(default_factory=set)
+    connections: dict[Http2Connection, None] = field(default_factory=dict)
     #: The time by which clients are late.
     clock: RunningTime = field(default_factory=RunningTime)
     #: Bytes of incomplete messages, all connections together.

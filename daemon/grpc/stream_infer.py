@@ -43,7 +43,7 @@ class StreamInfer(InferCall):
         self.infer = infer
         self.stream = stream
         #: Requests whose last answer was not sent; an object for a request of which nothing is known.
-        self._in_flight: set[object] = set()
+        self._in_flight: dict[object, None] = {}
         #: Requests with one response, in their order, and answers that wait for earlier ones.
         self._order: ResponseOrder[object, _Waiting] = ResponseOrder()
         #: Bytes of the answers that wait there.
@@ -95,7 +95,7 @@ class StreamInfer(InferCall):
 
     def abandoned(self) -> None:
         waiting, self._waiting = self._waiting, deque()
-        in_flight, self._in_flight = self._in_flight, set()
+        in_flight, self._in_flight = self._in_flight, {}
         placed = [message for message in waiting if isinstance(message, ArrivingMessage)]
         call_each([message.drop for message in placed], "leaving a message")
         asked = [each for each in in_flight if isinstance(each, CallRequest)]
@@ -135,7 +135,7 @@ class StreamInfer(InferCall):
             known = message.client_id if isinstance(message, ArrivingMessage) else client_id_of(message[start:end])
             self._not_sent(error, known)
             return
-        self._in_flight.add(asked)
+        self._in_flight[asked] = None
         if not asked.decoupled:
             self._order.taken(asked)
         if not asked.record.request_id:
@@ -158,7 +158,7 @@ class StreamInfer(InferCall):
             self._refused(code, message, client_id, sent=sent, asked=asked)
             return
         place = asked or object()
-        self._in_flight.add(place)
+        self._in_flight[place] = None
         self._order.taken(place)
         self._keep(place, len(message), partial(self._refused, code, message, client_id, sent=sent, asked=asked), sent)
 
@@ -219,7 +219,7 @@ class StreamInfer(InferCall):
             try:
                 # An error before it may have ended the call.
                 if asked in self._in_flight:
-                    self._in_flight.discard(asked)
+                    del self._in_flight[asked]
                     send()
                     continue
             except Exception:
@@ -238,7 +238,7 @@ class StreamInfer(InferCall):
         sent: Callable[[], None] | None,
     ) -> None:
         if prepared.final:
-            self._in_flight.discard(asked)
+            self._in_flight.pop(asked, None)
         if record.code:
             self._refused(
                 grpc_number(record.code),

@@ -50,7 +50,7 @@ class Http1Connection(asyncio.Protocol):
 
     __slots__ = ("_connections", "_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
 
-    def __init__(self, serving: HttpServing, connections: set[Http1Connection], owner: str) -> None:
+    def __init__(self, serving: HttpServing, connections: dict[Http1Connection, None], owner: str) -> None:
         self._serving = serving
         self._connections = connections
         self._owner = owner
@@ -70,14 +70,14 @@ class Http1Connection(asyncio.Protocol):
         if serving.tls and self._speaks_tls:
             # It has a buffer of its own, with what it has encrypted; at first that is what is left of the handshake.
             transport.set_write_buffer_limits(high=_TLS_BUFFER)
-        connections.add(self)
+        connections[self] = None
         counters.count(len(connections))
         if full:
             self.order.refuse(503, f"{counters.total()} connections are open, at most {limit} are allowed")
 
     def connection_lost(self, exc: Exception | None) -> None:
         serving, connections, order = self._serving, self._connections, self.order
-        connections.discard(self)
+        connections.pop(self, None)
         serving.counters.count(len(connections))
         serving.submitter.accounts.close(order.account)
         order.lost()

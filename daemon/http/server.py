@@ -49,7 +49,7 @@ class HttpFront(Front):
         self.answered = self._serving.answered
         application = Routes(endpoints, access).application()
         self._serving.application = application if cross_origin is None else cross_origin.around(application)
-        connections: set[Http1Connection] = set()
+        connections: dict[Http1Connection, None] = {}
         self.open_connections = connections
         self.lingering, self.clock = self._serving.lingering, self._serving.clock
         self._serving.longest_idle = LongestIdle(connections, options.http.max_connections)

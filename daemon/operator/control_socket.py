@@ -37,7 +37,7 @@ class ControlSocket:
         self._environment = environment
         self._commands = commands
         self._server: asyncio.Server | None = None
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients: dict[asyncio.Task[None], None] = {}
 
     async def open(self) -> None:
         """Binds the control socket and begins to answer. Raises InvalidArgument if a given path cannot be bound."""
@@ -91,7 +91,7 @@ class ControlSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._clients.add(task)
+        self._clients[task] = None
         try:
             while line := await reader.readline():
                 writer.write(await self._answer(line) + b"\n")
@@ -99,7 +99,7 @@ class ControlSocket:
         except (ConnectionError, ValueError, asyncio.CancelledError):
             pass  # it went away, or sent a line beyond the limit, or we stop
         finally:
-            self._clients.discard(task)
+            self._clients.pop(task, None)
             writer.close()
 
     async def _answer(self, line: bytes) -> bytes:

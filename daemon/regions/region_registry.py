@@ -74,7 +74,7 @@ class RegionRegistry:
         self._regions: dict[str, RegisteredRegion] = {}
         #: The regions that were unregistered while requests used them.
         self._leaving: list[RegisteredRegion] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     # ------------------------------------------------------------------------------------------------------- register
 
@@ -180,8 +180,8 @@ class RegionRegistry:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}

@@ -109,7 +109,7 @@ class ModelPort:
         #: The worker's process.
         self.process = os.getpid()
         #: Resources that the model's code has made outside of itself.
-        self.held: set[Held] = set()
+        self.held: dict[Held, None] = {}
         #: Processes that the model's code has started, if any.
         self.processes: EndsLater | None = None
         #: The caller for code of the model that works for no known request.

@@ -54,7 +54,7 @@ class _Run:
         #: Number of each step that is needed -> the model version that it runs on.
         self.members: dict[int, ModelVersion] = {}
         #: Steps that are under way.
-        self.waiting: set[InnerRequest] = set()
+        self.waiting: dict[InnerRequest, None] = {}
         self.error: ServingError | None = None
         self.result: dict[str, Array] = {}
         #: Sums over all steps, in ns: queued, input, infer.
@@ -244,7 +244,7 @@ class EnsembleRuns:
             inner = validate_inner(
                 prepared, said, arrays, wanted, request.submitter, member, now_ns, responded, request
             )
-            run.waiting.add(inner)
+            run.waiting[inner] = None
             self._enter(member, inner, now_ns)
         except ServingError as error:
             run.run.ended(start)
@@ -279,7 +279,7 @@ class EnsembleRuns:
             timeline = run.request.timeline
             if timeline is not None and inner.timeline is not None:
                 timeline.add(inner.version.name, inner.version.version, inner.timeline)
-            run.waiting.discard(inner)
+            run.waiting.pop(inner, None)
             run.run.ended(start)
         self._take(run)
         self._due.append((run, None))

@@ -26,7 +26,7 @@ class SequenceRegister:
         #: The registers that new sequences join, by the key of their model version.
         self.serving: dict[Key, RegisteredSequences] = {}
         #: Loads whose slots differ from what the page says.
-        self.changed: set[RegisteredSequences] = set()
+        self.changed: dict[RegisteredSequences, None] = {}
 
     def of(self, model: str, version: int) -> RegisteredSequences:
         """Returns a new object, which registers the sequences of one loaded model version."""
@@ -45,7 +45,7 @@ class SequenceRegister:
 
         Call it before the worker sends answers, because clients may start new sequences after an answer.
         """
-        changed, self.changed = self.changed, set()
+        changed, self.changed = self.changed, {}
         for each in changed:
             each.publish_slots()
 
@@ -81,7 +81,7 @@ class RegisteredSequences:
         """From now on publishes how many slots of ``table`` are free. Fronts prefer workers with free slots for new sequences."""
         self._table = table
         self._register.serving[self._keys.slots] = self
-        self._register.changed.add(self)
+        self._register.changed[self] = None
 
     def retire(self) -> None:
         """Undoes ``serve``. Fronts then assume that this worker has no free slots for sequences of this model version."""
@@ -103,7 +103,7 @@ class RegisteredSequences:
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())
-        self._register.changed.add(self)
+        self._register.changed[self] = None
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
         """Tells fronts that a sequence begins to run. The arguments are those of the sequence's ``waiting`` call."""
@@ -114,7 +114,7 @@ class RegisteredSequences:
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True
-        self._register.changed.add(self)
+        self._register.changed[self] = None
 
     def __repr__(self) -> str:
         return f"<RegisteredSequences {len(self._entries)}>"

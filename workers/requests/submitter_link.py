@@ -83,7 +83,7 @@ class SubmitterLink(Generic[R]):
         self.protocol = PROTOCOLS.index(protocol if segments is None else "lane")
         self.owner = owner
         if owner is not None:
-            owner.submitters.add(self)
+            owner.submitters[self] = None
         #: True if a sequence may end with this client's lane.
         self.sequences = False
         self._due: list[SubmitterLink[R]] = [] if due is None else due
@@ -254,13 +254,13 @@ class LaneOwner(Budget):
         self._max_request_byte_size = max_request_byte_size
         #: Bytes of requests, as they are kept.
         self.request_byte_size = 0
-        self.submitters: set[SubmitterLink[Any]] = set()
+        self.submitters: dict[SubmitterLink[Any], None] = {}
         #: Bytes of answers that are blocked, or that the sockets did not take.
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
         """Removes ``submitter``, whose lane has ended. Returns True if this ``LaneOwner`` has no submitter left, else False."""
-        self.submitters.discard(submitter)
+        self.submitters.pop(submitter, None)
         return not self.submitters
 
     @property

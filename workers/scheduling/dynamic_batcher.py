@@ -67,7 +67,7 @@ class DynamicBatcher(QueuePlanner[W]):
         self._limits: dict[Hashable, int] = {}
         #: Where there is a delay: key -> when its next batch is due; ``_look`` updates it for keys that have changed.
         self._due: dict[Hashable, int] = {}
-        self._changed: set[Hashable] = set()
+        self._changed: dict[Hashable, None] = {}
         if self.delays:
             queue.changed = self._changed
 
@@ -99,7 +99,7 @@ class DynamicBatcher(QueuePlanner[W]):
         else:
             self._limits.pop(key, None)
         if self.delays:
-            self._changed.add(key)
+            self._changed[key] = None
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
         # As ``Planner.decide``, which asks three others for what is at hand here.
@@ -140,7 +140,7 @@ class DynamicBatcher(QueuePlanner[W]):
 
     def _look(self) -> None:
         while self._changed:
-            key = self._changed.pop()
+            key, _ = self._changed.popitem()
             if not self._queue.rows(key):
                 self._due.pop(key, None)
                 continue

@@ -199,7 +199,7 @@ class RequestQueue(Generic[W]):
         self.expiries: list[tuple[int, int, int, W]] = []
         self._watched = 0
         #: Keys whose waiting requests have changed since the batcher last looked; None: it never looks.
-        self.changed: set[Hashable] | None = None
+        self.changed: dict[Hashable, None] | None = None
 
     def __len__(self) -> int:
         return self.size
@@ -261,7 +261,7 @@ class RequestQueue(Generic[W]):
             request.line, waiting.line = number, -1
             self._replaceable[request.replace_key] = request
             if self.changed is not None:
-                self.changed.add(request.key)
+                self.changed[request.key] = None
         else:
             self.remove(waiting)
             self._insert_in_order(request, number)
@@ -464,7 +464,7 @@ class RequestQueue(Generic[W]):
         self._level_sizes[number // 2] += 1
         self._rows[request.key] = self._rows.get(request.key, 0) + request.rows
         if self.changed is not None:
-            self.changed.add(request.key)
+            self.changed[request.key] = None
         if request.replace_key or self._rules.replaces:
             self._replaceable[request.replace_key] = request
         owner = request.owner
@@ -489,7 +489,7 @@ class RequestQueue(Generic[W]):
 
     def _less(self, key: Hashable, rows: int) -> None:
         if self.changed is not None:
-            self.changed.add(key)
+            self.changed[key] = None
         left = self._rows[key] - rows
         if left:
             self._rows[key] = left
