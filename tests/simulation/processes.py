@@ -389,8 +389,8 @@ class SupervisorProcess(Process):
         did = self.loop.iterate()
         if self.main.done() and self.alive:
             error = self.main.exception()
-            # A daemon that has no descriptors left when it starts ends, and is started again.
-            if error is not None and (self.up or not self.lack):
+            # A daemon that had no descriptors left when it started ends, and is started again.
+            if error is not None and (self.up or not self.has_lacked):
                 self.scheduler.defect(f"the supervisor fails with {error!r}")
             self.end(self.supervisor._shutdown.exit_status if error is None else 1)
         return did

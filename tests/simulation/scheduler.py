@@ -189,6 +189,8 @@ class Process:
         self.dies_in_run = False
         #: How often there is no descriptor for it when it takes one.
         self.lack = 0.0
+        #: There was none for it.
+        self.has_lacked = False
 
     def iterate(self) -> bool:
         """Runs an iteration of its loop. Returns whether there was anything to do."""
@@ -356,8 +358,11 @@ class Scheduler:
 
     def lacks(self) -> bool:
         """Returns whether there is no descriptor for the process that has its turn, which takes one."""
-        lack = 0.0 if self.current is None else self.current.lack
-        return lack > 0 and self.chance.random() < lack
+        process = self.current
+        if process is None or not process.lack or self.chance.random() >= process.lack:
+            return False
+        process.has_lacked = True
+        return True
 
     def given(self, take: Callable[[], Any]) -> Any:
         """Returns what ``take()`` returns, which takes descriptors for another process than the one that has its turn."""
