@@ -424,7 +424,7 @@ class Supervisor:
             descriptors.close(fds)
 
     async def _answer_worker(self, worker: WorkerProcess, call: ControlCall) -> None:
-        worker.send(await self._operations.reply_to_model(call))
+        worker.send(await self._operations.reply_to_model(call, worker.incarnation))
 
     def _traces_changed(self, record: TraceChanged | TraceCleared, *fds: int) -> None:
         self.fronts.publish(record, *fds)

@@ -48,11 +48,13 @@ class ModelReady(Record, frozen=True, tag="c.isready"):
     """Asks the supervisor or a worker whether a model version is served and ready. The reply is JSON, true or false.
 
     ``version`` 0 means the newest version that is served. If the model's code has ``is_ready()``, the worker calls it, and the
-    supervisor asks all workers that serve the version.
+    supervisor asks all workers that serve the version. ``awaits``: a worker asks, and the supervisor replies when that worker
+    is not to load the version any more after others.
     """
 
     name: str
     version: int = 0
+    awaits: bool = False
 
 
 class RepositoryIndex(Record, frozen=True, tag="c.index"):

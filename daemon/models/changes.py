@@ -77,6 +77,8 @@ class Models:
         self._outcomes = Outcomes()
         self._overrides = Overrides()
         self._given = GivenModels(place)
+        #: Is set, and replaced, when anything about the models may have changed.
+        self._changed = asyncio.Event()
 
     # --------------------------------------------------------------------------------------------- clients' operations
 
@@ -478,6 +480,11 @@ class Models:
             _log.info("model '%s' version %d is loaded", answer.name, answer.version)
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
+    async def sent(self, incarnation: int, name: str, version: int) -> None:
+        """Waits until a worker was sent the load of a model version, if it gets that after others. Version 0 means any."""
+        while self.lifecycle.is_postponed(incarnation, name, version):
+            await self._changed.wait()
+
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
         """Logs that a worker unloaded a version, and begins loads that waited for it. ``incarnation``: the worker's number."""
         _log.info("model '%s' version %d is unloaded", name, version)
@@ -512,6 +519,8 @@ class Models:
         self._supervisor.isolate(self.lifecycle.isolated(self._placing.workers))
         self._settle_ensembles()
         self._check_readiness()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _retry_later(self, retry: Retry) -> None:
         """Starts a timer that loads the model version in ``retry`` again. Cancels an earlier timer of this version."""

@@ -510,6 +510,11 @@ class Lifecycle:
         version.loading.setdefault(worker, []).append(version.number)
         return [Send(worker, version.load)]
 
+    def is_postponed(self, worker: int, name: str, number: int) -> bool:
+        """Returns whether a worker gets the load of version ``number`` (0: any) of a model once it has loaded others."""
+        versions = self.models[name].versions if name in self.models else {}
+        return any(worker in version.postponed for n, version in versions.items() if number in (0, n))
+
     def _send_postponed(self, worker: int) -> list[Instruction]:
         """Returns instructions to send a worker the postponed loads that it can run now. ``worker``: the process's number.
 

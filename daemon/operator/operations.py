@@ -88,9 +88,14 @@ class Operations:
             _log.exception("%s failed", type(operation).__name__)
             return Reply(call_id, Internal.code, FAILED)
 
-    async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out a model's call to load or unload a model, or to ask whether one is ready. Other calls get an error."""
+    async def reply_to_model(self, call: ControlCall, worker: int) -> Reply:
+        """Carries out a model's call to load or unload a model, or to ask whether one is ready. Other calls get an error.
+
+        ``worker``: the number of the process of the worker that asks.
+        """
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
+            if isinstance(call.operation, ModelReady) and call.operation.awaits:
+                await self._models.sent(worker, original(call.operation.name)[0], call.operation.version)
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
 
@@ -130,7 +135,7 @@ class Operations:
             case LoadModel():
                 with self._models.ensembles.waits.waiting(operation.within, operation.name):
                     await self._models.load(operation)
-            case ModelReady(name, version):
+            case ModelReady(name, version, _):
                 return msgspec.json.encode(await self._is_ready(name, version))
             case UnloadModel(name, dependents):
                 self._models.unload(name, dependents)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.protocol.calling_models import TELL
 from tests.repositories import applying, fields, scale_model, write_model
 
@@ -198,3 +201,64 @@ def test_callbacks_of_what_is_compiled_ask_nobody(http: httpclient.InferenceServ
         given.set_data_from_numpy(np.array([how], np.int32))
         answers.append(float(http.infer(model, [given]).as_numpy("refused")[0]))
     assert answers == [0.0, *[1.0] * 6]
+
+
+#: Asks another model, after it has noted that it does.
+CALLER = """
+    from pathlib import Path
+    from tensord import models
+    inputs, outputs, host = {"x": "FP32[1]"}, {"y": "FP32[1]"}, True
+    def create(path, config, device):
+        def apply(params, inputs):
+            (Path(path).parent / "asks").touch()
+            return models.call("fatal", inputs)
+        return apply, None
+"""
+#: Is loaded when there is a file "open".
+LATE = """
+    import time
+    from pathlib import Path
+    inputs, outputs, host = {"x": "FP32[1]"}, {"y": "FP32[1]"}, True
+    def create(path, config, device):
+        while not (Path(path).parent / "open").exists():
+            time.sleep(0.001)
+        return (lambda params, inputs: {"y": inputs["x"]}), None
+"""
+#: Kills the worker that loads it first.
+FATAL = """
+    import os, signal
+    from pathlib import Path
+    inputs, outputs, host = {"x": "FP32[1]"}, {"y": "FP32[1]"}, True
+    def create(path, config, device):
+        loaded = Path(path).parent / "loaded"
+        if not loaded.exists():
+            loaded.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (lambda params, inputs: {"y": inputs["x"] + 1}), None
+"""
+
+
+def test_a_call_waits_for_a_model_that_a_new_worker_loads_last(daemon_of: DaemonOf, tmp_path: Path) -> None:
+    """
+    1. A worker dies of a model's load. 2. The next one serves ``caller``, and is to load that model after ``late``.
+    3. ``caller`` calls it. 4. ``late`` is loaded. Result: the call is answered.
+    """
+    for name, text in (("caller", CALLER), ("late", LATE), ("fatal", FATAL)):
+        write_model(tmp_path, name, text)
+    (tmp_path / "late" / "open").touch()
+    options = {"repository": {"control_mode": "explicit", "load": ["caller", "late"]}, "workers": {"cpu": 1}}
+    daemon = daemon_of(tmp_path, options)
+    x = httpclient.InferInput("x", [1], "FP32").set_data_from_numpy(np.ones(1, np.float32))
+    client = httpclient.InferenceServerClient(
+        daemon.url, concurrency=2, network_timeout=PATIENCE, connection_timeout=PATIENCE
+    )
+    with contextlib.closing(client) as http, concurrent.futures.ThreadPoolExecutor() as pool:
+        (tmp_path / "late" / "open").unlink()
+        loaded = pool.submit(httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE).load_model, "fatal")
+        wait_until(lambda: len(daemon.log.split("is up on")) > 2, "another worker", daemon)
+        wait_until(lambda: http.is_model_ready("caller"), "the caller to be back", daemon)
+        asked = http.async_infer("caller", [x])
+        wait_until((tmp_path / "caller" / "asks").exists, "the call", daemon)
+        (tmp_path / "late" / "open").touch()
+        assert asked.get_result().as_numpy("y").tolist() == [2]
+        loaded.result()

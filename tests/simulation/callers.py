@@ -11,7 +11,6 @@ Its answer tells, besides ``y``, which is as of the other models, when it made e
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,6 @@ _DEEP = 1_000_000
 _CHAIN, _CIRCLE, _END = _DEEP, 2 * _DEEP, 3 * _DEEP
 _WAITS_FOR_ITSELF = "waits for itself (p -> q -> p)"
 #: The error message of a call to a model that the worker does not serve; the group is the model's name.
-_MISSING = re.compile("Model '([a-z]+)' is not ready")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,24 +189,6 @@ def _judge(
             _judge(clients, dataclasses.replace(ask, begun_ns=since_ns), model, given, first, said, of_x, of_files)
         elif first >= 0 or not planned.withdraws or number:
             judge_made(model, given, since_ns, first)
-
-
-def why_missing(name: str, x: int, message: str, late: set[str]) -> str:
-    """Returns why a model that a caller calls is not there, although it was never unloaded; "": that may not be.
-
-    ``late``: the models that came to a worker behind others, after one had died. Until then calls do not wait for them.
-    """
-    found = _MISSING.search(message)
-    if found is None or found[1] not in late & _called_by(name, x):
-        return ""
-    return "its load may have killed a worker, or it is an ensemble, and comes behind others"
-
-
-def _called_by(name: str, x: int) -> set[str]:
-    found = set()
-    for model, given in plan(name, x).calls:
-        found |= {model} | (_called_by(model, given) if model in MODELS else set())
-    return found
 
 
 def _may_be_two(clients: Clients) -> bool:

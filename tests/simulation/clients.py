@@ -519,7 +519,6 @@ class Clients:
         )
         if ask.model in callers.MODELS:
             excused |= bool(callers.why_error(self, ask, message))
-            excused |= bool(callers.why_missing(ask.model, ask.input, message, self.history.suspected))
         if ask.model == rounds.MODEL:
             # A worker that dies has its state.
             excused |= internal and deaths > ask.deaths and "may not be run twice" in message

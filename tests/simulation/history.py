@@ -82,8 +82,6 @@ class History:
         self.trouble_ns = 0
         #: The models that are not served because workers have died of what was pushed into them.
         self.blamed: set[str] = set()
-        #: The models that some worker was to load when one has died, and ensembles, if any has: they come last to the next one.
-        self.suspected: set[str] = set()
         #: Somebody lacks descriptors; and when they were back.
         self.lacking = False
         self.lacked_ns = 0

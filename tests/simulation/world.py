@@ -410,16 +410,6 @@ class World:
     def _ended(self, process: ChildProcess) -> None:
         if not isinstance(process, FrontProcess):
             self.history.deaths.append(self.scheduler.clock.now_ns)
-            supervisor = getattr(self.daemon.supervisor, "supervisor", None)
-            if self._began and supervisor is not None:
-                loaded = supervisor.models.lifecycle.models
-                self.history.suspected |= {
-                    name
-                    for name, model in loaded.items()
-                    if any(version.loading or version.postponed for version in model.versions.values())
-                }
-                # The next worker loads an ensemble behind its models, and does not know that it comes.
-                self.history.suspected |= ensembles.ALL.keys()
 
     def _opened(self, front: FrontProcess) -> None:
         """Has clients ask a front as soon as it can be asked."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
@@ -224,7 +225,7 @@ class Calls:
         self._max_calls = max_calls
         #: The calls that have not ended.
         self._open: dict[ModelCall, InnerRequest] = {}
-        #: Calls that wait for a model which is being loaded here.
+        #: Calls that wait for a model which is being loaded here, or is to be, or until the daemon says that it is not.
         self._waiting: dict[ModelCall, None] = {}
         models.on_change = self._look_again
         #: Request -> the calls that are made for it.
@@ -279,18 +280,23 @@ class Calls:
             found.refused = True
             self._end(found, Internal(f"model '{found.prepared.model}' waits for itself ({names}): {why}"))
 
-    def _begin(self, call: ModelCall) -> None:
+    def _begin(self, call: ModelCall, elsewhere: bool | None = None) -> None:
+        """Begins a call. ``elsewhere``: whether the daemon serves its model, where this worker is to load it no more."""
         call.began_ns = now_ns = self._clock()
         try:
             inner = self._made(call, now_ns)
         except NotFound as error:
             # What a model calls while it is loaded itself may be loaded after it.
-            if call.requests and self._models.is_coming(call.prepared.model, call.prepared.version):
-                self._waiting[call] = None
-                call.caller.in_flight += 1
+            coming = bool(call.requests) and self._models.is_coming(call.prepared.model, call.prepared.version)
+            if not coming and (elsewhere is not None or self.daemon is None):
+                call.refused = True
+                call.answered(_not_here(call, error) if elsewhere else error.with_traceback(None), True)
                 return
-            call.refused = True
-            self._not_here(call, error.with_traceback(None))
+            self._waiting[call] = None
+            call.caller.in_flight += 1
+            if not coming and self.daemon is not None:
+                said = partial(self._said, call)
+                self.daemon.is_ready(call.prepared.model, call.prepared.version, bool(call.requests), said)
             return
         except ServingError as error:
             call.refused = True
@@ -324,18 +330,11 @@ class Calls:
             call.caller.in_flight -= 1
             self._begin(call)
 
-    def _not_here(self, call: ModelCall, error: NotFound) -> None:
-        def said(elsewhere: bool) -> None:
-            why = (
-                f" Other workers have it, and calls stay in the worker of their caller, '{call.caller.port.name}'; models with "
-                "the same parameter tensord_together are on one worker, and a model that is isolated is on its own."
-            )
-            call.answered(NotFound(error.message + why) if elsewhere else error, True)
-
-        if self.daemon is None:
-            said(False)
-        else:
-            self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
+    def _said(self, call: ModelCall, elsewhere: bool) -> None:
+        if call in self._waiting:
+            del self._waiting[call]
+            call.caller.in_flight -= 1
+            self._begin(call, elsewhere)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
         caller, prepared = call.caller, call.prepared
@@ -440,3 +439,10 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"<Calls {len(self._open)} under way>"
+
+
+def _not_here(call: ModelCall, error: NotFound) -> NotFound:
+    return NotFound(
+        f"{error.message} Other workers have it, and calls stay in the worker of their caller, '{call.caller.port.name}'; "
+        "models with the same parameter tensord_together are on one worker, and a model that is isolated is on its own."
+    )

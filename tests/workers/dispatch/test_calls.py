@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tensord.shm.control_records import ControlCall, Reply
+from tensord.shm.operations import ModelReady
 from tests.records import Tensor
-from tests.repositories import write_model
+from tests.repositories import applying, write_model
 from tests.workers.worker_loop import WorkerLoop
 
 #: Notes that it runs, holds its call until there is a file "open", and then makes it, if any is to be made.
@@ -70,3 +72,46 @@ def test_only_a_call_of_the_circle_ends_it(loop: WorkerLoop, tmp_path: Path) -> 
 
 def _tensor(x: float) -> Tensor:
     return Tensor("x", "FP32", (1,), np.array([x], np.float32).tobytes())
+
+
+def test_a_call_waits_for_a_model_that_the_worker_is_to_load_after_others(loop: WorkerLoop, tmp_path: Path) -> None:
+    """
+    1. ``first`` calls ``middle``, which the worker does not know, for two requests. 2. The first one is cancelled.
+    3. The supervisor sends the load, and replies. Result: only the second call is answered, by ``middle``.
+    """
+    write_model(tmp_path, FIRST, CALLS.replace("MODEL", MIDDLE))
+    write_model(tmp_path, MIDDLE, applying('return {"y": inputs["x"]}', "x FP32[1]", "y FP32[1]"))
+    loop.load(tmp_path / FIRST)
+    (tmp_path / FIRST / "open").touch()
+
+    def asks() -> tuple[int, ControlCall]:
+        number = loop.submit(FIRST, [_tensor(3.0)])
+        assert loop.front.flush()
+        call = loop.hear(ControlCall)
+        assert call.operation == ModelReady(MIDDLE, 0, awaits=True)
+        return number, call
+
+    given_up, unanswered = asks()
+    loop.front.cancel(given_up)
+    assert [(answer.request_id, answer.message) for answer in loop.answers(1)] == [
+        (given_up, "the request was cancelled")
+    ]
+    number, call = asks()
+    loop.load(tmp_path / MIDDLE)
+    for each in (unanswered, call):
+        loop.tell(Reply(each.call_id, result=b"true"))
+    assert [(answer.request_id, answer.message) for answer in loop.answers(1)] == [(number, "")]
+
+
+def test_a_call_of_a_model_that_does_not_come(loop: WorkerLoop, tmp_path: Path) -> None:
+    write_model(tmp_path, FIRST, CALLS.replace("MODEL", MIDDLE))
+    loop.load(tmp_path / FIRST)
+    (tmp_path / FIRST / "open").touch()
+    for elsewhere, end in (
+        (b"true", "calls stay in the worker of their caller, 'first'"),
+        (b"false", "'middle' is not ready."),
+    ):
+        loop.submit(FIRST, [_tensor(3.0)])
+        assert loop.front.flush()
+        loop.tell(Reply(loop.hear(ControlCall).call_id, result=elsewhere))
+        assert end in loop.answers(1)[0].message
