@@ -20,7 +20,17 @@ from tensord.daemon.control import open_files
 from tensord.daemon.models import ensembles, placement, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
 from tensord.daemon.models.given import GivenModels, Overrides
-from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Outdate, Publish, Retry, Send, Settled
+from tensord.daemon.models.lifecycle import (
+    UNLOADED,
+    Forget,
+    Instruction,
+    Lifecycle,
+    Outdate,
+    Publish,
+    Retry,
+    Send,
+    Settled,
+)
 from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
 from tensord.daemon.models.versions import named
@@ -251,7 +261,7 @@ class Models:
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
-        self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
+        self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed | self._coming.names
         for name in self._refused.keys() - self._wanted - found.keys():
             self._dismiss(name)
 
@@ -296,6 +306,8 @@ class Models:
             if found.members:
                 with self._coming.published(found):
                     placed = await self._with_members(found, within, again)
+                    if found.name not in self._wanted:
+                        raise InvalidArgument(UNLOADED)
             else:
                 placed = repository.placed(found, self._supervisor.workers.devices, self._placing)
                 workers = self._placing.workers
@@ -303,8 +315,9 @@ class Models:
                 if placed.resources:
                     placement.check_resources(placed.name, placed.resources, self.lifecycle.resources())
         except InvalidArgument as error:
-            self.ensembles.expect(found)
-            self._refuse(found.name, error.message)
+            if found.name in self._wanted:
+                self.ensembles.expect(found)
+                self._refuse(found.name, error.message)
             return repository.placement_error(found.name, error.message)
         latest = self._latest.get(found.name)
         if not (within or again or asked) and latest not in (None, asyncio.current_task()):

@@ -357,6 +357,11 @@ class Coming:
                         now = named(self._models, *each)
                         self._publish(now[0].state_record(each[1]) if now else ModelGone(*each))
 
+    @property
+    def names(self) -> set[str]:
+        """Returns the names of the ensembles that do not serve, and whose load waits for their members."""
+        return {name for name, _ in self._waiting}
+
     def states(self) -> list[ModelState]:
         """Returns a record with the state LOADING for each ensemble whose load waits for its members."""
         return [ModelState(name, number, "LOADING") for name, number in self._waiting]

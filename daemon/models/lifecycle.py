@@ -38,6 +38,8 @@ MAX_LOAD_DEATHS = 2
 #: Seconds until the next try; twice as long after each further death.
 FIRST_RETRY = 5.0
 MAX_RETRY = 300.0
+#: Why a load failed that an unload has overtaken.
+UNLOADED = "it was unloaded before it was ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,8 @@ class Lifecycle:
         if later.found is not None:
             later.tokens = (*tokens, *later.tokens)
         else:
-            reason = "it was unloaded before it was ready"
-            failed = dict.fromkeys((number for each in overtaken if each.found for number in each.found.chosen), reason)
+            numbers = (number for each in overtaken if each.found for number in each.found.chosen)
+            failed = dict.fromkeys(numbers, UNLOADED)
             out += [Settled(token, load_error(name, failed)) for token in tokens]
         model.waiting.append(later)
         return out + self._advance(name)

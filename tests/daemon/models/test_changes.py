@@ -532,6 +532,57 @@ async def test_an_ensemble_awaits_a_model_as_soon_as_nothing_else_of_it_is_missi
     models.close()
 
 
+class SlowWorker(ObedientWorker):
+    """Loads nothing before ``go_on`` is called, and then at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Record] = []
+        self.goes_on = False
+
+    def send(self, record: Record, *fds: int) -> None:
+        if self.goes_on:
+            super().send(record, *fds)
+        else:
+            self.held.append(record)
+
+    def go_on(self) -> None:
+        self.goes_on = True
+        for record in self.held:
+            super().send(record)
+
+
+@pytest.mark.parametrize("polls", [False, True])
+async def test_an_ensemble_is_unloaded_while_its_load_waits_for_its_models(tmp_path: Path, polls: bool) -> None:
+    """
+    1. An ensemble's load waits for its model. 2. A client unloads it, or its folder goes. 3. The model is loaded.
+    Result: the load fails, the ensemble is not served, and the daemon is ready without it.
+    """
+    write_model(tmp_path, "m", config=_TENSORS)
+    made_of(tmp_path, "e", "m")
+    worker, mode = SlowWorker(), "poll" if polls else "explicit"
+    repository = Repository(paths=(str(tmp_path),), control_mode=mode)
+    models = worker.models = Models(Options(repository=repository), supervisor({1: worker}, lambda record: None))
+    models.worker_joined(1, "cpu:0")
+    begun = models.begin(await models.scan(repository), repository)
+    loads = begun or [asyncio.ensure_future(models.load(LoadModel(name))) for name in ("m", "e")]
+    while not (worker.held and models._coming.states()):
+        await asyncio.sleep(0.001)
+    if polls:
+        shutil.rmtree(tmp_path / "e")
+        await models.follow(await models.scan(repository), [], ["e"])
+    else:
+        models.unload("e")
+    worker.go_on()
+    outcomes = await asyncio.gather(*loads, return_exceptions=True)
+    assert [str(each) for each in outcomes if each] == [
+        "load failed for model 'e': it was unloaded before it was ready\n"
+    ]
+    assert models.lifecycle.ready_models() == {"m": [1]}
+    assert models.readiness.ready
+    models.close()
+
+
 @pytest.mark.parametrize("polls", [False, True])
 @pytest.mark.parametrize("served", [False, True])
 async def test_an_ensemble_that_is_in_no_repository_any_more_does_not_come_back(
