@@ -503,7 +503,10 @@ class Clients:
         excused = (
             ((unavailable or unknown) and not self._is_up(ask))
             or (
-                unavailable and "within" in message and waited >= WORKER_WAIT * SECOND * 0.9 and self._was_troubled(ask)
+                unavailable
+                and ("within" in message or "is still being loaded" in message)
+                and waited >= WORKER_WAIT * SECOND * 0.9
+                and self._was_troubled(ask)
             )
             or (unavailable and "cannot be served now" in message and deaths >= 2)
             # Two workers may be killed while they are given a set of parameters again, and nothing else: it is blamed for that.
