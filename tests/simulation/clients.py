@@ -581,7 +581,13 @@ class Clients:
             self.regions.ended(change, error)
             return
         error = error.replace(f"{self.lanes.path.parent}/", "")
-        change.error, change.ended_ns = error, change.ended_ns or self.scheduler.clock.now_ns
+        change.ended_ns = change.ended_ns or self.scheduler.clock.now_ns
+        if "has closed the connection" in error and self.history.ended_ns >= change.begun_ns:
+            self.scheduler.tell(f"{change} was perhaps done: {error}")
+            change.lost, change.gone_ns = True, self.history.ended_ns
+            self._ask_next(change)
+            return
+        change.error = error
         if not error:
             self.history.blamed.discard(change.model)
         self.scheduler.tell(f"{change} is answered: {error or 'done'}")
