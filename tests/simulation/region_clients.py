@@ -82,7 +82,8 @@ class RegionClients:
         #: The calls that have no answer yet; and those that unregister all.
         self.open: dict[Call, None] = {}
         self._alls: list[Call] = []
-        self._prefix = f"{os.getpid():08}-{next(_NUMBERS):06}-"
+        #: What is in the names of all its objects.
+        self.prefix = f"{os.getpid():08}-{next(_NUMBERS):06}-"
 
     def _ranges(self, use: Use) -> Iterator[tuple[File, int, int]]:
         """Yields the ranges of objects that a request may write to: object, begin, size."""
@@ -126,7 +127,7 @@ class RegionClients:
         return file
 
     def _new_key(self, chance: random.Random) -> str:
-        return f"{chance.choice((PREFIX, PREFIX, SNAPSHOT))}{self._prefix}{next(self._numbers):06}"
+        return f"{chance.choice((PREFIX, PREFIX, SNAPSHOT))}{self.prefix}{next(self._numbers):06}"
 
     def _drop_files(self) -> None:
         """Gives up objects of which no region is left and to which nobody writes."""
@@ -683,7 +684,8 @@ class RegionClients:
             os.close(file.fd)
         self.files.clear()
 
-    def left(self) -> list[str]:
-        """Returns the mappings of objects that are left in this process."""
-        with open("/proc/self/maps") as maps:
-            return [line.strip() for line in maps if f"/dev/shm/{PREFIX}" in line and self._prefix in line]
+
+def mappings(prefix: str) -> list[str]:
+    """Returns the mappings in this process of objects that have ``prefix`` in their names."""
+    with open("/proc/self/maps") as maps:
+        return [line.strip() for line in maps if f"/dev/shm/{PREFIX}" in line and prefix in line]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.simulation.events import Event, plan
+from tests.simulation.region_clients import mappings
 from tests.simulation.scheduler import Process
 from tests.simulation.whole_run import WholeRun
 
@@ -69,7 +70,7 @@ def _simulated(seed: int, turns: int, events: Sequence[Event] | None) -> Outcome
         happened = world.run(plan(seed) if events is None else events, turns)
     finally:
         shutil.rmtree(folder)
-    scheduler, counts, regions = world.scheduler, world.counts, world.clients.regions
+    scheduler, counts, objects = world.scheduler, world.counts, world.clients.regions.prefix
     scheduler.on_death = _nothing
     del world  # what its processes had open is closed with them
     logging.disable()
@@ -78,7 +79,7 @@ def _simulated(seed: int, turns: int, events: Sequence[Event] | None) -> Outcome
     left = _descriptors() - before
     if left and not (scheduler.fault or scheduler.cut_short):
         scheduler.defect(f"{len(left)} descriptors are left: {_kinds(left)}")
-    if (mapped := regions.left()) and not (scheduler.fault or scheduler.cut_short):
+    if (mapped := mappings(objects)) and not (scheduler.fault or scheduler.cut_short):
         scheduler.defect(f"{len(mapped)} mappings of regions are left: {mapped[0]}")
     for fd in left:
         # Who dies in the middle of a turn leaves what only the kernel would close.

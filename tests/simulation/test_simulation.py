@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import weakref
+from typing import Any
 
 import pytest
 
 from tensord.daemon.submit.submitter import Submitter
 from tests.generated import times
+from tests.simulation import run
 from tests.simulation.regions import PREFIX
 from tests.simulation.run import shrunk, simulate
+from tests.simulation.whole_run import WholeRun
 
 STEPS = 3000
 #: Who dies in the middle of a turn leaves sockets that only the kernel would close.
@@ -49,3 +53,23 @@ def test_a_fault_is_found_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.kind == outcome.kind
     assert len(told.events) <= len(outcome.events) // 2
     assert "has ended (was killed by SIGKILL)" in str(told)
+
+
+def test_a_run_is_gone_before_anybody_looks_for_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are objects here: as long as one is referred to, what it had open and mapped is not closed."""
+    worlds: list[weakref.ref[WholeRun]] = []
+    there: list[bool] = []
+    begin, descriptors = WholeRun.__init__, run._descriptors
+
+    def begun(world: WholeRun, *given: Any) -> None:
+        worlds.append(weakref.ref(world))
+        begin(world, *given)
+
+    def looked() -> set[int]:
+        there.append(worlds[-1]() is not None)
+        return descriptors()
+
+    monkeypatch.setattr(WholeRun, "__init__", begun)
+    monkeypatch.setattr(run, "_descriptors", looked)
+    assert simulate(1, STEPS).fault == ""
+    assert there == [True, False]
