@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 P = TypeVar("P", bound=Hashable)
 #: A due time that never comes.
@@ -24,9 +24,10 @@ class Agenda(Generic[P]):
     def __init__(self) -> None:
         #: Parts that have work now, in the order in which they came to it.
         self.woken: dict[P, None] = {}
-        self._due: dict[P, int] = {}
-        #: (when, number, part); an entry holds while ``_due`` says the same.
-        self._heap: list[tuple[int, int, P]] = []
+        #: Part -> its entry in the heap.
+        self._due: dict[P, list[Any]] = {}
+        #: [when, number, part]; the part is None in an outdated entry, which must not keep an unloaded model in memory.
+        self._heap: list[list[Any]] = []
         self._number = 0
         #: When the first part in the heap is due.
         self.due_ns = NEVER
@@ -40,53 +41,41 @@ class Agenda(Generic[P]):
 
         If ``when_ns`` is ``NEVER``, ``take`` returns ``part`` only after ``wake(part)``.
         """
-        former_ns = self._due.get(part, NEVER)
-        if former_ns == when_ns:
-            return
-        if when_ns == NEVER:
-            del self._due[part]
-        else:
-            self._due[part] = when_ns
+        if part in self._due:
+            self._forget(part)
+        if when_ns != NEVER:
             self._number += 1
-            heapq.heappush(self._heap, (when_ns, self._number, part))
-            if when_ns < self.due_ns:
-                self.due_ns = when_ns
-        if former_ns != NEVER:
-            self._clean()
+            entry = self._due[part] = [when_ns, self._number, part]
+            heapq.heappush(self._heap, entry)
+            self.due_ns = min(self.due_ns, when_ns)
 
     def take(self, now_ns: int) -> list[P]:
         """Removes and returns the parts that ``wake`` was called for, then the parts that ``put`` made due by ``now_ns``."""
         taken, self.woken = self.woken, {}
-        if self._due and not self._due.keys().isdisjoint(taken):
-            for part in taken:
-                self._due.pop(part, None)
-            self._clean()
+        if self._due:
+            for part in self._due.keys() & taken:
+                self._forget(part)
         while self.due_ns <= now_ns:
-            _, _, part = heapq.heappop(self._heap)
-            del self._due[part]
+            part = self._heap[0][2]
             taken[part] = None
-            self._clean()
+            self._forget(part)
         return list(taken)
 
-    def _clean(self) -> None:
-        """Sets ``due_ns`` to the earliest time in ``_due``. Removes outdated entries from the front of ``_heap``.
-
-        If most entries of ``_heap`` are outdated, removes all of these.
-        """
-        heap, due = self._heap, self._due
+    def _forget(self, part: P) -> None:
+        self._due.pop(part)[2] = None
         # Behind the front outdated entries stay until they are the majority.
-        if len(heap) > 4 * len(due) + 64:
-            self._heap = heap = [entry for entry in heap if due.get(entry[2]) == entry[0]]
-            heapq.heapify(heap)
-        while heap and due.get(heap[0][2]) != heap[0][0]:
-            heapq.heappop(heap)
-        self.due_ns = heap[0][0] if heap else NEVER
+        if len(self._heap) > 4 * len(self._due) + 64:
+            self._heap = list(self._due.values())
+            heapq.heapify(self._heap)
+        while self._heap and self._heap[0][2] is None:
+            heapq.heappop(self._heap)
+        self.due_ns = self._heap[0][0] if self._heap else NEVER
 
     def check_invariants(self) -> None:
         """Asserts, for tests, that the attributes of this agenda agree with each other."""
-        entries = {(when_ns, part) for when_ns, _, part in self._heap}
-        assert all((when_ns, part) in entries for part, when_ns in self._due.items())
-        assert self.due_ns == min(self._due.values(), default=NEVER)
+        assert sorted(entry for entry in self._heap if entry[2] is not None) == sorted(self._due.values())
+        assert all(entry[2] is part for part, entry in self._due.items())
+        assert self.due_ns == min((entry[0] for entry in self._due.values()), default=NEVER)
 
     def __repr__(self) -> str:
         return f"<Agenda {len(self.woken)} have work, {len(self._due)} are due later>"

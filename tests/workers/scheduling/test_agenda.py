@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,3 +56,24 @@ def test_a_time_that_is_put_off_again_and_again_takes_no_room() -> None:
         agenda.put("a", moment)
     assert len(agenda._heap) < 200
     assert agenda.take(20_000) == ["first", "a"]
+
+
+class Part:
+    """A part that can be collected."""
+
+
+@pytest.mark.parametrize("woken", [False, True])
+def test_a_part_that_is_not_due_any_more_is_kept_by_nobody(woken: bool) -> None:
+    """Also while another part is due before the time at which it would have been."""
+    agenda: Agenda[object] = Agenda()
+    agenda.put("first", 1)
+    agenda.put(part := Part(), 2)
+    left = weakref.ref(part)
+    if woken:
+        agenda.wake(part)
+        assert agenda.take(0) == [part]
+    else:
+        agenda.put(part, NEVER)
+    del part
+    assert left() is None
+    assert agenda.take(2) == ["first"]
