@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import collections
 import heapq
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from typing import Generic, NamedTuple, TypeVar
 from tensord.shm.errors import Replaced, Unavailable
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Waiting:
     """The fields of a request that the scheduler reads. The subclass ``Request`` adds the others."""
 
@@ -194,9 +195,9 @@ class RequestQueue(Generic[W]):
         self._before = 0
         #: Replace key -> the request of that key that waits.
         self._replaceable: dict[str, W] = {}
-        #: A heap of (when, sequence, number, request) of those that can expire; entries of requests that left are skipped. No two
-        #: have one number: whom it replaced had the request's sequence.
-        self.expiries: list[tuple[int, int, int, W]] = []
+        #: A heap of (when, sequence, number, request) of those that can expire; entries of requests that left are skipped, and
+        #: keep none of their memory. No two have one number: whom it replaced had the request's sequence.
+        self.expiries: list[tuple[int, int, int, weakref.ref[W]]] = []
         self._watched = 0
         #: Keys whose waiting requests have changed since the batcher last looked; None: it never looks.
         self.changed: dict[Hashable, None] | None = None
@@ -313,12 +314,12 @@ class RequestQueue(Generic[W]):
         if expires_ns:
             self._push_expiry(expires_ns, request)
             if len(self.expiries) > 2 * self.size + 64:
-                self.expiries = [entry for entry in self.expiries if entry[3].line >= 0]
+                self.expiries = [entry for entry in self.expiries if if_waiting(entry[3])]
                 heapq.heapify(self.expiries)
 
     def _push_expiry(self, expires_ns: int, request: W) -> None:
         self._watched += 1
-        heapq.heappush(self.expiries, (expires_ns, request.sequence, self._watched, request))
+        heapq.heappush(self.expiries, (expires_ns, request.sequence, self._watched, weakref.ref(request)))
 
     @staticmethod
     def _expiry(request: W, policy: QueuePolicy) -> int:
@@ -419,7 +420,7 @@ class RequestQueue(Generic[W]):
 
     def _forget_taken(self) -> None:
         expiries = self.expiries
-        while expiries and expiries[0][3].line < 0:
+        while expiries and not if_waiting(expiries[0][3]):
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
@@ -430,8 +431,8 @@ class RequestQueue(Generic[W]):
         """
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
-            *_, request = heapq.heappop(self.expiries)
-            if request.line < 0:
+            request = if_waiting(heapq.heappop(self.expiries)[3])
+            if request is None:
                 continue
             level = request.line // 2 + 1
             gone = 0 < request.deadline_ns <= now_ns
@@ -535,6 +536,12 @@ def _in_order(owners: _Waiters[W]) -> Iterable[W]:
         (waiting,) = owners.values()
         return waiting.values()
     return heapq.merge(*[waiting.values() for waiting in owners.values()], key=_sequence)
+
+
+def if_waiting(found: weakref.ref[W]) -> W | None:
+    """Returns the request that ``found`` refers to, or None if this request does not wait any more."""
+    request = found()
+    return None if request is None or request.line < 0 else request
 
 
 def _next_of(owners: _Waiters[W]) -> W:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 from tensord.shm.errors import DeadlineExceeded, InvalidArgument, ServingError, Unavailable
-from tensord.workers.scheduling.queue import Shares
+from tensord.workers.scheduling.queue import Shares, if_waiting
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, Slot, state_lost
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class Expiries(Generic[S]):
     """The deadlines and queue timeouts of the requests in a ``SequenceTable``."""
 
     def __init__(self) -> None:
-        #: (when, number, request): the first is the earliest.
-        self._moments: list[tuple[int, int, S]] = []
+        #: (when, number, request): the first is the earliest. Entries of requests that wait no more keep none of their memory.
+        self._moments: list[tuple[int, int, weakref.ref[S]]] = []
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
@@ -49,17 +50,17 @@ class Expiries(Generic[S]):
             moments.append(request.arrived_ns + request.timeout_ns)
         for moment in moments:
             self._number += 1
-            heapq.heappush(self._moments, (moment, self._number, request))
+            heapq.heappush(self._moments, (moment, self._number, weakref.ref(request)))
         # Removes outdated entries once they are the majority.
         if len(self._moments) > 4 * waiting + 64:
-            self._moments = [entry for entry in self._moments if entry[2].line >= 0]
+            self._moments = [entry for entry in self._moments if if_waiting(entry[2])]
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
         """Removes and returns an overdue request and its error; None: there is none. The caller ends the request's sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
-            _, _, request = heapq.heappop(self._moments)
-            if request.line < 0:
+            request = if_waiting(heapq.heappop(self._moments)[2])
+            if request is None:
                 continue
             if 0 < request.deadline_ns <= now_ns:
                 return request, DeadlineExceeded()
@@ -70,8 +71,7 @@ class Expiries(Generic[S]):
     @property
     def earliest_ns(self) -> int | None:
         """The earliest time in ns at which a request may expire, or None if no request has a deadline or a queue timeout."""
-        # Requests that wait no more are let go of, with the memory that they are in, unless one that waits is before them.
-        while self._moments and self._moments[0][2].line < 0:
+        while self._moments and not if_waiting(self._moments[0][2]):
             heapq.heappop(self._moments)
         return self._moments[0][0] if self._moments else None
 

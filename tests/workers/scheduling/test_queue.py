@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -230,13 +231,17 @@ def test_entries_of_requests_that_left_do_not_pile_up() -> None:
     assert len(queue.expiries) < 200
 
 
-def test_requests_that_left_are_kept_no_longer_than_one_that_waits() -> None:
-    a, b, c = (request(deadline_ns=number) for number in (5, 6, 7))
-    queue = queue_of(a, b, c)
-    queue.remove(b)
-    assert {entry[3] for entry in queue.expiries} == {a, b, c}
-    assert queue.take("a", 1) == [a]
-    assert [entry[3] for entry in queue.expiries] == [c]
+def test_a_request_that_left_is_kept_by_nobody() -> None:
+    """Also while one waits that would expire before it."""
+    queue = queue_of(
+        request(key="b", deadline_ns=5), request(deadline_ns=1 << 60), removed := request(deadline_ns=1 << 60)
+    )
+    queue.remove(removed)
+    left = weakref.ref(removed), *map(weakref.ref, queue.take("a", 1))
+    del removed
+    assert [each() for each in left] == [None, None]
+    assert len(queue.expire(6)) == 1
+    assert (len(queue), queue.expiries) == (0, [])
 
 
 @given(

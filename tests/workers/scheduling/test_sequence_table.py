@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from unittest.mock import ANY
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +73,17 @@ def test_who_left_or_got_a_slot_is_passed_over(left: bool) -> None:
         one.live.slot = Slot(0, 0)
     assert expiries.next(1000) is None
     assert len(expiries) == 0
+
+
+def test_a_step_that_left_is_kept_by_nobody() -> None:
+    """Also while one waits that would expire before it."""
+    expiries: Expiries[Step] = Expiries()
+    expiries.watch(first := step(1, deadline_ns=5), 1)
+    expiries.watch(gone := step(2, deadline_ns=1 << 60, timeout_ns=1 << 50), 2)
+    gone.line, left = -1, weakref.ref(gone)
+    del gone
+    assert (left(), expiries.earliest_ns) == (None, 5)
+    assert [expiries.next(1 << 61), expiries.next(1 << 61)] == [(first, ANY), None]
 
 
 def test_a_timeout_counts_only_in_the_backlog() -> None:
