@@ -550,7 +550,8 @@ class RegionClients:
                 and (there.key, there.offset, there.byte_size) != (call.key, call.offset, call.byte_size)
             ):
                 self._scheduler.defect(f"{call} is answered well, and {there} is another one")
-        if call.kind == "status":
+        # Another error, such as that its front has stopped, says nothing of who uses a region.
+        if call.kind == "status" and (not error or self._says_unknown(error)):
             for name in (call.model,) if call.model else (*self.names, *sorted(self._retired)):
                 self._judge_quiet(call, name)
         if (
@@ -573,7 +574,7 @@ class RegionClients:
         if clients.history.lacked_for(error, since_ns):
             return "there was no descriptor"
         if call.kind == "status":
-            return "it is not there" if _UNKNOWN in error.replace("system ", "") and self._may_be_unlisted(call) else ""
+            return "it is not there" if self._says_unknown(error) and self._may_be_unlisted(call) else ""
         others = [
             each
             for each in self._in_force.of(call.model)
@@ -597,6 +598,10 @@ class RegionClients:
             if "is running" in error and clients.history.deaths:
                 return "a worker has died"
         return "its front has stopped" if not call.front.serves else ""
+
+    @staticmethod
+    def _says_unknown(error: str) -> bool:
+        return _UNKNOWN in error.replace("system ", "")
 
     def _may_be_unlisted(self, call: Call) -> bool:
         return self._in_force.is_up(call.model, call.begun_ns) is None
