@@ -134,6 +134,10 @@ class Leased:
 
     #: The number of tensors of requests that are in the region now; each counts until its request has ended.
     leases = 0
+    #: True if only one lane can name it: its name says nothing to anybody else.
+    private = False
+    #: True once its name was unregistered, and not only renewed.
+    unregistered = False
 
     def lease(self) -> None:
         """Counts one more use of the region. The region stays open until ``unlease``."""
@@ -187,8 +191,6 @@ class Region(_ObjectRegion):
         except BaseException:
             os.close(fd)
             raise
-        #: True if only one lane can name it: its name says nothing to anybody else.
-        self.private = False
 
     def _map(self, populate: int) -> memoryview:
         offset, byte_size = self.offset, self.byte_size

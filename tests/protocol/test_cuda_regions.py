@@ -12,6 +12,8 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,6 +124,42 @@ def test_names_and_status(client: Any, owner: CudaOwner) -> None:
         assert client.get_system_shared_memory_status(system.name)[0]["name"] == system.name
     finally:
         system.close()
+
+
+def test_a_region_that_was_renewed_is_listed_until_the_request_that_uses_it_ends(
+    daemon: DaemonProcess, client: Any, owner: CudaOwner, tmp_path: Path
+) -> None:
+    """
+    1. A request runs, and its output is to lie in a region. 2. The owner registers the same handle again. 3. It unregisters the
+    region. 4. The request ends.
+    Result: the region is listed until then, has the output, and is gone.
+    """
+    name = f"g-{uuid.uuid4().hex}"
+    handle = owner.create(name, 4096)
+    client.register_cuda_shared_memory(name, handle, 0, 4096)
+    listed = client.get_cuda_shared_memory_status(name)
+    began, until = tmp_path / "began", tmp_path / "until"
+    delay = httpclient.InferInput("DELAY_MS", [1], "INT32")
+    delay.set_data_from_numpy(np.array([7], np.int32))
+
+    def ask() -> None:
+        # The client's connections belong to the thread that makes them.
+        with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as mine:
+            parameters = {"began": str(began), "until": str(until)}
+            mine.infer("sleepy", [delay], outputs=[out_region("OUTPUT", name, 4, 64)], parameters=parameters)
+
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(ask)
+        wait_until(began.exists, "the slow request to run")
+        try:
+            client.register_cuda_shared_memory(name, handle, 0, 4096)
+            client.unregister_cuda_shared_memory(name)
+            assert client.get_cuda_shared_memory_status() == listed
+        finally:
+            until.touch()
+        slow.result()
+    assert owner.get(name, np.int32, (1,), 64).tolist() == [7]
+    wait_until(lambda: client.get_cuda_shared_memory_status() == [], "the region to be gone", daemon)
 
 
 @pytest.mark.parametrize(

@@ -251,10 +251,14 @@ def test_output_ranges(daemon: DaemonProcess, region: ClientRegion, byte_size: i
     assert bytes(region.handle._mpsm_handle.buf) == before
 
 
+@pytest.mark.parametrize("renewed", [False, True])
 def test_a_region_is_listed_until_the_request_that_uses_it_ends(
-    daemon: DaemonProcess, client: Any, tmp_path: Path
+    daemon: DaemonProcess, client: Any, tmp_path: Path, renewed: bool
 ) -> None:
-    """It is unregistered at once: no later request finds it. The one that uses it gets its whole answer; then it is gone."""
+    """It is unregistered at once: no later request finds it. The one that uses it gets its whole answer; then it is gone.
+
+    So it is, too, if it was registered again while the request ran, and its key had become another object.
+    """
     region = ClientRegion(client, 4096)
     shm.set_shared_memory_region(region.handle, [np.array([1500], np.int32)])
     began, until = tmp_path / "began", tmp_path / "until"
@@ -274,6 +278,10 @@ def test_a_region_is_listed_until_the_request_that_uses_it_ends(
         slow = pool.submit(ask)
         wait_until(began.exists, "the slow request to run")
         try:
+            if renewed:
+                Path(f"/dev/shm{region.key}").unlink()
+                Path(f"/dev/shm{region.key}").write_bytes(bytes(4096))
+                client.register_system_shared_memory(region.name, region.key, 4096)
             client.unregister_system_shared_memory(region.name)
             with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
                 client.infer("sleepy", [in_region("DELAY_MS", "INT32", (1,), region.name, 4, 0)])

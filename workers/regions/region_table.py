@@ -191,24 +191,26 @@ class RegionTable:
     def unregister(self, kind: str, name: str) -> int:
         """Removes a region from the table, and closes it once no request uses it.
 
-        Returns how many tensors of requests in flight lie in the region. ``kind``: "system" or "cuda". If no open region of
-        this kind has this name, returns 0.
+        Returns how many tensors of requests in flight lie in the region, or in memory that it had before it was renewed.
+        ``kind``: "system" or "cuda". A region of the other kind is left as it is.
         """
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
-        region = self._regions.get(name)
         if kind == "cuda" and self._elsewhere.pop(name, None) is not None:
             self.changes += 1
-        if region is None or not isinstance(region, wanted):
-            return 0
-        del self._regions[name]
-        self.leaving.append(region)
-        self.changes += 1
+        if isinstance(self._regions.get(name), wanted):
+            self.leaving.append(self._regions.pop(name))
+            self.changes += 1
+        used = 0
+        for region in self.leaving:
+            if region.name == name and isinstance(region, wanted) and not (region.private or region.unregistered):
+                region.unregistered = True
+                used += region.leases
         self.settle()
-        return region.leases
+        return used
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
         """Calls ``done`` once all regions of this name that were removed or replaced are closed."""
-        leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
+        leaving = [region for region in self.leaving if region.name == name and not region.private]
         self._waiting.append((leaving, done))
         self._call_waiters()
 
@@ -219,7 +221,7 @@ class RegionTable:
         """
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
         for region in self.leaving:
-            if name in ("", region.name) and not _is_private(region):
+            if name in ("", region.name) and not region.private:
                 held, left = found.get(region.name, (0, 0))
                 found[region.name] = held, left + region.leases
         return found
@@ -263,10 +265,6 @@ class RegionTable:
 
     def __repr__(self) -> str:
         return f"<RegionTable {sorted(self._regions)}, {len(self.leaving)} leaving>"
-
-
-def _is_private(region: AnyRegion) -> bool:
-    return isinstance(region, Region) and region.private
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:

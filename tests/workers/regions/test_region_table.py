@@ -74,6 +74,33 @@ def test_a_region_is_closed_after_its_last_lease_while_the_name_is_free(table: R
     assert table.uses("") == {}
 
 
+def test_a_region_that_was_renewed_is_in_use_while_a_request_uses_what_it_was_before(
+    table: RegionTable, key: str
+) -> None:
+    """
+    1. A request uses a region, which is renewed: its key is another object now. 2. It is unregistered, of the wrong kind first.
+    3. The name is registered and unregistered once more. 4. The request ends.
+    Result: who unregisters the region is told of the request, and that it has ended; who does so after that uses nothing.
+    """
+    old, _ = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    old.lease()
+    posix_ipc.unlink_shared_memory(key)
+    os.close(posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=8192).fd)
+    new, _ = table.register(RegisterSystemRegion("r", key, 0, 4096, renews=True), None)
+    assert new is not old
+    assert table.unregister("cuda", "r") == 0
+    assert table.unregister("system", "r") == 1
+    assert new.fd == -1
+    done: list[str] = []
+    table.when_closed("r", lambda: done.append("r"))
+    table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    assert table.unregister("system", "r") == 0
+    assert done == []
+    old.unlease()
+    table.settle()
+    assert (old.fd, done) == (-1, ["r"])
+
+
 def test_unknown_names_are_gone_already(table: RegionTable) -> None:
     assert table.unregister("system", "nobody") == 0
     done: list[str] = []
