@@ -30,7 +30,6 @@ from tensord.daemon.processes.watchdog import Watchdog
 from tensord.daemon.supervisor import Supervisor
 from tensord.shm import descriptors
 from tensord.shm.channel import Channel, ChannelClosed
-from tensord.shm.common.descriptors import descriptors_in
 from tensord.shm.control_records import Start, ToWorkerControl
 from tensord.shm.record import decoder
 from tensord.workers.devices.device import DeviceName
@@ -82,15 +81,7 @@ class ChildProcess(Process):
         # What its threads would have done may own descriptors, which only the kernel closes.
         self.scheduler.cut_short |= any(thread.is_busy for thread in self.threads)
         self.alive, self.status, self.ended_ns = False, status, self.scheduler.clock.now_ns
-        for sock in self.sockets():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        # What it had not read yet closes with it, and the sockets therein.
-        with contextlib.suppress(OSError):
-            while received := self.control.recvmsg(1 << 20, socket.CMSG_SPACE(253 * 4), socket.MSG_DONTWAIT):
-                descriptors.close(descriptors_in(received[1]))
-                if not received[0]:
-                    break
+        self.close_sockets()
         os.eventfd_write(self.dead_fd, 1)
         self.scheduler.tell(f"{self} has ended ({child.describe_exit(status)})")
         self.world.ended(self)
@@ -109,6 +100,16 @@ class ChildProcess(Process):
         os.close(self.dead_fd)
         self.threads.clear()
         self.jobs.clear()
+
+
+class Muted:
+    """Stands for the status page of a process that is dying, and for the epoll of one whose sockets the kernel has closed."""
+
+    def begin(self, *_: Any) -> None: ...
+    def end(self, *_: Any) -> None: ...
+    def modify(self, *_: Any) -> None: ...
+    def unregister(self, *_: Any) -> None: ...
+    def close(self, *_: Any) -> None: ...
 
 
 class Simulated(Front):
@@ -211,6 +212,8 @@ class FrontProcess(ChildProcess):
 
     def bury(self) -> None:
         super().bury()
+        self.loop.chosen._epoll.close()
+        self.loop.chosen._epoll = Muted()  # type: ignore[assignment]
         if self.front is not None:
             self.front._connection.close()
             if (submitter := getattr(self.front, "submitter", None)) is not None and (
@@ -239,13 +242,6 @@ class SimulatedPoller(Poller):
         events = shuffled(self.process.scheduler.chance, self._epoll.poll(0))
         self.process.found = bool(events)
         return Woken(events, [], [])
-
-
-class Muted:
-    """Stands for the status page of a process that is dying."""
-
-    def begin(self, *_: Any) -> None: ...
-    def end(self, *_: Any) -> None: ...
 
 
 class WorkerProcess(ChildProcess):
@@ -331,6 +327,8 @@ class WorkerProcess(ChildProcess):
             # The modules of its models would go on to refer to all of it.
             for imports in self.imported:
                 imports.forget()
+            self.worker._epoll.close()
+            self.worker._epoll = Muted()  # type: ignore[assignment]
             self.worker.close()
             # Requests that it had use programs' segments, which the kernel unmaps.
             for region in self.worker._regions.leaving:

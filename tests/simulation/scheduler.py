@@ -204,6 +204,16 @@ class Process:
         """Returns the sockets that close with it."""
         raise NotImplementedError
 
+    def close_sockets(self) -> None:
+        """Closes the sockets of a process that has ended, as the kernel does: with what it had not read, and the sockets therein.
+
+        Their numbers stay, until ``bury``, with a socket that has no peer: what still has them finds no other process's.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unconnected:
+            for sock in self.sockets():
+                if sock.fileno() >= 0:
+                    os.dup2(unconnected.fileno(), sock.fileno(), inheritable=False)
+
     def bury(self) -> None:
         """Frees what a dead process leaves in this one."""
 

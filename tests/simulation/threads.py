@@ -145,9 +145,7 @@ class ClientProcess(Process):
         if not self.alive:
             return
         self.alive = False
-        for sock in self.sockets():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self.close_sockets()
         self.scheduler.tell(f"{self} has ended")
         self.scheduler.wake()
 
