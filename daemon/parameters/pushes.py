@@ -388,17 +388,17 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        staged: set[int] = set()
+        asked: list[WorkerProcess] = []
+        workers: list[WorkerProcess] = []
         try:
-            while missing := [worker for worker in self._serving(key) if worker.incarnation not in staged]:
+            while missing := [worker for worker in self._serving(key) if worker not in asked]:
+                asked += missing
                 calls = [self._stage(worker, stage, memory) for worker in missing]
                 for worker, result in zip(missing, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-                    if not isinstance(result, BaseException):
-                        staged.add(worker.incarnation)
-                        continue
-                    _check_death(worker, f"number {stage.number} of set '{stage.set}'")
-                    if worker.alive and not worker.stopping:
-                        raise result
+                    if isinstance(result, BaseException):
+                        _check_death(worker, f"number {stage.number} of set '{stage.set}'")
+                        if worker.alive and not worker.stopping:
+                            raise result
                 check()
             if key not in self._changing:
                 raise Unavailable(
@@ -407,11 +407,11 @@ class Parameters:
             workers = self._serving(key)
             if not workers:
                 raise _NoWorker
-        except BaseException:
-            abort = AbortParameters(stage.push)
-            for worker in self._serving(key):
-                self._supervisor.spawn(self._carry_out(worker, abort))
-            raise
+        finally:
+            # Also where the version was unloaded meanwhile: the worker would keep what it has staged.
+            for worker in asked:
+                if worker not in workers:
+                    self._supervisor.spawn(self._carry_out(worker, AbortParameters(stage.push)))
         # Every worker has the values now, without using them. A worker that starts after ``put`` gets them as well, so that
         # the exchange holds from here on, whoever dies.
         put()
@@ -610,11 +610,11 @@ class Parameters:
         wanted = [(name, found.newest) for name, found in self.sets.to_restore(key).items() if found.newest.number]
         restoring = (open_files.awaited(functools.partial(restore, *each)) for each in wanted)
         failed = next(filter(None, await asyncio.gather(*restoring)), "")
-        if wanted and not self.sets.to_restore(key):
-            # The version is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
+        if failed or (wanted and not self.sets.to_restore(key)):
             self._supervisor.spawn(self._carry_out(worker, AbortParameters(push)))
-        elif failed:
-            return failed
+            # Else the version is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
+            if self.sets.to_restore(key):
+                return failed
         elif wanted:
             if not await self._carry_out(worker, CommitParameters(push)):
                 raise _NoWorker

@@ -289,6 +289,57 @@ async def test_a_worker_that_dies_in_the_middle_does_not_hold_up_the_others(tmp_
             assert replacement.sets["main"] == w.held[0]
 
 
+async def test_workers_let_go_of_a_push_whose_model_is_unloaded_meanwhile(tmp_path: Path) -> None:
+    """
+    1. The first worker has staged a push. 2. The model is unloaded. 3. The second one has staged it.
+    Result: the push is refused, and neither worker keeps what it has staged.
+    """
+    async with world(tmp_path) as w:
+        staging, go_on = asyncio.Event(), asyncio.Event()
+
+        def before(operation: Any) -> Any:
+            if isinstance(operation, StageParameters):
+                staging.set()
+                return go_on.wait()
+            return None
+
+        w.workers[2].before = before
+        pushing = asyncio.create_task(w.push(b"comes too late"))
+        await staging.wait()
+        w.lifecycle.unload("m", 2)
+        w.parameters.forget("m", 1)
+        go_on.set()
+        with pytest.raises(Unavailable, match="before its parameters were exchanged"):
+            await pushing
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert [worker.staged for worker in w.workers.values()] == [{}, {}]
+
+
+async def test_a_worker_that_cannot_have_all_sets_again_keeps_none(tmp_path: Path) -> None:
+    """
+    1. A model has two sets. 2. A worker is replaced. 3. The replacement has staged one of the sets, and refuses the other.
+    Result: the replacement, which does not serve the model, has nothing of the sets.
+    """
+    async with world(tmp_path, workers=1) as w:
+        await w.push(b"what is in force")
+        await w.push(b"of a customer", set="customer-7")
+        w.dies(1)
+        made = Worker.obey
+
+        def obey(worker: Worker, operation: Any, contents: list[bytes]) -> list[int]:
+            if isinstance(operation, StageParameters) and operation.set == "customer-7":
+                raise InvalidArgument("leaf 'w' has shape [3]")
+            return made(worker, operation, contents)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Worker, "obey", obey)
+            replacement = await w.joins(2)
+        assert replacement.sent[1:] == [Unload("m", 1)]
+        assert [type(call) for call in replacement.calls].count(StageParameters) == 2
+        assert replacement.staged == {}
+
+
 async def test_where_all_workers_die_before_it_holds_the_push_waits_for_a_replacement(tmp_path: Path) -> None:
     async with world(tmp_path, workers=1) as w:
         w.workers[1].before = lambda operation: w.dies(1) if isinstance(operation, StageParameters) else None
