@@ -323,10 +323,10 @@ class WorkerProcess(ChildProcess):
             thread.end()
         self.scheduler.current = None
         super().bury()
+        # The modules of its models would go on to refer to all of it.
+        for imports in self.imported:
+            imports.forget()
         if self.worker is not None and self.status != 0:
-            # The modules of its models would go on to refer to all of it.
-            for imports in self.imported:
-                imports.forget()
             self.worker._epoll.close()
             self.worker._epoll = Muted()  # type: ignore[assignment]
             self.worker.close()
