@@ -408,6 +408,12 @@ class Clients:
 
     def judge_values(self, ask: Ask, outputs: Sequence[Any]) -> None:
         """Judges an answer that is no error: its outputs, of an ensemble those of both steps."""
+        if ask.model in streamed.SEVERAL:
+            if streamed.is_one(ask.model, ask.input):
+                ask.wrong = ""  # until its front knows of the load, nothing shows that there might have been more
+            self.judge_response(ask, outputs)
+            self.judge_end(ask)
+            return
         if not self._is_whole(ask, outputs[:1] if ask.model in callers.MODELS else outputs):
             return
         if ask.model in callers.MODELS:
@@ -522,6 +528,9 @@ class Clients:
         )
         if ask.model in callers.MODELS:
             excused |= bool(callers.why_error(self, ask, message))
+            # Until it is tried again, a call to it says so.
+            called = not self.history.given_up.isdisjoint(callers.needed(ask.model, ask.input))
+            excused |= not_found and called and "is not ready" in message
         if ask.model == rounds.MODEL:
             # A worker that dies has its state.
             excused |= internal and deaths > ask.deaths and "may not be run twice" in message

@@ -82,6 +82,8 @@ class History:
         self.trouble_ns = 0
         #: The models that are not served because workers have died of what was pushed into them.
         self.blamed: set[str] = set()
+        #: The models that were given up for some time, after workers had died while they loaded them.
+        self.given_up: set[str] = set()
         #: Somebody lacks descriptors; and when they were back.
         self.lacking = False
         self.lacked_ns = 0

@@ -312,7 +312,7 @@ class HttpConnection(Connection):
         if tail:
             self.scheduler.defect(f"{ask} got {len(tail)} bytes more than its outputs")
         outputs = [values.get(name, np.empty(0, np.int64)) for name in names]
-        if ask.model not in streamed.SEVERAL:
+        if ask.model not in streamed.SEVERAL or ask.endpoint == "infer":
             self.clients.judge(ask, outputs)
             return
         self.clients.judge_response(ask, outputs)

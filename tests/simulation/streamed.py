@@ -111,6 +111,11 @@ def count(x: int) -> int:
     return _COUNTS[x % len(_COUNTS)] if x % _ENDLESS else _NO_END
 
 
+def is_one(model: str, x: int) -> bool:
+    """Returns whether a request with that input gets one response that says itself that it is the last."""
+    return model == FLOW and count(x) == 1 and not fails(x)
+
+
 def leaves(x: int, got: int) -> bool:
     """Returns whether the client of a request with that input leaves after so many responses."""
     return x % _ENDLESS == 0 and got > x % 7

@@ -87,6 +87,8 @@ class Defects(logging.Handler):
         self.on_late: Callable[[str], None] = lambda text: None
         #: Called with each model that is refused because of what was pushed into it.
         self.on_blame: Callable[[str], None] = lambda model: None
+        #: Called with each model that is given up for some time.
+        self.on_give_up: Callable[[str], None] = lambda model: None
 
     def emit(self, record: logging.LogRecord) -> None:
         text, current = record.getMessage(), self._scheduler.current
@@ -97,6 +99,8 @@ class Defects(logging.Handler):
             self.on_late(f"{current}: {text}")
         if "died of it" in text and text.startswith("model '"):
             self.on_blame(text.split("'")[1])
+        if "is given up for now" in text and text.startswith("model '"):
+            self.on_give_up(text.split("'")[1])
         if record.exc_info and not isinstance(record.exc_info[1], ServingError):
             self._scheduler.defect(f"{text}: {logging.Formatter().formatException(record.exc_info)}")
 
@@ -158,6 +162,7 @@ class World:
         self.counts = self.clients.counts
         self._handler.on_late = self.clients.late
         self._handler.on_blame = self.history.blamed.add
+        self._handler.on_give_up = self.history.given_up.add
         self.daemon.on_end = self._ended
         self.daemon.on_open = self._opened
         self.daemon.on_fence = lambda: self.history.fences.append(self.scheduler.clock.now_ns)
