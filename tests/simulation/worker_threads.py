@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import queue
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,8 +16,11 @@ from unittest import mock
 import greenlet  # type: ignore[import-untyped]
 
 from tensord.workers.calls import call as call_module
+from tensord.workers.engine import Engine
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.instance import Instance
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_version import ModelVersion, VersionState
 from tensord.workers.requests import response_sender
 from tensord.workers.requests.request import InnerRequest, Request
 from tensord.workers.worker import Worker
@@ -24,6 +29,8 @@ from tests.simulation.scheduler import Death, Process, Scheduler, Thread
 
 #: The scheduler whose workers run.
 _scheduler: list[Scheduler] = []
+#: The model versions of each worker that somebody still refers to.
+_adopted: dict[Engine, weakref.WeakSet[ModelVersion]] = {}
 
 
 def _running() -> Thread | None:
@@ -141,6 +148,7 @@ def left(worker: Worker) -> dict[str, object]:
     """Returns what a worker has left of calls, ensembles, responses and versions, of which nobody waits for anything."""
     dispatcher, models = worker._dispatcher, worker._models
     versions = list(models.everyone())
+    gc.collect()
     found = {
         "calls": [*dispatcher.calls._open, *dispatcher.calls._waiting],
         "requests that calls were made for": dispatcher.calls._of,
@@ -150,6 +158,10 @@ def left(worker: Worker) -> dict[str, object]:
         "versions that run": [f"{version.name}, {version.executing}" for version in versions if version.executing],
         # A sequence that was broken off keeps its version for a while.
         "versions that have yet to go": [each.name for each in models.draining if each.name != sequences.MODEL],
+        # Their parameters would stay on the device.
+        "versions that have gone": [
+            each for each in _adopted.get(worker._engine, ()) if each.state is VersionState.CLOSED
+        ],
     }
     return {name: each for name, each in found.items() if each}
 
@@ -165,14 +177,23 @@ def in_place(scheduler: Scheduler) -> Iterator[None]:
                 scheduler.defect(f"{instance.name} of {scheduler.current} is given {request!r}: {why}")
         given(instance, execution, done)
 
+    adopt = Engine.adopt
+
+    def adopted(engine: Engine, loaded: LoadedModel) -> ModelVersion:
+        version = adopt(engine, loaded)
+        _adopted.setdefault(engine, weakref.WeakSet()).add(version)
+        return version
+
     _scheduler.append(scheduler)
     with contextlib.ExitStack() as stack:
         stack.callback(_scheduler.clear)
+        stack.callback(_adopted.clear)
         for owner, name, value in (
             (call_module, "queue", types.SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)),
             (call_module, "threading", types.SimpleNamespace(get_ident=ident)),
             (response_sender, "threading", types.SimpleNamespace(Lock=threading.Lock, Event=Event)),
             (Instance, "run", give),
+            (Engine, "adopt", adopted),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
