@@ -224,7 +224,7 @@ class Bench(LaneBench):
         super().__init__(options)
         tracer = tracer or Tracer(1, TraceFiles())
         self.serving = HttpServing(options, self.table, self.submitter, self.counters.front(0), tracer=tracer)
-        self.connections: set[Http1Connection] = set()
+        self.connections: dict[Http1Connection, None] = {}
 
     def connect(self) -> KeptTransport:
         connection = Http1Connection(self.serving, self.connections, "tcp 127.0.0.1")

@@ -266,7 +266,7 @@ def test_any_mixture(events: list[tuple[Any, ...]], delay: bool) -> None:
     """
     rules = QueueRules(20, QueuePolicy(max_size=10, timeout_ns=12, allow_override=True, delay=delay), levels=3)
     queue: RequestQueue[Waiting] = RequestQueue(rules)
-    queue.changed = set()
+    queue.changed = {}
     seen: dict[Any, list[Waiting]] = {}
     pushed: list[Waiting] = []
     left: list[Waiting] = []
@@ -441,7 +441,7 @@ class Model:
 def test_any_mixture_with_replace_keys(events: list[tuple[Any, ...]], replaces: bool) -> None:
     """At most the newest of a key waits, in the place of the first; all others keep theirs, and nothing stays behind."""
     queue: RequestQueue[Waiting] = RequestQueue(QueueRules(1000, levels=2, replaces=replaces))
-    queue.changed = set()
+    queue.changed = {}
     model, pushed, left = Model(replaces), list[Waiting](), list[Waiting]()
     for now, event in enumerate(events):
         if event[0] == "push":
