@@ -450,7 +450,6 @@ class Supervisor:
         self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
-        self.parameters.worker_left(worker.incarnation)
         # The fence comes first: what was in flight there may run elsewhere from now on.
         self.fronts.publish(WorkerFenced(worker.incarnation))
         self.models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)

@@ -333,9 +333,9 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load a model version and to answer with Loaded.
+    """Tells a worker to load a model version and to answer with Loaded. Requests find what was loaded only after ServeLoaded.
 
-    A worker that already serves the version continues to serve it while loading, and also if loading fails.
+    Discards an earlier load of the version that was not served. What the worker serves of it goes on, also if loading fails.
     """
 
     name: str
@@ -349,8 +349,6 @@ class Load(Record, frozen=True, tag="load"):
     workers: int = 1
     #: Digest of its files except config.pbtxt; "": it is not known.
     content: str = ""
-    #: True if no request may find the version before ServeLoaded: parameters that were pushed are restored first.
-    held: bool = False
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):

@@ -226,6 +226,8 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
     partial: bool = False
     #: The CRC-32 or SHA-256 of the bytes that came, as ``crc32:`` or ``sha256:`` and hexadecimal digits; "": not checked.
     checksum: str = ""
+    #: True if they are for what is loaded and not served yet.
+    held: bool = False
 
 
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
@@ -245,6 +247,8 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
     number: int
     #: True if a value that is not finite is an error.
     check_finite: bool = False
+    #: True if they are for what is loaded and not served yet.
+    held: bool = False
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
@@ -262,9 +266,9 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to begin to accept requests for a model version that it has loaded. The reply is JSON {}.
+    """Tells a worker to serve the last load of a model version, in place of what it serves of it. The reply is JSON {}.
 
-    If the worker does not have the version, it does nothing and also replies {}.
+    If no load of the version waits to be served, the worker does nothing and also replies {}.
     """
 
     model: str

@@ -157,6 +157,7 @@ class Control:
     def _load(self, record: Load) -> None:
         key = record.name, record.version
         self._cancel(key)
+        self._models.discard_held(*key)
         cancellation = Cancellation()
 
         def tell(number: int, total: int, compiled: int) -> None:
@@ -204,7 +205,7 @@ class Control:
     def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
         """Reports the outcome of a load to the supervisor. Discards the loaded version if the load was cancelled.
 
-        Otherwise adds a loaded version to the worker's models. If ``record.held``, it gets no requests before a ServeLoaded.
+        Otherwise keeps a loaded version, which gets no requests before a ServeLoaded.
         Does nothing if ``outcome`` is the error DeviceLost.
         """
         if isinstance(outcome, DeviceLost):
@@ -217,11 +218,7 @@ class Control:
         if isinstance(outcome, Exception):
             self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
             return
-        version = self._worker.adopt(outcome)
-        if record.held:
-            self._models.hold(version)
-        else:
-            self._models.add(version)
+        self._models.hold(self._worker.adopt(outcome))
         _log.info("model '%s' version %d is ready", record.name, record.version)
         self._channel.put(
             Loaded(

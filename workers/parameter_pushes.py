@@ -94,9 +94,9 @@ class ParameterPushes:
             self._let_go(self._sets(self._find(operation.model, operation.version)).drop(operation.set))
             answer(_DONE, None)
 
-    def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a loaded version of a model, even one that does not serve yet. Raises NotFound: the version is not loaded."""
-        found = self._models.held.get((model, version)) or self._models.serving(model, version)
+    def _find(self, model: str, version: int, held: bool = False) -> ModelVersion:
+        """Returns a version that is served or, if ``held`` is true, the load of it that is not served yet. Raises NotFound."""
+        found = self._models.held.get((model, version)) if held else self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
         return found
@@ -113,7 +113,7 @@ class ParameterPushes:
     # ------------------------------------------------------------------------------------------------------------ making
 
     def _make(self, operation: MakeParameters, fds: list[int], answer: Answer) -> None:
-        version = self._find(operation.model, operation.version)
+        version = self._find(operation.model, operation.version, operation.held)
         sets, record = self._sets(version), version.loaded.record
         if record is None:
             raise Internal(f"nothing is known of where model '{version.name}' was loaded from")
@@ -152,7 +152,7 @@ class ParameterPushes:
     # ----------------------------------------------------------------------------------------------------------- staging
 
     def _stage(self, operation: StageParameters, fds: list[int], answer: Answer) -> None:
-        version = self._find(operation.model, operation.version)
+        version = self._find(operation.model, operation.version, operation.held)
         sets = self._sets(version)
         sets.check_count(operation.set, self._most)
         what = f"number {operation.number} of set '{operation.set}'"
@@ -251,7 +251,7 @@ class ParameterPushes:
 
     def _is_here(self, version: ModelVersion) -> bool:
         key = version.name, version.version
-        return version is (self._models.held.get(key) or self._models.serving(*key))
+        return version in (self._models.held.get(key), self._models.serving(*key))
 
     def close(self) -> None:
         """Frees the memory that is kept for later pushes. Does nothing if work on an earlier push has not ended."""

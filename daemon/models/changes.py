@@ -35,7 +35,7 @@ from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standi
 from tensord.daemon.models.repository import FoundModel, Repositories
 from tensord.daemon.models.versions import named
 from tensord.shm.common.derivatives import check_not_derivative
-from tensord.shm.control_records import Load, Loaded, Loading, ModelGone, ModelState, Readiness
+from tensord.shm.control_records import Loaded, Loading, ModelGone, ModelState, Readiness
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
 
@@ -516,8 +516,6 @@ class Models:
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):
-                    if isinstance(record, Load):
-                        record = self._supervisor.parameters.sent(worker, record)
                     self._supervisor.workers.by_incarnation[worker].send(record)
                 case Publish(state):
                     self._supervisor.model_changed(state)

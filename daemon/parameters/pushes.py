@@ -6,12 +6,13 @@
               4. The supervisor stores the push, for workers that start later.
               5. CommitParameters: every worker uses the values. Then the client gets the answer.
               If step 2 or 3 fails, the workers keep their old values. If step 3 fails, they get AbortParameters.
-    new worker
-              1. Load: the worker loads the version, but does not serve it yet, and answers Loaded.
-              2. The worker gets the stored values by StageParameters and CommitParameters.
-              3. ServeLoaded: the worker serves the version, and the fronts are told so.
+    load      1. Load: the worker loads the version, but does not serve it yet, and answers Loaded.
+              2. The load waits until no change of the model's parameters runs.
+              3. The worker gets the stored values, if there are any, by StageParameters and CommitParameters.
+              4. ServeLoaded: the worker serves the version. Then the fronts are told so.
 
-A push fails if another push into the same set has the same number or a higher number. A version that is loaded again from its
+So a worker that serves a version has every push that a client got an answer to, also for calls of models in this worker, which
+need no front. A push fails if another push into the same set has the same number or a higher number. A version that is loaded again from its
 files has the parameters of these files.
 """
 
@@ -25,13 +26,12 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from tensord.config.options import Options
 from tensord.daemon.control import open_files
@@ -40,7 +40,7 @@ from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
 from tensord.shm import descriptors
 from tensord.shm.common.derivatives import check_not_derivative
-from tensord.shm.control_records import Load, Loaded, Unload
+from tensord.shm.control_records import Loaded, Unload
 from tensord.shm.errors import UNKNOWN_MODEL, Internal, InvalidArgument, NotFound, Replaced, ServingError, Unavailable
 from tensord.shm.operations import (
     MAIN_SET,
@@ -97,18 +97,17 @@ class Parameters:
         self._owners = options.supervisor.parameter_owners
         self.sets = PushedSets(options.supervisor.parameter_byte_size)
         self._next = itertools.count(1).__next__
-        #: Name of a model -> its turn, and how many have it or wait for it.
-        self._turns: dict[str, asyncio.Lock] = {}
-        self._waiting: Counter[str] = Counter()
+        #: Name of a model -> its turn, while somebody has it or waits for it.
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        #: Changes that run, or wait for their turn or for a worker.
+        self._waiting = 0
         #: Version and set -> the highest number of a push on its way.
         self._claimed: dict[tuple[VersionKey, str], int] = {}
         #: Bytes of memory that came along with pushes on their way.
         self._coming_byte_size = 0
         #: Versions that are being changed, and were not loaded anew since that began.
         self._changing: set[VersionKey] = set()
-        #: Worker and version that no request finds yet.
-        self._held: set[tuple[int, VersionKey]] = set()
-        #: Worker and version that is being restored -> answers to its loads, in order.
+        #: Worker and version that it has loaded and does not serve yet -> answers to its loads, in order.
         self._restoring: dict[tuple[int, VersionKey], deque[Loaded]] = {}
         #: Worker -> the parameters that it is given now.
         self._given: dict[int, list[_Given]] = {}
@@ -251,9 +250,14 @@ class Parameters:
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping]
 
     def _is_loaded_anew(self, key: VersionKey) -> bool:
-        """Returns whether a worker that serves a version is loading it again."""
+        """Returns whether a worker that serves a version, even if no front knows so, is loading it again."""
         version = self._models.lifecycle.version(*key)
-        return version is not None and not version.loading.keys().isdisjoint(version.ready)
+        return version is not None and not version.loading.keys().isdisjoint({*version.ready, *version.held})
+
+    def _is_overtaken(self, worker: WorkerProcess, key: VersionKey) -> bool:
+        """Returns whether a worker was sent another load of a version behind the one whose answer is being handled."""
+        version = self._models.lifecycle.version(*key)
+        return version is not None and len(version.loading.get(worker.incarnation, ())) > 1
 
     def _is_loading(self, key: VersionKey) -> bool:
         """Returns whether a version is being loaded and no worker serves it."""
@@ -369,8 +373,8 @@ class Parameters:
             return os.dup(content.memory)
         if content.file is None or await self._fingerprint(key, content.file) != content.fingerprint:
             return -1
-        worker = worker or next(iter(self._serving(key)), None)
-        return await self._make(worker, MakeParameters(*key, content.file, name))
+        making = MakeParameters(*key, content.file, name, held=worker is not None)
+        return await self._make(worker or next(iter(self._serving(key)), None), making)
 
     async def _fingerprint(self, key: VersionKey, source: FileSource) -> str:
         version = self._models.lifecycle.version(*key)
@@ -455,17 +459,9 @@ class Parameters:
 
     # ------------------------------------------------------------------------------------------------------------- in turn
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, model: str) -> AsyncIterator[None]:
-        """Waits until no other change of the model's parameters runs, and keeps others waiting during the ``with`` block."""
-        self._waiting[model] += 1
-        try:
-            async with self._turns.setdefault(model, asyncio.Lock()):
-                yield
-        finally:
-            self._waiting[model] -= 1
-            if not self._waiting[model]:
-                del self._waiting[model], self._turns[model]
+    def _turn(self, model: str) -> asyncio.Lock:
+        """Returns the lock under which the model's parameters are changed, and under which loads of the model begin to serve."""
+        return self._turns.setdefault(model, asyncio.Lock())
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
         """Calls ``change`` once a worker serves the version ``key`` and no other change of the model's parameters runs.
@@ -474,10 +470,15 @@ class Parameters:
         Raises Unavailable if no call succeeds within ``requests.worker_wait`` s, or if 64 changes, of any models, run or wait.
         Raises NotFound if the version is neither served nor being loaded.
         """
-        if self._waiting.total() >= _MAX_WAITING:
-            raise Unavailable(
-                f"{self._waiting.total()} changes of parameters are under way, at most {_MAX_WAITING} are allowed"
-            )
+        if self._waiting >= _MAX_WAITING:
+            raise Unavailable(f"{self._waiting} changes of parameters are under way, at most {_MAX_WAITING} are allowed")
+        self._waiting += 1
+        try:
+            return await self._once_served(key, change)
+        finally:
+            self._waiting -= 1
+
+    async def _once_served(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._worker_wait
         while True:
@@ -500,18 +501,6 @@ class Parameters:
                     await self._news.wait()
 
     # ------------------------------------------------------------------------------------------------- loads and workers
-
-    def sent(self, worker: int, load: Load) -> Load:
-        """Returns ``load`` as it should be sent to the worker with the number ``worker``.
-
-        ``load`` names a model version. If clients have changed the version's parameters, or are changing them now, returns a
-        copy of ``load`` with ``held`` True. The worker serves the version only once the worker has the pushed values.
-        """
-        key = load.name, load.version
-        if not (self.sets.to_restore(key) or key in self._changing):
-            return load
-        self._held.add((worker, key))
-        return msgspec.structs.replace(load, held=True)
 
     def outdate(self, name: str, version: int) -> None:
         """Marks the values that clients pushed into a model version as outdated. Later loads of the version do not get them.
@@ -540,26 +529,20 @@ class Parameters:
             _log.warning("model '%s' version %d is loaded anew or unloaded: %s", name, version, said)
         self.tell()
 
-    def worker_left(self, worker: int) -> None:
-        """Notes that the worker with number ``worker`` has ended, and gets no pushed values any more."""
-        self._held = {(held, key) for held, key in self._held if held != worker}
-
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Handles a worker's answer to a load, and sends the worker the values that clients pushed into the loaded version.
+        """Handles a worker's answer to a load: has the worker serve what it has loaded, with the values that clients pushed.
 
-        If there are such values, a background task sends them. Then it passes ``answer`` to ``Models``, or a failed load if the
-        worker could not get the values. Otherwise ``Models`` gets ``answer`` at once.
+        A background task does this. Then it passes ``answer`` to ``Models``, or a failed load if the worker could not get the
+        values, or a cancelled one if another load has overtaken this one. ``Models`` gets the answer of a failed load at once.
         """
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
-        elif not answer.reason and (
-            (worker.incarnation, key) in self._held or self.sets.to_restore(key) or key in self._changing
-        ):
+        elif answer.reason:
+            self._pass_on(worker, answer)
+        else:
             self._restoring[worker.incarnation, key] = deque([answer])
             self._supervisor.spawn(self._restore(worker, key))
-        else:
-            self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
         waiting = self._restoring[worker.incarnation, key]
@@ -570,10 +553,13 @@ class Parameters:
                 with contextlib.suppress(_NoWorker):
                     async with self._turn(key[0]):
                         if not answer.reason and (reason := await self._restored(worker, key)):
-                            worker.send(Unload(*key))
-                            if worker.alive:
-                                self._lacking[key] = reason
-                            answer = Loaded(*key, reason=reason)
+                            if not (overtaken := self._is_overtaken(worker, key)):
+                                # Whoever serves an earlier load goes on with it.
+                                if worker not in self._serving(key):
+                                    worker.send(Unload(*key))
+                                if worker.alive:
+                                    self._lacking[key] = reason
+                            answer = Loaded(*key, reason=reason, cancelled=overtaken)
                         self._pass_on(worker, answer)
         finally:
             del self._restoring[worker.incarnation, key]
@@ -595,7 +581,8 @@ class Parameters:
                             most = f"at most {self.sets.limit} are kept of all models (supervisor.parameter_byte_size)"
                             changed = ", and its file is another one now" if content.file is not None else ""
                             return f"{what} was not kept: {content.byte_size} bytes, {most}{changed}"
-                        await self._call(worker, StageParameters(push, *key, name, content.number), memory)
+                        stage = StageParameters(push, *key, name, content.number, held=True)
+                        await self._call(worker, stage, memory)
                 except (_NoWorker, ServingError, OSError) as error:
                     # What else it died of may be a push, a load or another set: then a further worker is given these once more.
                     content.deaths += worker.ended_by_work and not given.shared
@@ -625,12 +612,13 @@ class Parameters:
                 ", ".join(f"'{name}' number {content.number}" for name, content in wanted[:_NAMED])
                 + (f" and {len(wanted) - _NAMED} more" if len(wanted) > _NAMED else ""),
             )
-        if (worker.incarnation, key) in self._held and not await self._carry_out(worker, ServeLoaded(*key)):
+        if self._is_overtaken(worker, key):
+            return "another load of it came"
+        if not await self._carry_out(worker, ServeLoaded(*key)):
             raise _NoWorker
         return ""
 
     def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
-        self._held.discard((worker.incarnation, (answer.name, answer.version)))
         if worker.alive:
             self._models.loaded(worker.incarnation, answer)
         self.tell()

@@ -162,8 +162,7 @@ class FakeWorker:
             return
         self.models[name, version] = self.models.get((name, version), 0) + 1
         self.folders[name] = Path(load.model_path)
-        if load.held:
-            self.holding.add((name, version))
+        self.holding.add((name, version))
         described = msgspec.json.encode({"name": name, "loads": self.models[name, version]})
         self.connection.send(Loaded(name, version, metadata=described, config=b"{}"))
 

@@ -14,17 +14,35 @@ import pytest
 from tensord.config.model_config import empty
 from tensord.config.options import RegionsOptions, Workers
 from tensord.shm.channel import DescriptorsLost, pair
-from tensord.shm.control_records import ControlCall, LaneClient, LaneClosed, LaneLimits, LaneOpened, Load, Stop, Unload
+from tensord.shm.control_records import (
+    ControlCall,
+    LaneClient,
+    LaneClosed,
+    LaneLimits,
+    LaneOpened,
+    Load,
+    Reply,
+    Stop,
+    Unload,
+)
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.descriptors import limit
 from tensord.shm.errors import Internal, InvalidArgument
 from tensord.shm.figures import Compiles, Figures
-from tensord.shm.operations import AwaitRegion, ModelStatistics, Peer, RepositoryIndex, UnregisterRegion, WorkerFigures
+from tensord.shm.operations import (
+    AwaitRegion,
+    ModelStatistics,
+    Peer,
+    RepositoryIndex,
+    ServeLoaded,
+    UnregisterRegion,
+    WorkerFigures,
+)
 from tensord.workers.calls.metric_registry import MetricRegistry
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
 from tensord.workers.models.model_table import ModelTable
-from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.model_version import ModelVersion, VersionState
 from tensord.workers.parameter_pushes import ParameterPushes
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.scheduling.agenda import Agenda
@@ -68,6 +86,10 @@ class Bench:
         self.control.handle(Load("m", 1, "", "", empty("m").SerializeToString()), [])
         return self.loads[-1]
 
+    def serve(self) -> None:
+        self.control.handle(ControlCall(0, ServeLoaded("m", 1)), [])
+        assert self.sent.pop() == Reply(0, result=b"{}")
+
     def kinds(self) -> list[str]:
         found = [type(record).__name__ for record in self.sent]
         self.sent.clear()
@@ -85,6 +107,8 @@ def test_load_and_unload() -> None:
     done(loaded())
     assert bench.sent[0].reason == ""
     assert bench.kinds() == ["Loaded"]
+    assert list(bench.models) == []
+    bench.serve()
     assert bench.models.find("m", 0).version == 1
     bench.control.handle(Unload("m", 1), [])
     bench.models.settle()
@@ -124,7 +148,23 @@ def test_of_two_loads_the_later_one_counts() -> None:
     second(loaded())
     assert bench.sent[0].reason == ""
     assert bench.kinds() == ["Loaded"]
+    bench.serve()
     assert len(list(bench.models)) == 1
+
+
+def test_what_was_not_served_ends_when_another_load_of_it_comes() -> None:
+    """What is served is always what the last Load brought, whatever the supervisor knew when it had it served."""
+    bench = Bench()
+    bench.load()(loaded())
+    first = bench.models.held["m", 1]
+    done = bench.load()
+    bench.serve()
+    assert (list(bench.models), bench.models.held) == ([], {})
+    bench.models.settle()
+    assert first.state is VersionState.CLOSED
+    done(loaded())
+    bench.serve()
+    assert bench.models.find("m", 1) is not first
 
 
 def test_lanes_and_stop() -> None:
@@ -172,6 +212,7 @@ def test_every_call_has_one_reply() -> None:
 def test_figures_are_those_of_the_versions_that_serve() -> None:
     bench = Bench()
     bench.load()(loaded())
+    bench.serve()
     version = bench.models.find("m", 1)
     version.statistics.copied_byte_size += 12
     bench.control.handle(ControlCall(1, WorkerFigures()), [])

@@ -19,6 +19,7 @@ from tensord.config.model_config import parse_pbtxt
 from tensord.protocol import model_config_pb2
 from tensord.shm.control_records import Load, Loaded
 from tensord.shm.errors import ServingError
+from tensord.shm.operations import ServeLoaded
 from tests.config.test_model_fields import HONOURED
 from tests.repositories import answering, scale_model, write_model
 from tests.workers.worker_process import WorkerProcess
@@ -180,6 +181,7 @@ def test_a_load_costs_other_models_nothing(tmp_path: Path, backend: str, source:
                 refused.append(what)
                 continue
             loaded.append(what)
+            worker.call(ServeLoaded("m", number))
             if backend == "python":
                 # However long it may wait for company: it need not wait any more when its model goes.
                 asked = worker.submit("m", {"x": np.ones((1, 2, 1), np.float32)}, version=number)

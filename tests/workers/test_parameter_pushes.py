@@ -460,26 +460,28 @@ def test_64_bit_leaves_are_taken_as_the_model_has_them(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- a version's life
 
 
-def record_of(path: Path, held: bool) -> Load:
+def record_of(path: Path) -> Load:
     config = model_config.parse_pbtxt((path / "config.pbtxt").read_text(), path.name)
-    return Load(path.name, 1, str(path), str(path / "1"), config.SerializeToString(), held=held)
+    return Load(path.name, 1, str(path), str(path / "1"), config.SerializeToString())
 
 
 def test_a_version_is_held_until_its_sets_are_restored(tmp_path: Path) -> None:
     with contextlib.closing(PushingLoop()) as loop:
         path = write_numbered(tmp_path, "m", BATCHES)
-        loop.tell(record_of(path, held=True))
+        loop.tell(record_of(path))
         assert loop.hear(Loaded).reason == ""
         assert loop.ask_value("m").message == "Request for unknown model: 'm' is not found"
-        loop.push("m", numbered(7), 7)
-        loop.push("m", numbered(9), 9, "a")
+        with pytest.raises(NotFound):
+            loop.push("m", numbered(7), 7)
+        loop.push("m", numbered(7), 7, held=True)
+        loop.push("m", numbered(9), 9, "a", held=True)
         assert loop.ask_value("m").code
         loop.call(ServeLoaded("m", 1))
         assert [value(loop.ask_value("m", set=name)) for name in ("main", "a")] == [7, 9]
         # A second time it means nothing.
         loop.call(ServeLoaded("m", 1))
         assert value(loop.ask_value("m")) == 7
-        loop.tell(record_of(path, held=True))
+        loop.tell(record_of(path))
         loop.hear(Loaded)
         assert value(loop.ask_value("m")) == 7
         loop.tell(Unload("m", 1))
@@ -487,6 +489,27 @@ def test_a_version_is_held_until_its_sets_are_restored(tmp_path: Path) -> None:
         assert not loop.worker._models.held
         loop.call(ServeLoaded("m", 1))
         assert loop.ask_value("m").code
+
+
+@pytest.mark.parametrize("at", ["staging", "commit"])
+def test_a_push_is_in_force_where_it_was_answered_for_whatever_is_loaded_beside(
+    loop: PushingLoop, tmp_path: Path, at: str
+) -> None:
+    """
+    1. A version is loaded again, but not served yet, before a push is staged, or between that and its commit.
+    2. Another load of the version comes, and fails. Result: what goes on serving has the push.
+    """
+    path = tmp_path / "m"
+    push = loop.stage("m", numbered(5), 1) if at == "commit" else 0
+    loop.tell(record_of(path))
+    assert loop.hear(Loaded).reason == ""
+    loop.commit(push or loop.stage("m", numbered(5), 1))
+    assert value(loop.ask_value("m")) == 5
+    (path / "1" / "model.py").write_text("no model")
+    loop.tell(record_of(path))
+    assert loop.hear(Loaded).reason
+    loop.call(ServeLoaded("m", 1))
+    assert value(loop.ask_value("m")) == 5
 
 
 def test_what_was_staged_goes_with_its_model(loop: PushingLoop) -> None:

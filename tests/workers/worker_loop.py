@@ -18,6 +18,7 @@ from tensord.config.options import ExecutablesOptions, Expert, Options
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.channel import Channel, new_buffer, pair
 from tensord.shm.control_records import (
+    ControlCall,
     FromWorker,
     LaneClient,
     LaneClosed,
@@ -25,11 +26,12 @@ from tensord.shm.control_records import (
     LaneOpened,
     Load,
     Loaded,
+    Reply,
     ToWorkerControl,
 )
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Parameter, PreparedRequest, RequestedOutput
-from tensord.shm.operations import Peer
+from tensord.shm.operations import Peer, ServeLoaded
 from tensord.shm.prepared import Numbers
 from tensord.shm.record import Record, decoder
 from tensord.workers.devices.device import DeviceName
@@ -131,7 +133,7 @@ class WorkerLoop:
         return self.worker._models.find(name, 1)
 
     def refused(self, path: Path) -> str:
-        """Loads version 1 of a model. Returns the reason why it does not load; "": it is loaded."""
+        """Loads version 1 of a model, and has it served. Returns the reason why it does not load; "": it is served."""
         text = path / "config.pbtxt"
         config = (
             model_config.parse_pbtxt(text.read_text(), path.name) if text.exists() else model_config.empty(path.name)
@@ -139,6 +141,9 @@ class WorkerLoop:
         self.tell(Load(path.name, 1, str(path), str(path / "1"), config.SerializeToString()))
         reason = self.hear(Loaded).reason
         assert isinstance(reason, str)
+        if not reason:
+            self.tell(ControlCall(0, ServeLoaded(path.name, 1)))
+            self.hear(Reply)
         return reason
 
     def submit(

@@ -34,6 +34,7 @@ from tensord.shm.control_records import (
 from tensord.shm.errors import from_code
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import RequestedOutput, Slice
+from tensord.shm.operations import ServeLoaded
 from tensord.shm.record import Record, decoder
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
@@ -127,7 +128,7 @@ class WorkerProcess:
         return SubmitterLane(ours, arena)
 
     def load(self, repository: Path, name: str, version: int = 1) -> Loaded:
-        """Loads a version; returns the worker's answer, also if it does not load."""
+        """Loads a version, and has it served; returns the worker's answer to the load, also if it does not load."""
         folder = repository / name
         text = folder / "config.pbtxt"
         config = parse_pbtxt(text.read_text(), name) if text.exists() else empty(name)
@@ -137,6 +138,8 @@ class WorkerProcess:
             lambda record: isinstance(record, Loaded) and (record.name, record.version) == (name, version)
         )
         assert isinstance(record, Loaded)
+        if not record.reason:
+            self.call(ServeLoaded(name, version))
         return record
 
     def serve(self, repository: Path, *names: str) -> None:

@@ -22,7 +22,7 @@ class ModelTable:
         self._found: dict[tuple[str, int], ModelVersion] = {}
         #: The versions that only hold their model.
         self._passive: set[tuple[str, int]] = set()
-        #: Versions that were loaded and that no request finds before their parameters are restored.
+        #: Versions that were loaded, and that no request finds before the supervisor has them served.
         self.held: dict[tuple[str, int], ModelVersion] = {}
         #: Versions that are being loaded -> how many loads of them are not over.
         self.coming: Counter[tuple[str, int]] = Counter()
@@ -46,7 +46,6 @@ class ModelTable:
 
         If an earlier load of the version is served, replaces it. It ends once its requests and live sequences have ended.
         """
-        self.discard_held(version.name, version.version)
         old = self._take(version.name, version.version)
         if old is not None and version.loaded.taken_over:
             version.join_programs()
@@ -90,11 +89,7 @@ class ModelTable:
         return version
 
     def hold(self, version: ModelVersion) -> None:
-        """Stores a loaded version, which gets no requests until ``serve_held`` is called.
-
-        If a version with the same name and number is already stored, unloads that one first.
-        """
-        self.discard_held(version.name, version.version)
+        """Stores a loaded version, which gets no requests until ``serve_held`` is called."""
         self.held[version.name, version.version] = version
 
     def serve_held(self, name: str, number: int) -> None:

@@ -53,9 +53,7 @@ class ObedientWorker:
 def supervisor(workers: dict[int, ObedientWorker], publish: Callable[[Any], None]) -> Any:
     """Returns the parts of a supervisor that the models use."""
     pool = SimpleNamespace(by_incarnation=workers, devices=["cpu:0"])
-    parameters = SimpleNamespace(
-        sent=lambda worker, load: load, forget=lambda name, version, outdated: None, outdate=lambda name, version: None
-    )
+    parameters = SimpleNamespace(forget=lambda name, version, outdated: None, outdate=lambda name, version: None)
     return SimpleNamespace(workers=pool, parameters=parameters, model_changed=publish, isolate=lambda wanted: None)
 
 

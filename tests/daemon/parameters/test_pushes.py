@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -12,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from tensord.config.options import Options, Requests, SupervisorOptions, Workers
@@ -156,8 +156,7 @@ class World:
     def fill(self, name: str, number: int) -> None:
         for instruction in self.lifecycle.fill(name, number):
             if isinstance(instruction, Send) and isinstance(instruction.record, Load):
-                load = self.parameters.sent(instruction.worker, instruction.record)
-                self.workers[instruction.worker].send(load)
+                self.workers[instruction.worker].send(instruction.record)
 
     async def push(self, content: bytes, **more: Any) -> dict[str, Any]:
         memory = sealed(content)
@@ -181,14 +180,13 @@ class World:
 
     def dies(self, number: int) -> None:
         self.workers.pop(number).alive = False
-        self.parameters.worker_left(number)
         self.lifecycle.worker_left(number)
 
     async def joins(self, number: int) -> Worker:
         """Adds a replacement worker, which has answered its Load when this returns."""
         worker = self.workers[number] = Worker(number)
         (instruction,) = self.lifecycle.worker_joined(number, f"cpu:{number}")
-        worker.send(self.parameters.sent(number, instruction.record))  # type: ignore[union-attr,arg-type]
+        worker.send(instruction.record)  # type: ignore[union-attr]
         self.parameters.loaded(worker, Loaded("m", 1))  # type: ignore[arg-type]
         while self.tasks:
             await asyncio.sleep(0)
@@ -375,9 +373,7 @@ async def test_a_replaced_worker_is_held_until_it_has_everything(tmp_path: Path)
         order: list[str] = []
         replacement = w.workers[3] = Worker(3)
         replacement.before = lambda operation: order.append(type(operation).__name__)
-        (instruction,) = w.lifecycle.worker_joined(3, "cpu:3")
-        load = w.parameters.sent(3, instruction.record)
-        assert load == msgspec.structs.replace(instruction.record, held=True)
+        w.lifecycle.worker_joined(3, "cpu:3")
         w.parameters.loaded(replacement, Loaded("m", 1))  # type: ignore[arg-type]
         assert w.heard == []
         while w.tasks:
@@ -478,7 +474,7 @@ async def test_what_is_in_force_is_given_to_two_workers_that_die_of_it(tmp_path:
             worker.before = before
             instructions = w.lifecycle.worker_joined(number, f"cpu:{number}")
             (instruction,) = instructions or w.lifecycle.retry("m", 1, 2)
-            worker.send(w.parameters.sent(number, instruction.record))  # type: ignore[union-attr,arg-type]
+            worker.send(instruction.record)  # type: ignore[union-attr]
             w.parameters.loaded(worker, Loaded("m", 1))  # type: ignore[arg-type]
             while w.tasks:
                 await asyncio.sleep(0)
@@ -517,8 +513,7 @@ async def test_fronts_hear_of_a_replacement_when_it_has_said_that_it_serves(tmp_
             replacement.before = lambda each, serving=before_it_serves: (
                 serving() if isinstance(each, ServeLoaded) else None
             )
-            (instruction,) = w.lifecycle.worker_joined(3, "cpu:3")
-            w.parameters.sent(3, instruction.record)
+            w.lifecycle.worker_joined(3, "cpu:3")
             w.parameters.loaded(replacement, Loaded("m", 1))  # type: ignore[arg-type]
             await asked.wait()
             assert (w.heard, sorted(w.lifecycle.models["m"].versions[1].ready)) == ([], [1])
@@ -530,13 +525,12 @@ async def test_fronts_hear_of_a_replacement_when_it_has_said_that_it_serves(tmp_
 
 
 async def test_a_worker_that_joins_while_the_first_push_is_under_way_has_it(tmp_path: Path) -> None:
-    """Its Load came before, and was not held: it is staged on, or restored, before fronts hear of it."""
+    """Its Load came before: it is staged on, or restored, before it serves."""
     for at in (StageParameters, CommitParameters):
         async with world(tmp_path) as w:
             w.dies(2)
             joining = w.workers[2] = Worker(2)
-            (instruction,) = w.lifecycle.worker_joined(2, "cpu:2")
-            assert not w.parameters.sent(2, instruction.record).held
+            w.lifecycle.worker_joined(2, "cpu:2")
 
             def before(operation: Any, at: Any = at, w: Any = w, joining: Worker = joining) -> None:
                 if isinstance(operation, at):
@@ -548,6 +542,90 @@ async def test_a_worker_that_joins_while_the_first_push_is_under_way_has_it(tmp_
                 await asyncio.sleep(0)
             assert w.held == [(1, b"the first of all")] * 2
             assert w.heard == [(2, Loaded("m", 1))]
+
+
+async def test_a_worker_serves_what_it_loads_once_it_has_the_push_that_was_answered_meanwhile(tmp_path: Path) -> None:
+    """
+    1. A worker is sent a Load before anything was ever pushed. 2. A push is answered. 3. The worker has loaded the version.
+    Until it has the push, not even another model in that worker may call what it has loaded.
+    """
+    async with world(tmp_path) as w:
+        w.dies(2)
+        joining = w.workers[2] = Worker(2)
+        w.lifecycle.worker_joined(2, "cpu:2")
+        await w.push(b"the first of all")
+        assert joining.calls == []
+        w.parameters.loaded(joining, Loaded("m", 1))  # type: ignore[arg-type]
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert [type(call) for call in joining.calls] == [StageParameters, CommitParameters, ServeLoaded]
+        assert w.held == [(1, b"the first of all")] * 2
+
+
+async def test_a_load_that_is_to_serve_waits_for_a_push_under_way(tmp_path: Path) -> None:
+    """Also one that brings nothing there yet: the worker is not among those to which the push goes."""
+    async with world(tmp_path) as w:
+        w.dies(2)
+        joining = w.workers[2] = Worker(2)
+        w.lifecycle.worker_joined(2, "cpu:2")
+        committing, goes_on = asyncio.Event(), asyncio.Event()
+
+        def before(operation: Any) -> Any:
+            if isinstance(operation, CommitParameters):
+                committing.set()
+                return goes_on.wait()
+            return None
+
+        w.workers[1].before = before
+        push = asyncio.ensure_future(w.push(b"the first of all"))
+        await committing.wait()
+        w.parameters.loaded(joining, Loaded("m", 1))  # type: ignore[arg-type]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert joining.calls == []
+        goes_on.set()
+        await push
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert w.held == [(1, b"the first of all")] * 2
+
+
+@pytest.mark.parametrize("at", ["before", StageParameters, CommitParameters])
+async def test_what_another_load_has_overtaken_is_not_served(tmp_path: Path, at: Any) -> None:
+    """The worker has discarded it, or does so before it reads anything more: what it would serve then has no pushes yet."""
+    async with world(tmp_path) as w:
+        await w.push(b"number one")
+        w.dies(2)
+        joining = w.workers[2] = Worker(2)
+        w.lifecycle.worker_joined(2, "cpu:2")
+
+        def overtake() -> None:
+            w.parameters.outdate("m", 1)
+            w.lifecycle.load(dataclasses.replace(w.found, fingerprint="other"), 2)
+
+        def before(operation: Any) -> Any:
+            if isinstance(operation, at):
+                overtake()
+                joining.before = lambda operation: None
+                # Its load is not there any more.
+                return _refuse("unknown model") if at is StageParameters else None
+            return None
+
+        if at == "before":
+            overtake()
+        else:
+            joining.before = before
+        w.parameters.loaded(joining, Loaded("m", 1))  # type: ignore[arg-type]
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert w.heard == [(2, Loaded("m", 1, reason="another load of it came", cancelled=True))]
+        assert ServeLoaded("m", 1) not in joining.calls
+        assert (joining.sent, joining.killed) == ([], "")
+        w.parameters.loaded(joining, Loaded("m", 1))  # type: ignore[arg-type]
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert joining.calls[-1] == ServeLoaded("m", 1)
+        assert w.heard[1:] == [(2, Loaded("m", 1))]
 
 
 async def test_what_is_not_kept_leaves_the_model_unready_and_says_so(tmp_path: Path) -> None:
@@ -570,6 +648,8 @@ async def test_what_is_not_kept_leaves_the_model_unready_and_says_so(tmp_path: P
             if type(instruction).__name__ == "Forget":
                 w.parameters.forget("m", 1)
         w.parameters.loaded(replacement, Loaded("m", 1))
+        while w.tasks:
+            await asyncio.sleep(0)
         assert w.heard[-1] == (2, Loaded("m", 1))
 
 

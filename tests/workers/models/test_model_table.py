@@ -116,20 +116,6 @@ def test_a_reloaded_version_replaces_the_old_one_in_one_step() -> None:
     assert old.state is VersionState.CLOSED
 
 
-def test_a_held_version_ends_when_a_later_load_of_it_is_added() -> None:
-    """A version held while its pushed parameters are brought back is not served once a later load of it is."""
-    table = ModelTable()
-    held, new = version_of(), version_of()
-    table.hold(held)
-    table.add(new)
-    table.serve_held("m", 1)
-    assert table.find("m", 0) is new
-    assert held.state is VersionState.DRAINING
-    table.settle()
-    assert held.state is VersionState.CLOSED
-    assert not table.is_coming("m", 0)
-
-
 def test_figures_go_on_over_a_reload_and_begin_anew_after_an_unload() -> None:
     table = ModelTable()
     old, new, later = version_of(), version_of(), version_of()
