@@ -238,7 +238,7 @@ class Lifecycle:
             version.devices, version.members = found.devices, found.members
             version.resources = found.resources
             # A version that was being unloaded is loaded again: each worker does one after the other.
-            version.unloading = set()
+            version.unloading -= self._homes(version)
             for worker in sorted(self._homes(version)):
                 out += self._send_load(worker, version)
         model.fingerprint = found.fingerprint
@@ -258,8 +258,8 @@ class Lifecycle:
         forget, version.outdated = Forget(name, number), False
         if version.state is not IndexState.READY:
             return [self._publish(number, version), forget] if was_awaited or given_up else [forget]
-        version.state, version.unloading = IndexState.UNLOADING, set(version.ready)
-        out: list[Instruction] = [Send(worker, Unload(name, number)) for worker in sorted(version.ready)]
+        version.state = IndexState.UNLOADING
+        out = self._end(name, number, version, version.ready)
         version.ready = {}
         return [self._publish(number, version), forget, *out, *self._unload_ended(number, version)]
 
@@ -399,18 +399,19 @@ class Lifecycle:
         version.loading.pop(worker, None)
         version.postponed.discard(worker)
         version.held.discard(worker)
-        if worker in version.unloading:
-            version.unloading.discard(worker)
-            return self._unload_ended(number, version)
-        out: list[Instruction] = [self._publish(number, version)] if served else []
+        version.unloading.discard(worker)
+        out = [self._publish(number, version)] if served else self._unload_ended(number, version)
         if owed and version.wanted and version.deaths >= MAX_LOAD_DEATHS:
             version.given_up = f"{version.deaths} worker processes died while loading it, the last one {how}"
             seconds = min(MAX_RETRY, FIRST_RETRY * 2 ** min(version.deaths - MAX_LOAD_DEATHS, 10))
             out += self._failed(name, number, version, version.given_up)
             out.append(Retry(name, number, seconds, version.deaths))
-        elif served and version.given_up:
-            # Its requests do not wait for a try that may be minutes away.
-            out += self._failed(name, number, version, version.given_up)
+        elif version.given_up:
+            # The try that a worker has died in, without being blamed for it, is made by the next one.
+            version.due |= owed
+            if served:
+                # Its requests do not wait for a try that may be minutes away.
+                out += self._failed(name, number, version, version.given_up)
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
@@ -437,10 +438,11 @@ class Lifecycle:
         version.held.discard(worker)
         if answer.reason:
             if held and worker not in version.ready:
-                out.append(Send(worker, Unload(answer.name, answer.version)))
-            version.given_up, version.due = "", False
-            out += self._failed(answer.name, answer.version, version, answer.reason)
-        elif version.wanted and (worker in version.ready or worker in self._homes(version)):
+                out += self._end(answer.name, answer.version, version, {worker})
+            awaited, version.given_up, version.due = version.awaited, "", False
+            failed = self._failed(answer.name, answer.version, version, answer.reason)
+            out += failed or ([self._publish(answer.version, version)] if awaited else [])
+        elif self.is_wanted(worker, answer.name, answer.version):
             others: Collection[int] = ()
             if version.given_up:
                 same = {each for each in version.ready if version.brought[each] == load}
@@ -450,7 +452,8 @@ class Lifecycle:
                 model.bringing[answer.version] = ""  # it has not failed after all
             version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
             version.ready[worker], version.brought[worker] = answer, load
-            version.described = answer
+            version.unloading.discard(worker)
+            version.described, version.served_devices = answer, version.devices
             version.state, version.reason = IndexState.READY, ""
             # An earlier load of it served on workers where this one does not belong.
             strays = version.ready.keys() - self._homes(version)
@@ -461,9 +464,14 @@ class Lifecycle:
             if model.running is None:  # given up when the load that asked for it ended
                 out += self._retire_replaced(answer.name, model)
         else:
-            # The version was unloaded, given up or moved while this worker was still loading it.
-            out.append(Send(worker, Unload(answer.name, answer.version)))
+            # The version was unloaded, given up or moved while this worker was still loading it, so that it was not served.
+            out += self._end(answer.name, answer.version, version, {worker})
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
+
+    def is_wanted(self, worker: int, name: str, number: int) -> bool:
+        """Returns whether a worker that has loaded a version is to serve it. ``worker``: the number of the worker process."""
+        version = self.version(name, number)
+        return version is not None and version.wanted and worker in version.ready.keys() | self._homes(version)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
         """Records that worker process ``worker`` has unloaded a version. Returns the instructions to carry out now."""
@@ -483,7 +491,13 @@ class Lifecycle:
 
     def _leave(self, name: str, number: int, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
         version.ready = {worker: version.ready[worker] for worker in version.ready.keys() - workers}
-        return [self._publish(number, version), *(Send(worker, Unload(name, number)) for worker in sorted(workers))]
+        return [self._publish(number, version), *self._end(name, number, version, workers)]
+
+    @staticmethod
+    def _end(name: str, number: int, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
+        """Returns instructions to unload a version on some workers. No load or unload ends before these have done so."""
+        version.unloading |= set(workers)
+        return [Send(worker, Unload(name, number)) for worker in sorted(workers)]
 
     def _failed(self, name: str, number: int, version: VersionEntry, reason: str) -> list[Instruction]:
         model = self.models[name]
@@ -688,7 +702,7 @@ class Lifecycle:
                 assert version.wanted or not version.given_up
                 assert version.given_up or not version.due
                 assert not version.ready or version.state is IndexState.READY
-                assert not version.unloading or version.state is IndexState.UNLOADING
+                assert not version.unloading & version.ready.keys()
                 assert not version.postponed & version.loading.keys()
                 if version.state in (IndexState.READY, IndexState.LOADING):
                     assert version.wanted

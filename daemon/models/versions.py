@@ -45,6 +45,7 @@ class VersionEntry:
     held: set[int] = field(default_factory=set)
     #: Workers that get a Load once they load nothing else.
     postponed: set[int] = field(default_factory=set)
+    #: Workers that were told to unload it, and have not said yet that they have.
     unloading: set[int] = field(default_factory=set)
     #: True if a joining worker gets it.
     wanted: bool = False
@@ -66,8 +67,9 @@ class VersionEntry:
     due: bool = False
     #: True if what serves may have parameters of clients that what is loaded, or was to be loaded, does not get.
     outdated: bool = False
-    #: The last answer about it, kept while no worker serves it.
+    #: The last answer about it, kept while no worker serves it, and the devices of the load that it came from.
     described: Loaded | None = None
+    served_devices: tuple[str, ...] = ()
 
     @property
     def stranded(self) -> bool:
@@ -102,7 +104,7 @@ class VersionEntry:
         traits = {name: getattr(described, name) for name in VersionTraits.__struct_fields__}
         traits["config"] = with_gpus_of(described.config, (each.config for each in self.ready.values()))
         workers = tuple(sorted(self.ready))
-        return ModelState(self.load.name, number, self.state.value, self.reason, workers, self.devices, **traits)
+        return ModelState(self.load.name, number, self.state.value, self.reason, workers, self.served_devices, **traits)
 
 
 @dataclass(slots=True)

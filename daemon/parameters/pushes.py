@@ -12,8 +12,8 @@
               4. ServeLoaded: the worker serves the version. Then the fronts are told so.
 
 So a worker that serves a version has every push that a client got an answer to, also for calls of models in this worker, which
-need no front. A push fails if another push into the same set has the same number or a higher number. A version that is loaded again from its
-files has the parameters of these files.
+need no front. A push fails if another push into the same set has the same number or a higher number. A version that is loaded
+again from its files has the parameters of these files.
 """
 
 from __future__ import annotations
@@ -471,7 +471,9 @@ class Parameters:
         Raises NotFound if the version is neither served nor being loaded.
         """
         if self._waiting >= _MAX_WAITING:
-            raise Unavailable(f"{self._waiting} changes of parameters are under way, at most {_MAX_WAITING} are allowed")
+            raise Unavailable(
+                f"{self._waiting} changes of parameters are under way, at most {_MAX_WAITING} are allowed"
+            )
         self._waiting += 1
         try:
             return await self._once_served(key, change)
@@ -614,7 +616,8 @@ class Parameters:
             )
         if self._is_overtaken(worker, key):
             return "another load of it came"
-        if not await self._carry_out(worker, ServeLoaded(*key)):
+        wanted_here = self._models.lifecycle.is_wanted(worker.incarnation, *key)
+        if wanted_here and not await self._carry_out(worker, ServeLoaded(*key)):
             raise _NoWorker
         return ""
 

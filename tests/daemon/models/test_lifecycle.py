@@ -112,11 +112,31 @@ def test_a_model_is_loaded_where_it_belongs_and_leaves_where_it_no_longer_does()
     assert (states(out), sent(out)) == ([], [(1, "Load", 1)])
     # Both serve as they were until the new one is ready.
     out = lifecycle.loaded(1, Loaded("m", 1))
-    assert (states(out), sent(out), settled(out)) == ([(1, "READY", (1,))], [(0, "Unload", 1)], [(2, "")])
-    assert lifecycle.unloaded(0, "m", 1) == []
+    assert (states(out), sent(out), settled(out)) == ([(1, "READY", (1,))], [(0, "Unload", 1)], [])
+    # Until then it is found there by whoever asks the worker itself.
+    assert lifecycle.unloaded(0, "m", 1) == [Settled(2)]
     assert lifecycle.worker_joined(2, "cpu:2") == []
     lifecycle.worker_left(1)
     assert sent(lifecycle.worker_joined(3, "cpu:1")) == [(3, "Load", 1)]
+
+
+def test_fronts_know_the_devices_of_what_serves_whenever_they_start() -> None:
+    lifecycle = serving(0, 1)
+    lifecycle.load(found("m", 1, fingerprint="g", devices=("cpu:1",)), 2)
+    assert [state.devices for state in lifecycle.states()] == [()]
+    lifecycle.loaded(1, Loaded("m", 1))
+    assert [state.devices for state in lifecycle.states()] == [("cpu:1",)]
+
+
+def test_fronts_hear_that_nobody_awaits_what_was_tried_again() -> None:
+    """1. Of two workers that are to try a version in turn, each alone, the first fails to load it. 2. The other has not begun."""
+    lifecycle = of(1)
+    lifecycle.load(found("m", 1, 2), 1)
+    lifecycle.worker_left(1)
+    lifecycle.stranded(())
+    ready(lifecycle, 2, 3)
+    told = [each for each in lifecycle.loaded(3, Loaded("m", 2, reason="no")) if isinstance(each, Publish)]
+    assert [each.state for each in told] == [state for state in lifecycle.states() if state.version == 2]
 
 
 def test_unchanged_models_are_not_loaded_again() -> None:
@@ -231,6 +251,9 @@ def test_a_load_that_is_unloaded_is_given_up() -> None:
         out = lifecycle.loaded(1, answer)
         assert sent(out) == ([] if answer.reason else [(1, "Unload", 1)])
         out = lifecycle.loaded(2, Loaded("m", 1, reason="given up", cancelled=True))
+        if not answer.reason:
+            assert out == []
+            out = lifecycle.unloaded(1, "m", 1)
         assert settled(out) == [(2, "")]
         assert sent(out) == [(1, "Load", 1), (2, "Load", 1), (3, "Load", 1)]
         lifecycle.check_invariants()
@@ -394,8 +417,9 @@ def test_a_load_that_fails_on_one_worker_leaves_no_earlier_content_there(first: 
     out = [*lifecycle.loaded(first, answers[first]), *lifecycle.loaded(3 - first, answers[3 - first])]
     assert states(out)[-1] == (1, "READY", (1,))
     assert sent(out) == [(2, "Unload", 1)]
-    assert forgotten(out) == [1]
-    assert settled(out) == [(2, "load failed for model 'm': version 1 is at UNAVAILABLE state: no memory;\n")]
+    assert (forgotten(out), settled(out)) == ([1], [])
+    failed = "load failed for model 'm': version 1 is at UNAVAILABLE state: no memory;\n"
+    assert settled(lifecycle.unloaded(2, "m", 1)) == [(2, failed)]
     # Where it has failed everywhere, or nobody has the newer content any more, what was there goes on.
     lifecycle.load(found("m", 1, fingerprint="h"), 3)
     out = [*lifecycle.loaded(1, Loaded("m", 1, reason="no")), *lifecycle.loaded(2, Loaded("m", 1, reason="no"))]
@@ -424,7 +448,8 @@ def test_two_loads_in_a_row_that_fail_do_not_leave_two_contents(given_up: bool) 
     out = [*lifecycle.loaded(1, failed), *lifecycle.loaded(2, failed)]
     assert sent(out) == [(2, "Unload", 1)]
     assert [(i.state.workers, i.state.metadata) for i in out if isinstance(i, Publish)] == [((1,), b"g")]  # type: ignore[union-attr]
-    assert [token for token, _ in settled(out)] == [2, 3]
+    assert settled(out) == []
+    assert [token for token, _ in settled(lifecycle.unloaded(2, "m", 1))] == [2, 3]
     lifecycle.check_invariants()
 
 
@@ -560,6 +585,8 @@ class Histories(RuleBasedStateMachine):
         self.devices: dict[int, str] = {}
         self.open: set[int] = set()
         self.retries: list[Retry] = []
+        #: Load or unload -> its model.
+        self.asked: dict[int, str] = {}
         #: What fronts were told of each version last.
         self.told: dict[tuple[str, int], ModelState] = {}
 
@@ -570,6 +597,7 @@ class Histories(RuleBasedStateMachine):
                     self.owed[worker].append(record)
                 case Settled(token):
                     self.open.remove(token)
+                    self.is_done(self.asked[token])
                 case Retry():
                     self.retries.append(instruction)
                 case Publish(ModelState() as state):
@@ -579,10 +607,17 @@ class Histories(RuleBasedStateMachine):
                 case Publish(gone):
                     self.told.pop((gone.name, gone.version), None)
 
+    def is_done(self, name: str) -> None:
+        """Checks, where a load or unload is answered and no other follows, that what is to serve serves, and nothing else."""
+        model = self.lifecycle.models.get(name)
+        for number, version in model.versions.items() if model is not None and model.running is None else ():
+            assert {worker for worker, keys in self.has.items() if (name, number) in keys} == version.ready.keys()
+
     @rule(name=st.sampled_from("ab"), chosen=st.sets(st.integers(1, 3), min_size=1), fingerprint=st.sampled_from("xyz"))
     def load(self, name: str, chosen: set[int], fingerprint: str) -> None:
         self.token += 1
         self.open.add(self.token)
+        self.asked[self.token] = name
         devices = {"x": (), "y": ("cpu:0",), "z": ("cpu:1",)}[fingerprint]
         self.take(
             self.lifecycle.load(found(name, *sorted(chosen), fingerprint=fingerprint, devices=devices), self.token)
@@ -592,6 +627,7 @@ class Histories(RuleBasedStateMachine):
     def unload(self, name: str) -> None:
         self.token += 1
         self.open.add(self.token)
+        self.asked[self.token] = name
         self.take(self.lifecycle.unload(name, self.token))
 
     @rule(device=st.sampled_from(("cpu:0", "cpu:1")))
@@ -650,7 +686,7 @@ class Histories(RuleBasedStateMachine):
             self.has[worker].discard(key)
             self.take(self.lifecycle.unloaded(worker, *key))
             return
-        if not fails:
+        if not fails and self.lifecycle.is_wanted(worker, *key):
             self.has[worker].add(key)
         self.take(self.lifecycle.loaded(worker, Loaded(*key, reason="failed" if fails else "")))
 

@@ -55,6 +55,16 @@ def test_what_no_worker_will_serve_is_given_up_until_one_comes(lifecycle: Lifecy
     assert judged(lifecycle, strict=True)
 
 
+def test_the_try_of_a_worker_that_dies_is_made_by_the_next_one(lifecycle: Lifecycle) -> None:
+    """Also where the version is not blamed for the death: nobody else would load it again."""
+    lifecycle.stranded(("cuda:0",))
+    lifecycle.worker_joined(2, "cuda:1")
+    lifecycle.worker_left(2, dismissed=True)
+    assert len(sent(lifecycle.worker_joined(3, "cuda:1"))) == 3
+    assert states(lifecycle.loaded(3, Loaded("second", 1))) == [(1, "READY", (3,))]
+    lifecycle.check_invariants()
+
+
 def test_a_host_that_serves_nothing_is_not_ready(lifecycle: Lifecycle) -> None:
     lifecycle.worker_left(0)
     assert len(lifecycle.stranded(())) == 3

@@ -590,6 +590,20 @@ async def test_a_load_that_is_to_serve_waits_for_a_push_under_way(tmp_path: Path
         assert w.held == [(1, b"the first of all")] * 2
 
 
+async def test_what_nobody_wants_any_more_is_not_served(tmp_path: Path) -> None:
+    """The version is unloaded while a worker loads it: no model there finds it, not even until the worker reads Unload."""
+    async with world(tmp_path) as w:
+        w.dies(2)
+        joining = w.workers[2] = Worker(2)
+        w.lifecycle.worker_joined(2, "cpu:2")
+        w.lifecycle.unload("m", 2)
+        w.parameters.loaded(joining, Loaded("m", 1))  # type: ignore[arg-type]
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert joining.calls == []
+        assert w.heard == [(2, Loaded("m", 1))]
+
+
 @pytest.mark.parametrize("at", ["before", StageParameters, CommitParameters])
 async def test_what_another_load_has_overtaken_is_not_served(tmp_path: Path, at: Any) -> None:
     """The worker has discarded it, or does so before it reads anything more: what it would serve then has no pushes yet."""
