@@ -43,7 +43,6 @@ _DEEP = 1_000_000
 #: These parts: call ``a``; call the first caller, so that the calls make a circle; call nobody.
 _CHAIN, _CIRCLE, _END = _DEEP, 2 * _DEEP, 3 * _DEEP
 _WAITS_FOR_ITSELF = "waits for itself (p -> q -> p)"
-#: The error message of a call to a model that the worker does not serve; the group is the model's name.
 
 
 @dataclasses.dataclass(frozen=True)
