@@ -11,6 +11,7 @@ Its answer tells, besides ``y``, which is as of the other models, when it made e
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ _DEEP = 1_000_000
 #: These parts: call ``a``; call the first caller, so that the calls make a circle; call nobody.
 _CHAIN, _CIRCLE, _END = _DEEP, 2 * _DEEP, 3 * _DEEP
 _WAITS_FOR_ITSELF = "waits for itself (p -> q -> p)"
+#: The error message of a call to a model that no worker serves; the group is the model's name.
+_MISSING = re.compile(r"Model '([a-z]+)' is not ready\.(?! Other workers)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +206,11 @@ def why_error(clients: Clients, ask: Ask, message: str) -> str:
         return "it goes in a circle"
     if ask.model == "p" and models_of == ["q"] and "'q' waits for itself (p -> q)" in message and _may_be_two(clients):
         return "it waits for one that waits for it, at another load"
+    missing = _MISSING.search(message)
+    if missing is not None and missing[1] in needed(ask.model, x)[1:]:
+        causes = missing[1], *ensembles.ALL.get(missing[1], ())
+        if any(clients.history.was_given_up(model, ask.begun_ns) for model in causes):
+            return "workers have died of the load of what it calls"
     if message == streamed.FAILED and streamed.MODEL in models_of and streamed.fails(x) and x % 11:
         return "the decoupled model fails behind its last response"
     return ""

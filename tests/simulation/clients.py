@@ -528,9 +528,6 @@ class Clients:
         )
         if ask.model in callers.MODELS:
             excused |= bool(callers.why_error(self, ask, message))
-            # Until it is tried again, a call to it says so.
-            called = not self.history.given_up.isdisjoint(callers.needed(ask.model, ask.input))
-            excused |= not_found and called and "is not ready" in message
         if ask.model == rounds.MODEL:
             # A worker that dies has its state.
             excused |= internal and deaths > ask.deaths and "may not be run twice" in message

@@ -82,8 +82,8 @@ class History:
         self.trouble_ns = 0
         #: The models that are not served because workers have died of what was pushed into them.
         self.blamed: set[str] = set()
-        #: The models that were given up for some time, after workers had died while they loaded them.
-        self.given_up: set[str] = set()
+        #: Models that are not served for a while because workers have died loading them. When they were loaded again; 0: not yet.
+        self.given_up: dict[str, int] = {}
         #: Somebody lacks descriptors; and when they were back.
         self.lacking = False
         self.lacked_ns = 0
@@ -121,6 +121,20 @@ class History:
         """Notes that the next daemon begins, which knows nothing of the workers before."""
         self.fences += [now_ns] * (len(self.deaths) - len(self.fences))
         self.blamed.clear()
+        self.given_up.clear()
+
+    def heard(self, model: str, text: str, now_ns: int) -> None:
+        """Notes what is logged of a model."""
+        if "died of it" in text:
+            self.blamed.add(model)
+        if "is given up for now" in text:
+            self.given_up[model] = 0
+        elif model in self.given_up and text.endswith(" is loaded"):
+            self.given_up[model] = now_ns
+
+    def was_given_up(self, model: str, since_ns: int) -> bool:
+        """Returns whether a model was not served at some time since then, because workers had died loading it."""
+        return model in self.given_up and not 0 < self.given_up[model] < since_ns
 
     def was_drained(self, since_ns: int) -> bool:
         """Returns whether a request that was begun then may be refused because of a drain."""

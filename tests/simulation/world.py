@@ -85,10 +85,8 @@ class Defects(logging.Handler):
         self._scheduler = scheduler
         #: Called with what is said where something does not end in its time.
         self.on_late: Callable[[str], None] = lambda text: None
-        #: Called with each model that is refused because of what was pushed into it.
-        self.on_blame: Callable[[str], None] = lambda model: None
-        #: Called with each model that is given up for some time.
-        self.on_give_up: Callable[[str], None] = lambda model: None
+        #: Called with a model, what is said of it, and when.
+        self.on_model: Callable[[str, str, int], None] = lambda model, text, now_ns: None
 
     def emit(self, record: logging.LogRecord) -> None:
         text, current = record.getMessage(), self._scheduler.current
@@ -97,10 +95,8 @@ class Defects(logging.Handler):
         self._scheduler.tell(f"    {current}: {text}")
         if any(said in text for said in _TOO_LATE):
             self.on_late(f"{current}: {text}")
-        if "died of it" in text and text.startswith("model '"):
-            self.on_blame(text.split("'")[1])
-        if "is given up for now" in text and text.startswith("model '"):
-            self.on_give_up(text.split("'")[1])
+        if text.startswith("model '"):
+            self.on_model(text.split("'")[1], text, self._scheduler.clock.now_ns)
         if record.exc_info and not isinstance(record.exc_info[1], ServingError):
             self._scheduler.defect(f"{text}: {logging.Formatter().formatException(record.exc_info)}")
 
@@ -161,8 +157,7 @@ class World:
         self.daemon.pure = PLAIN[:1]
         self.counts = self.clients.counts
         self._handler.on_late = self.clients.late
-        self._handler.on_blame = self.history.blamed.add
-        self._handler.on_give_up = self.history.given_up.add
+        self._handler.on_model = self.history.heard
         self.daemon.on_end = self._ended
         self.daemon.on_open = self._opened
         self.daemon.on_fence = lambda: self.history.fences.append(self.scheduler.clock.now_ns)
