@@ -29,6 +29,7 @@ from tensord.daemon.models.versions import (
     awaits,
     has_members,
     member_given_up,
+    named,
 )
 from tensord.shm.control_records import CancelLoad, Load, Loaded, ModelGone, ModelState, Unload
 from tensord.shm.device_names import model_of
@@ -258,10 +259,9 @@ class Lifecycle:
         forget, version.outdated = Forget(name, number), False
         if version.state is not IndexState.READY:
             return [self._publish(number, version), forget] if was_awaited or given_up else [forget]
-        version.state = IndexState.UNLOADING
-        out = self._end(name, number, version, version.ready)
-        version.ready = {}
-        return [self._publish(number, version), forget, *out, *self._unload_ended(number, version)]
+        version.state, leaving, version.ready = IndexState.UNLOADING, version.ready, {}
+        told: list[Instruction] = [self._publish(number, version), forget]
+        return [*told, *self._end(name, number, version, leaving), *self._unload_ended(number, version)]
 
     def _unload_ended(self, number: int, version: VersionEntry) -> list[Instruction]:
         if version.state is not IndexState.UNLOADING or version.unloading:
@@ -299,14 +299,12 @@ class Lifecycle:
         coming = [model.versions[number] for number, reason in model.bringing.items() if not reason]
         if any(v.ready and not v.ready.keys() & self._homes(v) for v in coming):
             return out
-        if any(version.unloading for version in model.versions.values()):
-            return out
         failed = {number: reason for number, reason in model.bringing.items() if reason}
         if len(failed) < len(model.bringing):
             # Something new serves: what it replaces is unloaded, and the operation ends after that.
             out += self._retire_replaced(name, model)
-            if any(version.unloading for version in model.versions.values()):
-                return out
+        if any(version.unloading for version in model.versions.values()):
+            return out
         model.running, model.bringing = None, {}
         if failed:
             model.fingerprint = ""
@@ -400,18 +398,16 @@ class Lifecycle:
         version.postponed.discard(worker)
         version.held.discard(worker)
         version.unloading.discard(worker)
-        out = [self._publish(number, version)] if served else self._unload_ended(number, version)
+        out: list[Instruction] = [self._publish(number, version)] if served else self._unload_ended(number, version)
         if owed and version.wanted and version.deaths >= MAX_LOAD_DEATHS:
             version.given_up = f"{version.deaths} worker processes died while loading it, the last one {how}"
             seconds = min(MAX_RETRY, FIRST_RETRY * 2 ** min(version.deaths - MAX_LOAD_DEATHS, 10))
             out += self._failed(name, number, version, version.given_up)
             out.append(Retry(name, number, seconds, version.deaths))
         elif version.given_up:
-            # The try that a worker has died in, without being blamed for it, is made by the next one.
+            # Requests do not wait for a try that may be minutes away. If this one was not blamed for its end, the next one tries.
             version.due |= owed
-            if served:
-                # Its requests do not wait for a try that may be minutes away.
-                out += self._failed(name, number, version, version.given_up)
+            out += self._failed(name, number, version, version.given_up) if served else []
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
@@ -429,20 +425,17 @@ class Lifecycle:
             version.held |= set() if answer.reason else {worker}
             if answer.reason or worker not in version.ready:
                 return []
-            version.ready[worker], version.brought[worker] = answer, load
-            version.described = answer
+            version.ready[worker], version.brought[worker], version.described = answer, load, answer
             return [self._publish(answer.version, version)]
         del version.loading[worker]
-        out: list[Instruction] = []
-        held = worker in version.held
+        held = version.held & {worker} - version.ready.keys()
         version.held.discard(worker)
+        out = self._end(answer.name, answer.version, version, held if answer.reason else ())
         if answer.reason:
-            if held and worker not in version.ready:
-                out += self._end(answer.name, answer.version, version, {worker})
             awaited, version.given_up, version.due = version.awaited, "", False
             failed = self._failed(answer.name, answer.version, version, answer.reason)
-            out += failed or ([self._publish(answer.version, version)] if awaited else [])
-        elif self.is_wanted(worker, answer.name, answer.version):
+            out += failed or [self._publish(answer.version, version)] * awaited
+        elif version.is_wanted(worker, self._workers[worker]):
             others: Collection[int] = ()
             if version.given_up:
                 same = {each for each in version.ready if version.brought[each] == load}
@@ -467,11 +460,6 @@ class Lifecycle:
             # The version was unloaded, given up or moved while this worker was still loading it, so that it was not served.
             out += self._end(answer.name, answer.version, version, {worker})
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
-
-    def is_wanted(self, worker: int, name: str, number: int) -> bool:
-        """Returns whether a worker that has loaded a version is to serve it. ``worker``: the number of the worker process."""
-        version = self.version(name, number)
-        return version is not None and version.wanted and worker in version.ready.keys() | self._homes(version)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
         """Records that worker process ``worker`` has unloaded a version. Returns the instructions to carry out now."""
@@ -528,8 +516,7 @@ class Lifecycle:
 
     def is_postponed(self, worker: int, name: str, number: int) -> bool:
         """Returns whether a worker gets the load of version ``number`` (0: any) of a model once it has loaded others."""
-        versions = self.models[name].versions if name in self.models else {}
-        return any(worker in version.postponed for n, version in versions.items() if number in (0, n))
+        return any(worker in version.postponed for version in named(self.models, name, number or -1))
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
         """Returns instructions to send a worker the postponed loads that it can run now. ``worker``: the process's number.
@@ -660,20 +647,18 @@ class Lifecycle:
 
     def is_ready(self, name: str, number: int = 0) -> bool:
         """Returns whether a version of a model is READY. ``number`` 0 means any version."""
-        versions = self.models[name].versions if name in self.models else {}
-        return any(v.state is IndexState.READY for n, v in versions.items() if number in (0, n))
+        return any(version.state is IndexState.READY for version in named(self.models, name, number or -1))
 
     def folders(self, name: str) -> set[str]:
         """Returns the folders of those versions of a model that serve, should serve, or are being loaded or unloaded."""
-        versions = self.models[name].versions.values() if name in self.models else ()
-        return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
+        found = named(self.models, name, -1)
+        return {v.load.model_path for v in found if v.wanted or v.ready or v.loading or v.unloading}
 
     def unchanged(self, found: FoundModel) -> bool:
         """Returns whether all chosen versions of ``found`` are READY and were loaded from the model's present files."""
         model = self.models.get(found.name)
-        if model is None or model.fingerprint != found.fingerprint:
-            return False
-        return all(self.is_ready(found.name, number) for number in found.chosen)
+        same = model is not None and model.fingerprint == found.fingerprint
+        return same and all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
         """Returns all version numbers by model name. A model that computes derivatives ("M.pull_back") has those that serve."""
@@ -696,9 +681,8 @@ class Lifecycle:
         for model in self.models.values():
             assert model.running is not None or not model.waiting
             for version in model.versions.values():
-                everywhere = [version.ready.keys(), version.unloading, version.postponed]
+                everywhere = [version.ready.keys(), version.loading.keys(), version.unloading, version.postponed]
                 assert all(workers <= self._workers.keys() for workers in everywhere)
-                assert version.loading.keys() <= self._workers.keys()
                 assert version.wanted or not version.given_up
                 assert version.given_up or not version.due
                 assert not version.ready or version.state is IndexState.READY

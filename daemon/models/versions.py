@@ -96,6 +96,10 @@ class VersionEntry:
         """Returns whether the worker on ``device`` has to load the version."""
         return not self.devices or device in self.devices
 
+    def is_wanted(self, worker: int, device: str) -> bool:
+        """Returns whether a worker that has loaded the version is to serve it. ``worker``: its number. ``device``: its device."""
+        return self.wanted and (worker in self.ready or self.belongs(device))
+
     def state_record(self, number: int) -> ModelState:
         """Returns the record that tells fronts the state of this model version. ``number``: the number of this version."""
         described = self.described if self.state is IndexState.READY else None

@@ -259,6 +259,11 @@ class Parameters:
         version = self._models.lifecycle.version(*key)
         return version is not None and len(version.loading.get(worker.incarnation, ())) > 1
 
+    def _is_wanted(self, worker: WorkerProcess, key: VersionKey) -> bool:
+        """Returns whether a worker is to serve a version that it has loaded."""
+        version = self._models.lifecycle.version(*key)
+        return version is not None and version.is_wanted(worker.incarnation, worker.device)
+
     def _is_loading(self, key: VersionKey) -> bool:
         """Returns whether a version is being loaded and no worker serves it."""
         version = self._models.lifecycle.version(*key)
@@ -616,8 +621,7 @@ class Parameters:
             )
         if self._is_overtaken(worker, key):
             return "another load of it came"
-        wanted_here = self._models.lifecycle.is_wanted(worker.incarnation, *key)
-        if wanted_here and not await self._carry_out(worker, ServeLoaded(*key)):
+        if self._is_wanted(worker, key) and not await self._carry_out(worker, ServeLoaded(*key)):
             raise _NoWorker
         return ""
 

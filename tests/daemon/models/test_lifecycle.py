@@ -686,7 +686,8 @@ class Histories(RuleBasedStateMachine):
             self.has[worker].discard(key)
             self.take(self.lifecycle.unloaded(worker, *key))
             return
-        if not fails and self.lifecycle.is_wanted(worker, *key):
+        version = self.lifecycle.version(*key)
+        if not fails and version is not None and version.is_wanted(worker, self.devices[worker]):
             self.has[worker].add(key)
         self.take(self.lifecycle.loaded(worker, Loaded(*key, reason="failed" if fails else "")))
 

@@ -63,7 +63,7 @@ class Worker:
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
-        self.name = f"worker-{incarnation}"
+        self.name, self.device = f"worker-{incarnation}", f"cpu:{incarnation}"
         self.calls: list[Any] = []
         self.sent: list[Any] = []
         self.staged: dict[int, list[tuple[str, int, bytes]]] = {}
