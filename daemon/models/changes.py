@@ -164,7 +164,8 @@ class Models:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
         for name in (*users, *more):
-            self._wanted.discard(name)
+            if name in more or name not in self._coming.names:  # what goes with a model is brought with it, too
+                self._wanted.discard(name)
             token, gone = self._outcomes.expect()
             gone.add_done_callback(functools.partial(self._gone, name))
             out += self.lifecycle.unload(name, token, self.ensembles.awaits(self.ensembles.members(name)))

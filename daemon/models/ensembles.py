@@ -329,6 +329,8 @@ class Coming:
         self._publish = publish
         #: The number of waiting loads, by name and version.
         self._waiting: dict[tuple[str, int], int] = {}
+        #: The name of each ensemble whose load waits for its models -> how many of its loads do.
+        self._loads: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def published(self, found: FoundModel) -> Iterator[None]:
@@ -341,6 +343,7 @@ class Coming:
         known, failed = self._models.get(found.name), True
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]
+        self._loads[found.name] += 1
         for each in versions:
             self._waiting[each] = self._waiting.get(each, 0) + 1
             self._publish(ModelState(*each, "LOADING"))
@@ -348,6 +351,8 @@ class Coming:
             yield
             failed = False
         finally:
+            self._loads[found.name] -= 1
+            self._loads = +self._loads
             for each in versions:
                 self._waiting[each] -= 1
                 if not self._waiting[each]:
@@ -359,8 +364,8 @@ class Coming:
 
     @property
     def names(self) -> set[str]:
-        """Returns the names of the ensembles that do not serve, and whose load waits for their members."""
-        return {name for name, _ in self._waiting}
+        """Returns the names of the ensembles whose load waits for their members."""
+        return set(self._loads)
 
     def states(self) -> list[ModelState]:
         """Returns a record with the state LOADING for each ensemble whose load waits for its members."""

@@ -303,7 +303,7 @@ class Lifecycle:
         if len(failed) < len(model.bringing):
             # Something new serves: what it replaces is unloaded, and the operation ends after that.
             out += self._retire_replaced(name, model)
-        if any(version.unloading for version in model.versions.values()):
+        if any(version.state is IndexState.UNLOADING for version in model.versions.values()):
             return out
         model.running, model.bringing = None, {}
         if failed:

@@ -38,6 +38,7 @@ from tensord.daemon.control import open_files
 from tensord.daemon.models.versions import IndexState, VersionEntry
 from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey
+from tensord.daemon.parameters.turn import Turn
 from tensord.shm import descriptors
 from tensord.shm.common.derivatives import check_not_derivative
 from tensord.shm.control_records import Loaded, Unload
@@ -98,7 +99,7 @@ class Parameters:
         self.sets = PushedSets(options.supervisor.parameter_byte_size)
         self._next = itertools.count(1).__next__
         #: Name of a model -> its turn, while somebody has it or waits for it.
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._turns: weakref.WeakValueDictionary[str, Turn] = weakref.WeakValueDictionary()
         #: Changes that run, or wait for their turn or for a worker.
         self._waiting = 0
         #: Version and set -> the highest number of a push on its way.
@@ -464,9 +465,9 @@ class Parameters:
 
     # ------------------------------------------------------------------------------------------------------------- in turn
 
-    def _turn(self, model: str) -> asyncio.Lock:
+    def _turn(self, model: str) -> Turn:
         """Returns the lock under which the model's parameters are changed, and under which loads of the model begin to serve."""
-        return self._turns.setdefault(model, asyncio.Lock())
+        return self._turns.setdefault(model, Turn())
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
         """Calls ``change`` once a worker serves the version ``key`` and no other change of the model's parameters runs.
@@ -558,7 +559,7 @@ class Parameters:
                 answer = waiting.popleft()
                 # In turn: no push is under way meanwhile, and the next one finds this worker serving. One that dies is not heard.
                 with contextlib.suppress(_NoWorker):
-                    async with self._turn(key[0]):
+                    async with self._turn(key[0]).load():
                         if not answer.reason and (reason := await self._restored(worker, key)):
                             if not (overtaken := self._is_overtaken(worker, key)):
                                 # Whoever serves an earlier load goes on with it.
@@ -603,22 +604,23 @@ class Parameters:
 
         wanted = [(name, found.newest) for name, found in self.sets.to_restore(key).items() if found.newest.number]
         restoring = (open_files.awaited(functools.partial(restore, *each)) for each in wanted)
-        failed = next(filter(None, await asyncio.gather(*restoring)), "")
-        if failed or (wanted and not self.sets.to_restore(key)):
-            self._supervisor.spawn(self._carry_out(worker, AbortParameters(push)))
-            # Else the version is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
-            if self.sets.to_restore(key):
-                return failed
-        elif wanted:
-            if not await self._carry_out(worker, CommitParameters(push)):
-                raise _NoWorker
-            _log.info(
-                "%s has what was pushed into model '%s' version %d: %s",
-                worker.name,
-                *key,
-                ", ".join(f"'{name}' number {content.number}" for name, content in wanted[:_NAMED])
-                + (f" and {len(wanted) - _NAMED} more" if len(wanted) > _NAMED else ""),
-            )
+        async with self._turn(key[0]).restoring:
+            failed = next(filter(None, await asyncio.gather(*restoring)), "")
+            if failed or (wanted and not self.sets.to_restore(key)):
+                self._supervisor.spawn(self._carry_out(worker, AbortParameters(push)))
+                # Else it is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
+                if self.sets.to_restore(key):
+                    return failed
+            elif wanted:
+                if not await self._carry_out(worker, CommitParameters(push)):
+                    raise _NoWorker
+                _log.info(
+                    "%s has what was pushed into model '%s' version %d: %s",
+                    worker.name,
+                    *key,
+                    ", ".join(f"'{name}' number {content.number}" for name, content in wanted[:_NAMED])
+                    + (f" and {len(wanted) - _NAMED} more" if len(wanted) > _NAMED else ""),
+                )
         if self._is_overtaken(worker, key):
             return "another load of it came"
         if self._is_wanted(worker, key) and not await self._carry_out(worker, ServeLoaded(*key)):

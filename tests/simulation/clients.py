@@ -409,7 +409,7 @@ class Clients:
     def judge_values(self, ask: Ask, outputs: Sequence[Any]) -> None:
         """Judges an answer that is no error: its outputs, of an ensemble those of both steps."""
         if ask.model in streamed.SEVERAL:
-            if streamed.is_one(ask.model, ask.input):
+            if ask.wrong == streamed.REFUSED and streamed.is_one(ask.model, ask.input):
                 ask.wrong = ""  # until its front knows of the load, nothing shows that there might have been more
             self.judge_response(ask, outputs)
             self.judge_end(ask)

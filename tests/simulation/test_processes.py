@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ def worker(sock: socket.socket) -> Iterator[None]:
     process = WorkerProcess(Daemon(Scheduler(1), Options(), ()), "worker", sock)
     yield
     process.end(-signal.SIGKILL)
-    process.bury()
+    # As after a death, and before it is buried, which would close the socket in any case.
+    os.close(process.dead_fd)
 
 
 @contextlib.contextmanager

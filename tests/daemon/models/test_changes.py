@@ -581,6 +581,28 @@ async def test_an_ensemble_is_unloaded_while_its_load_waits_for_its_models(tmp_p
     models.close()
 
 
+@pytest.mark.parametrize("slow", [False, True])
+async def test_an_ensemble_that_went_with_its_model_is_loaded_by_name(tmp_path: Path, slow: bool) -> None:
+    """1. A model is unloaded, and its ensemble with it, which may take time. 2. The ensemble is loaded: its model comes first."""
+    write_model(tmp_path, "m", config=_TENSORS)
+    made_of(tmp_path, "e", "m")
+    worker = SlowWorker()
+    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
+    models = worker.models = Models(options, supervisor({1: worker}, lambda record: None))
+    models.worker_joined(1, "cpu:0")
+    worker.goes_on = True
+    await models.load(LoadModel("e"))
+    worker.goes_on = not slow
+    models.unload("m")
+    load = asyncio.ensure_future(models.load(LoadModel("e")))
+    while not models._coming.names:
+        await asyncio.sleep(0)
+    worker.go_on()
+    await load
+    assert models.lifecycle.ready_models() == {"m": [1], "e": [1]}
+    models.close()
+
+
 @pytest.mark.parametrize("polls", [False, True])
 @pytest.mark.parametrize("served", [False, True])
 async def test_an_ensemble_that_is_in_no_repository_any_more_does_not_come_back(

@@ -562,6 +562,28 @@ async def test_a_worker_serves_what_it_loads_once_it_has_the_push_that_was_answe
         assert w.held == [(1, b"the first of all")] * 2
 
 
+async def test_a_worker_that_stands_before_it_serves_holds_up_no_other_worker(tmp_path: Path) -> None:
+    """1. Two workers have loaded a version. 2. One of them does not act upon ServeLoaded, nor answer it, for now."""
+    async with world(tmp_path) as w:
+        for number in (1, 2):
+            w.dies(number)
+        goes_on = asyncio.Event()
+        for number in (3, 4):
+            w.workers[number] = Worker(number)
+            w.lifecycle.worker_joined(number, f"cpu:{number}")
+        w.workers[3].before = lambda operation: goes_on.wait()
+        for worker in w.workers.values():
+            w.parameters.loaded(worker, Loaded("m", 1))  # type: ignore[arg-type]
+        while not w.heard:
+            await asyncio.sleep(0)
+        assert [worker for worker, _ in w.heard] == [4]
+        goes_on.set()
+        while len(w.heard) < 2:
+            await asyncio.sleep(0)
+        await w.push(b"to both of them")
+        assert w.held == [(1, b"to both of them")] * 2
+
+
 async def test_a_load_that_is_to_serve_waits_for_a_push_under_way(tmp_path: Path) -> None:
     """Also one that brings nothing there yet: the worker is not among those to which the push goes."""
     async with world(tmp_path) as w:
