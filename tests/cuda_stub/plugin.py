@@ -3,10 +3,10 @@
 It is copied to a folder ``jax_plugins``, where JAX finds it as it finds the real one. Both back ends are one client, so that the
 stand-in's device memory is known to either.
 
-XLA for the CPU has finished when a call returns. With ``$CUDA_STUB_DELAY_US`` a program's results are overwritten, and restored
-by a stream of the stand-in's, so code that reads them without waiting finds other bytes. So does numpy, which takes the bytes of
-an array on the CPU from where they lie; for those of an array on a GPU it would ask JAX, which waits. So models whose results
-numpy reads (all but plain jitted ones) need ``$CUDA_STUB_XLA_AT_ONCE``.
+With ``$CUDA_STUB_DELAY_US`` a program's results are overwritten once XLA has finished, and restored by a stream of the
+stand-in's, so code that reads them without waiting finds other bytes. numpy asks JAX for them, which waits, as on a GPU.
+Functions that JAX compiles when they are called do not wait for results that they are given, so models that do that (all but
+plain jitted ones) need ``$CUDA_STUB_XLA_AT_ONCE``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import threading
 from typing import Any
 
 _TAKEN_AWAY = 0xA5
+#: Where CPython's types keep the functions by which others read an object's memory (tp_as_buffer), in pointers.
+_AS_BUFFER = 20
 
 
 def initialize() -> None:
@@ -133,7 +135,8 @@ def run_behind() -> None:
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
         stream = opened()
         stream.settle(jax.tree.leaves((arguments, named)))
-        made = called(self, *arguments, **named)
+        # XLA copies large arguments that are not aligned in a thread of its own, and computes there, too.
+        made = waited(called(self, *arguments, **named))
         for leaf in jax.tree.leaves(made):
             stream.delay(leaf)
         return made
@@ -155,4 +158,7 @@ def run_behind() -> None:
     jax.stages.Compiled.__call__ = call
     jax.block_until_ready = wait
     ArrayImpl._value = property(value)
+    # Without the first of these functions numpy asks for the value, as it does where memory is a GPU's.
+    functions = ctypes.c_void_p.from_address(id(ArrayImpl) + _AS_BUFFER * ctypes.sizeof(ctypes.c_void_p))
+    ctypes.c_void_p.from_address(functions.value or 0).value = None
     _jax.buffer_to_dlpack_managed_tensor = export

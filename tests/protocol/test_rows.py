@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensord_client
 
+from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess
+from tests.on_stub import daemon_on
 from tests.repositories import applying, of_x, write_model
 
 BATCHES = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }\n"
@@ -100,8 +103,36 @@ def test_requests_that_may_mix_share_no_call_and_meet_no_padding(daemon: DaemonP
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_mixes_is_refused_with_what_it_did(daemon: DaemonProcess, name: str) -> None:
     daemon.wait_ready()
+    state, reason = states(daemon)[name]
+    assert state == "UNAVAILABLE"
+    assert REFUSED[name][1] in reason
+    assert "rows_may_mix = True" in reason
+
+
+def test_a_gpu_worker_reads_results_once_they_are_there(tmp_path: Path) -> None:
+    """Models that mix rows are refused, and one that does not is served; their results are there 5 ms after each run."""
+    for each in ("cuda", "repository", "daemon"):
+        (tmp_path / each).mkdir()
+    small, large = "FP32[4]", f"FP32[{1 << 18}]"
+    models = {"small_mixing": ("x + x.sum(0)", small), "mixing": ("x + x.sum(0)", large), "apart": ("2 * x", large)}
+    for name, (y, x) in models.items():
+        write_model(tmp_path / "repository", name, of_x(y, x), "max_batch_size: 2")
+    options, environment = daemon_on("cuda", CudaStub(tmp_path / "cuda", delay_us=5000))
+    options |= {"repository": {"strict_readiness": False}}
+    environment |= {"CUDA_VISIBLE_DEVICES": "0"}
+    with DaemonProcess(tmp_path / "daemon", [tmp_path / "repository"], options, environment=environment) as daemon:
+        daemon.wait_ready()
+        found = states(daemon)
+    assert {name: state for name, (state, _) in found.items()} == {
+        "small_mixing": "UNAVAILABLE",
+        "mixing": "UNAVAILABLE",
+        "apart": "READY",
+    }
+    assert all("depends on the other rows" in found[name][1] for name in ("small_mixing", "mixing"))
+
+
+def states(daemon: DaemonProcess) -> dict[str, tuple[str, str]]:
+    """Returns the state of each of a daemon's models, and the reason for it, by the model's name."""
     status, answer = daemon.request("POST", "/v2/repository/index", b"{}")
-    states = {model["name"]: model for model in json.loads(answer)}
-    assert (status, states[name]["state"]) == (200, "UNAVAILABLE")
-    assert REFUSED[name][1] in states[name]["reason"]
-    assert "rows_may_mix = True" in states[name]["reason"]
+    assert status == 200
+    return {model["name"]: (model["state"], model.get("reason", "")) for model in json.loads(answer)}
