@@ -313,7 +313,7 @@ class Clients:
         else:
             sequence = item.step.sequence
             if not sequence.route.usable:
-                sequence.route = self.network.route(front)
+                sequence.former, sequence.route = sequence.route, self.network.route(front)
             connection = item.connection = sequence.route
         item.front, item.sent_ns = connection.front, 0
         if isinstance(item, Ask):

@@ -191,7 +191,10 @@ class History:
         if number == 0:
             pushes = [each for each in before if each.kind == "push" and not each.is_gone(moment_ns)]
             last = max(pushes, key=lambda each: each.begun_ns, default=None)
-            if last is None or any(each.kind == "load" and each.may_last(last.begun_ns) for each in changes):
+            # The load of an ensemble brings its models again, if they are not there.
+            users = (name for name, models in ensembles.ALL.items() if model in models)
+            loads = [*changes, *(each for name in users for each in self.changes.get(name, ()))]
+            if last is None or any(each.kind == "load" and each.may_last(last.begun_ns) for each in loads):
                 return ""
             return f"{last} had been answered before it was asked"
         found = next((each for each in changes if each.kind == "push" and each.number == number), None)

@@ -107,8 +107,9 @@ class Sequence:
     number: int
     run: Run | None = None
     in_flight: int = 0
-    #: The connection over which was asked last.
+    #: The connection over which was asked last; and the one before it, whose other steps are asked again when it closes.
     route: Any = None
+    former: Any = None
     #: A step was cancelled, which overtakes nothing on that connection: the number of the ask that had begun the newest run then,
     #: else 0. Runs up to that one may be cancelled with it: they are one as long as they wait.
     cancelled: int = 0
@@ -145,7 +146,8 @@ class Sequences:
         """
         sequence = chance.choice(self._all)
         usable = sequence.route is not None and sequence.route.usable
-        if sequence.in_flight and (sequence.ends or not usable):
+        moves = sequence.former is not None and not sequence.former.closed
+        if sequence.in_flight and (sequence.ends or not usable or moves):
             return None
         if sequence.cancelled and not usable:
             self._renumber(sequence)
