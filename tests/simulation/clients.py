@@ -505,7 +505,9 @@ class Clients:
         deaths = len(self.history.deaths)
         waited = self.scheduler.clock.now_ns - ask.begun_ns
         unavailable, not_found, internal = (code in ("", each) for each in ("UNAVAILABLE", "NOT_FOUND", "INTERNAL"))
-        unknown = not_found and not all(self.history.is_coming(model, ask.begun_ns) for model in self._used(ask))
+        # A front of the daemon before goes on for a moment.
+        known_ns = ask.begun_ns if ask.way else min(ask.begun_ns, ask.front.started_ns)
+        unknown = not_found and not all(self.history.is_coming(model, known_ns) for model in self._used(ask))
         excused = (
             ((unavailable or unknown) and not self._is_up(ask))
             or (
