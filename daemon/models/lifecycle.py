@@ -483,7 +483,7 @@ class Lifecycle:
 
     @staticmethod
     def _end(name: str, number: int, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
-        """Returns instructions to unload a version on some workers. No load or unload ends before these have done so."""
+        """Returns instructions to unload a version on some workers. No unload of the model ends before these have done so."""
         version.unloading |= set(workers)
         return [Send(worker, Unload(name, number)) for worker in sorted(workers)]
 

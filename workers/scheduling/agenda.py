@@ -41,7 +41,10 @@ class Agenda(Generic[P]):
 
         If ``when_ns`` is ``NEVER``, ``take`` returns ``part`` only after ``wake(part)``.
         """
-        if part in self._due:
+        former = self._due.get(part)
+        if former is not None:
+            if former[0] == when_ns:
+                return
             self._forget(part)
         if when_ns != NEVER:
             self._number += 1
