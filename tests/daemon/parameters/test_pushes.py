@@ -73,6 +73,19 @@ class Worker:
         self.before: Callable[[Any], Any] = lambda operation: None
         self.killed = ""
 
+    def stops_at(self, kind: type) -> tuple[asyncio.Event, asyncio.Event]:
+        """Has the worker stop before an operation of that kind. The first event says that it has; it goes on after the second."""
+        stopped, goes_on = asyncio.Event(), asyncio.Event()
+
+        def before(operation: Any) -> Any:
+            if not isinstance(operation, kind):
+                return None
+            stopped.set()
+            return goes_on.wait()
+
+        self.before = before
+        return stopped, goes_on
+
     async def call(self, operation: Any, *fds: int) -> tuple[bytes, list[int]]:
         given = [os.dup(fd) for fd in fds]
         try:
@@ -293,15 +306,7 @@ async def test_workers_let_go_of_a_push_whose_model_is_unloaded_meanwhile(tmp_pa
     Result: the push is refused, and neither worker keeps what it has staged.
     """
     async with world(tmp_path) as w:
-        staging, go_on = asyncio.Event(), asyncio.Event()
-
-        def before(operation: Any) -> Any:
-            if isinstance(operation, StageParameters):
-                staging.set()
-                return go_on.wait()
-            return None
-
-        w.workers[2].before = before
+        staging, go_on = w.workers[2].stops_at(StageParameters)
         pushing = asyncio.create_task(w.push(b"comes too late"))
         await staging.wait()
         w.lifecycle.unload("m", 2)
@@ -590,15 +595,7 @@ async def test_a_load_that_is_to_serve_waits_for_a_push_under_way(tmp_path: Path
         w.dies(2)
         joining = w.workers[2] = Worker(2)
         w.lifecycle.worker_joined(2, "cpu:2")
-        committing, goes_on = asyncio.Event(), asyncio.Event()
-
-        def before(operation: Any) -> Any:
-            if isinstance(operation, CommitParameters):
-                committing.set()
-                return goes_on.wait()
-            return None
-
-        w.workers[1].before = before
+        committing, goes_on = w.workers[1].stops_at(CommitParameters)
         push = asyncio.ensure_future(w.push(b"the first of all"))
         await committing.wait()
         w.parameters.loaded(joining, Loaded("m", 1))  # type: ignore[arg-type]
