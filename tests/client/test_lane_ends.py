@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import queue
 import signal
@@ -25,7 +26,7 @@ import tensord_client
 from tensord_client.answer_memory import HeldResults
 from tensord_client.common.scheduling import Scheduling
 from tensord_client.errors import Cancelled, Internal, ServingError, Unavailable
-from tensord_client.lane import Call, LaneConnection, LaneRequest
+from tensord_client.lane import _PAUSE, Call, LaneConnection, LaneRequest
 from tensord_client.memory import Memory
 from tensord_client.worker_lane import ClientLane
 
@@ -287,8 +288,10 @@ def test_what_waits_for_a_daemon_without_a_thread_waits_at_the_same_time(
     for each in asked:
         each.add_done_callback(lambda _: done.put(questions.count))
     os.kill(daemon.pid, signal.SIGKILL)
-    first, *others = [done.get(timeout=_PATIENCE) for _ in asked]
-    assert others == [first + 1, first + 2, first + 3, first + 4]
+    first, *_, last = [done.get(timeout=_PATIENCE) for _ in asked]
+    # The patience of those that lost it a little later is over a little later: as many pauses fit into the time between.
+    since = [each.astray_at for each in asked]
+    assert 0 <= last - first - 4 <= math.ceil((max(since) - min(since)) / _PAUSE)
     for each in asked:
         with pytest.raises(Unavailable):
             each.result(_PATIENCE)
@@ -402,7 +405,7 @@ def test_a_forked_child_connects_anew(start: Callable[..., DaemonProcess], tmp_p
     start()
     program = """
     import os, sys, numpy as np
-    from tensord_client.lane import Call, LaneConnection
+    from tensord_client.lane import _PAUSE, Call, LaneConnection
     assert not {"jax", "msgspec", "asyncio", "google.protobuf", "tensord"} & set(sys.modules)
     connection = LaneConnection(sys.argv[1])
     lying = connection.empty((1, 16), np.float32)
