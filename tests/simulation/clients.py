@@ -557,8 +557,16 @@ class Clients:
         return connection.slowest_ns >= _SLOW_NS
 
     def late(self, text: str) -> None:
-        """Judges that a stop has taken all the time there is. A sequence may wait for as long as others keep their slots."""
-        self.cut = any(ask.step is not None for ask in self.open.values())
+        """Judges that a stop has taken all the time there is.
+
+        A sequence may wait for as long as others keep their slots. While no worker runs, a load waits for one, and those that
+        were started do not hear that they are to end.
+        """
+        changes = [change for each in self.history.changes.values() for change in each]
+        loads = any(change.kind == "load" and not (change.ended_ns or change.lost) for change in changes)
+        is_worker = text.startswith("supervisor: stopping: worker-")
+        without_workers = self.history.trouble_ns > self.scheduler.clock.now_ns
+        self.cut = (without_workers and (loads or is_worker)) or any(ask.step is not None for ask in self.open.values())
         if not self.cut:
             self.scheduler.defect(text)
 
