@@ -158,6 +158,7 @@ class Supervisor:
             self._worker_said,
             self._worker_died,
             lambda worker: self.models.worker_dismissed(worker.incarnation),
+            lambda worker: not worker.joined or self.models.lifecycle.loading_at(worker.incarnation),
             lambda: self.phase is DaemonPhase.STOPPING,
         )
         kept, place = (runtime_directory.of_service(environment, f"{kind}_DIRECTORY") for kind in ("RUNTIME", "STATE"))

@@ -635,7 +635,7 @@ class Lifecycle:
         return "" if version is None else version.given_up
 
     def loading_at(self, worker: int) -> bool:
-        """Returns whether a worker has a Load record that it has not answered yet.
+        """Returns whether a load has been sent to a worker and has not ended: it has not failed, nor does the worker serve it.
 
         ``worker``: the number of the worker process.
         """

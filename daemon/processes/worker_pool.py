@@ -51,6 +51,7 @@ class WorkerPool:
         said: Callable[[WorkerProcess, Record], None],
         died: Callable[[WorkerProcess, Device], None],
         dismissed: Callable[[WorkerProcess], None],
+        loads: Callable[[WorkerProcess], bool],
         closed: Callable[[], bool],
     ) -> None:
         """Stores the arguments. No worker runs yet.
@@ -62,11 +63,12 @@ class WorkerPool:
           said: called with a worker and a record that the worker has sent. Not called for the record Reply.
           died: called with a worker and the worker's device after the worker has ended for any reason.
           dismissed: called with a worker when ``isolate`` or ``restart`` begins to stop the worker.
+          loads: returns whether a ready worker has yet to serve a model, or to fail to load it.
           closed: returns whether the daemon stops and needs no further worker.
         """
         self._options = options
         self._next_incarnation = next_incarnation
-        self._said, self._died, self._dismissed, self._closed = said, died, dismissed, closed
+        self._said, self._died, self._dismissed, self._loads, self._closed = said, died, dismissed, loads, closed
         self.by_incarnation: dict[int, WorkerProcess] = {}
         #: The name of every slot that models share, whether it is filled now or not -> its device.
         self._shared_slots: dict[str, Device] = {}
@@ -149,7 +151,7 @@ class WorkerPool:
         raise InvalidArgument(f"no worker '{name}' is up; there are {', '.join(sorted(self.slots)) or 'none'}")
 
     async def restart(self, name: str) -> None:
-        """Replaces a worker, and waits until the new worker is ready and has loaded its models.
+        """Replaces a worker, and waits until the new worker is ready and serves its models.
 
         The old worker first finishes the requests that it accepted. Later requests for its models wait for the new worker.
         Raises InvalidArgument if no worker of this name is ready. Raises Unavailable if the new worker dies before that, or if
@@ -164,7 +166,7 @@ class WorkerPool:
         while self.is_vacant(name):
             await asyncio.sleep(_LOOK_SECONDS)
         new = next((worker for worker in self if worker.name == name), None)
-        while new is not None and new.alive and not (new.ready and not new.owed):
+        while new is not None and new.alive and not (new.ready and not self._loads(new)):
             await asyncio.sleep(_LOOK_SECONDS)
         if new is None or not new.alive:
             raise Unavailable(f"the new {name} {'is needed no more' if new is None else new.describe_exit()}")
@@ -206,12 +208,12 @@ class WorkerPool:
         return msgspec.structs.replace(options, response_cache=cache)
 
     def missing(self) -> list[str]:
-        """Returns the names of workers that are not ready, and of ready workers that have not yet loaded all their models.
+        """Returns the names of workers that are not ready, and of ready workers that do not serve all their models yet.
 
         A worker that runs only one model (a model with the parameter ``isolated``) is left out until it is ready.
         """
         ready = [worker for worker in self if worker.ready]
-        loading = {worker.name for worker in ready if worker.owed}
+        loading = {worker.name for worker in ready if self._loads(worker)}
         return sorted(loading | self._shared_slots.keys() - {worker.name for worker in ready})
 
     def ready(self) -> list[WorkerProcess]:

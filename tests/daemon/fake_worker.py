@@ -3,6 +3,7 @@
 It answers what comes on a client's lane with the lane's number and its client's pid. ``end`` ends the lane; after ``hold`` the
 supervisor is not told of the lane's end.
 ``fails`` does not load; ``dies`` kills the process that loads it, ``dies_once`` the first that does; ``never`` is never answered.
+``late`` is not served before a moment has passed since it was to be.
 ``breaks`` kills the first that loads it, too, and no other process can use that device.
 Parameters are made of a file's name.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -209,7 +211,8 @@ class FakeWorker:
                 self.connection.send(Reply(call_id, result=b"{}"))
             case ServeLoaded(model, version):
                 self.holding.remove((model, version))
-                self.connection.send(Reply(call_id, result=b"{}"))
+                reply = functools.partial(self.connection.send, Reply(call_id, result=b"{}"))
+                asyncio.get_running_loop().call_later(0.3, reply) if model == "late" else reply()
             case ModelStatistics():
                 # What requests find, with the sets that would answer them.
                 counts: dict[str, Any] = {"inference_count": 3, "execution_count": 2}

@@ -69,6 +69,20 @@ def test_start_and_stop(start: Start, repository: Path) -> None:
     assert not daemon.control.exists()
 
 
+def test_a_restart_ends_when_the_new_worker_serves(start: Start, repository: Path) -> None:
+    """
+    1. A worker is restarted whose model is loaded for a while before it is served.
+    Result: who asked for that is answered once requests are sent to the new worker.
+    """
+    write_model(repository, "late")
+    daemon = start(workers={"cpu": 1})
+    daemon.wait_ready()
+    before = daemon.state("late")["workers"]
+    assert daemon.tensorctl("restart", name="worker-0") == {"result": None}
+    after = daemon.state("late")["workers"]
+    assert (len(before), len(after), before != after) == (1, 1, True)
+
+
 def test_memory_of_the_supervisor(start: Start, repository: Path) -> None:
     write_model(repository, "good")
     daemon = start({})

@@ -28,6 +28,8 @@ class Owner:
     options = Options()
     #: True: the daemon is stopping and starts no more workers.
     stops = False
+    #: The names of workers that have yet to serve a model.
+    loading: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
@@ -39,6 +41,7 @@ class Owner:
             self._said,
             lambda worker, device: hear(("died", worker.name, device.name)),
             lambda worker: hear(("dismissed", worker.name)),
+            lambda worker: worker.name in self.loading,
             lambda: self.stops,
         )
 
@@ -62,9 +65,12 @@ async def test_life_of_two() -> None:
     assert worker_pool.missing() == []
     assert all(worker.page is not None for worker in (first, second))
     first.send(Load("good", 1, "/models/good", "/models/good/1", b""))
-    assert (len(first.owed), worker_pool.missing()) == (1, ["worker-0"])
+    assert (len(first.owed), worker_pool.missing()) == (1, [])
+    owner.loading = frozenset({"worker-0"})
+    assert worker_pool.missing() == ["worker-0"]
     ((name, loaded),) = await owner.hear(1)
     assert (name, type(loaded), loaded.name, len(first.owed)) == ("worker-0", Loaded, "good", 0)
+    owner.loading = frozenset()
     first.send(Unload("good", 1))
     assert await owner.hear(1) == [("worker-0", Unloaded("good", 1))]
     second.kill()
