@@ -195,7 +195,7 @@ class Parameters:
         if wanted.set == MAIN_SET:
             raise InvalidArgument(f"set '{MAIN_SET}' cannot be dropped: requests that name no set are answered with it")
         key = wanted.model, self._resolved(wanted.model, wanted.version)
-        async with self._turn(wanted.model):
+        async with self._turn(wanted.model).change():
             if not self.sets.drop(key, wanted.set):
                 raise NotFound(f"model '{key[0]}' version {key[1]} has no parameter set '{wanted.set}'")
             dropped = DropParameters(*key, wanted.set)
@@ -329,7 +329,7 @@ class Parameters:
             raise Unavailable(
                 f"{of} is not served: {self._lacking[key]}; parameters that are pushed whole, as a body or a tree, bring it back"
             )
-        async with self._turn(key[0]):
+        async with self._turn(key[0]).change():
             if key not in self._lacking:
                 return False
             with descriptors.needed(f"parameters of {of}"):
@@ -491,7 +491,7 @@ class Parameters:
         deadline = loop.time() + self._worker_wait
         while True:
             self._resolved(*key)
-            async with self._turn(key[0]):
+            async with self._turn(key[0]).change():
                 self._changing.add(key)
                 try:
                     if self._serving(key) and not self._is_loaded_anew(key):

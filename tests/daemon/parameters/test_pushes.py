@@ -711,7 +711,7 @@ async def test_of_two_that_would_bring_it_back_one_does(tmp_path: Path) -> None:
             await w.push(b"21 bytes are too many")
             w.dies(1)
             second = await w.joins(9)
-            async with w.parameters._turn("m"):
+            async with w.parameters._turn("m").change():
                 pushes = [asyncio.ensure_future(w.push(content)) for content in (b"bring back", b"then these")]
                 await asyncio.sleep(0)
                 if unloaded:
