@@ -327,10 +327,8 @@ class Coming:
         """Starts without ensembles. ``models``: all models by name, which this object only reads."""
         self._models = models
         self._publish = publish
-        #: The number of waiting loads, by name and version.
-        self._waiting: dict[tuple[str, int], int] = {}
-        #: The name of each ensemble whose load waits for its models -> how many of its loads do.
-        self._loads: Counter[str] = Counter()
+        #: The waiting loads: an ensemble's name, and those of its versions that the fronts are told are LOADING.
+        self._loads: list[tuple[str, tuple[int, ...]]] = []
 
     @contextlib.contextmanager
     def published(self, found: FoundModel) -> Iterator[None]:
@@ -340,36 +338,38 @@ class Coming:
         of the ensemble still waits.
         Tells the fronts nothing if a version of the ensemble serves, is being loaded or is being unloaded.
         """
-        known, failed = self._models.get(found.name), True
-        serves = known is not None and any(version.in_use for version in known.versions.values())
-        versions = [(found.name, number) for number in (() if serves else found.chosen)]
-        self._loads[found.name] += 1
-        for each in versions:
-            self._waiting[each] = self._waiting.get(each, 0) + 1
-            self._publish(ModelState(*each, "LOADING"))
+        load, failed = (found.name, () if self._in_use(found.name) else found.chosen), True
+        self._loads.append(load)
+        for number in load[1]:
+            self._publish(ModelState(found.name, number, "LOADING"))
         try:
             yield
             failed = False
         finally:
-            self._loads[found.name] -= 1
-            self._loads = +self._loads
-            for each in versions:
-                self._waiting[each] -= 1
-                if not self._waiting[each]:
-                    del self._waiting[each]
-                    if failed:
-                        # As it is by now: another load of it may have gone on meanwhile.
-                        now = named(self._models, *each)
-                        self._publish(now[0].state_record(each[1]) if now else ModelGone(*each))
+            self._loads.remove(load)
+            for number in load[1] if failed else ():
+                if (found.name, number) not in self._told():
+                    # As it is by now: another load of it may have gone on meanwhile.
+                    now = named(self._models, found.name, number)
+                    self._publish(now[0].state_record(number) if now else ModelGone(found.name, number))
+
+    def _in_use(self, name: str) -> bool:
+        return any(version.in_use for version in named(self._models, name, -1))
+
+    def _told(self) -> Collection[tuple[str, int]]:
+        return dict.fromkeys((name, number) for name, numbers in self._loads for number in numbers)
 
     @property
     def names(self) -> set[str]:
         """Returns the names of the ensembles whose load waits for their members."""
-        return set(self._loads)
+        return {name for name, _ in self._loads}
 
     def states(self) -> list[ModelState]:
-        """Returns a record with the state LOADING for each ensemble whose load waits for its members."""
-        return [ModelState(name, number, "LOADING") for name, number in self._waiting]
+        """Returns a record with the state LOADING for each ensemble whose load waits for its members.
+
+        Ensembles that another load has brought meanwhile are left out.
+        """
+        return [ModelState(name, number, "LOADING") for name, number in self._told() if not self._in_use(name)]
 
     def __repr__(self) -> str:
-        return f"<Coming {', '.join(name for name, _ in self._waiting)}>"
+        return f"<Coming {', '.join(name for name, _ in self._loads)}>"

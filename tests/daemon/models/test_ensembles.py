@@ -70,6 +70,8 @@ def test_a_load_that_fails_takes_nothing_from_another_one_of_the_same_ensemble()
     with contextlib.suppress(InvalidArgument), coming.published(found):
         with coming.published(found):
             models["e"] = ModelEntry({1: VersionEntry(found.load(1), IndexState.LOADING)})
+        # A new front is told what the models say of it.
+        assert (coming.names, coming.states()) == ({"e"}, [])
         raise InvalidArgument("a model of it is missing")
     assert published == [loading, loading, loading]
     assert coming.states() == []
