@@ -56,6 +56,7 @@ from tensord.shm.operations import (
     PushParameters,
     RevertParameters,
     ServeLoaded,
+    Settle,
     StageParameters,
 )
 
@@ -198,8 +199,7 @@ class Parameters:
         async with self._turn(wanted.model).change():
             if not self.sets.drop(key, wanted.set):
                 raise NotFound(f"model '{key[0]}' version {key[1]} has no parameter set '{wanted.set}'")
-            dropped = DropParameters(*key, wanted.set)
-            await asyncio.gather(*(self._carry_out(worker, dropped) for worker in self._serving(key)))
+            await self._put_in_force(key, self._serving(key), DropParameters(*key, wanted.set))
         self.outcomes[key[0], "dropped"] += 1
         return b""
 
@@ -243,11 +243,12 @@ class Parameters:
             raise Unavailable(f"model {of} cannot be served now: {'; '.join(reasons)}")
         raise NotFound(f"{UNKNOWN_MODEL}{of} is not ready")
 
-    def _serving(self, key: VersionKey) -> list[WorkerProcess]:
-        """Returns the workers that serve a version and are not stopping."""
+    def _serving(self, key: VersionKey, leaving: bool = False) -> list[WorkerProcess]:
+        """Returns the workers that serve a version, or if ``leaving`` is True are unloading it, and are not stopping."""
         version = self._models.lifecycle.version(*key)
         by_incarnation = self._supervisor.workers.by_incarnation
-        found = (by_incarnation.get(incarnation) for incarnation in (() if version is None else version.ready))
+        wanted = () if version is None else version.unloading if leaving else version.ready
+        found = (by_incarnation.get(incarnation) for incarnation in wanted)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping]
 
     def _is_loaded_anew(self, key: VersionKey) -> bool:
@@ -425,8 +426,13 @@ class Parameters:
         # Every worker has the values now, without using them. A worker that starts after ``put`` gets them as well, so that
         # the exchange holds from here on, whoever dies.
         put()
-        commit = CommitParameters(stage.push, move_sequences)
-        await asyncio.gather(*(self._carry_out(worker, commit) for worker in workers))
+        await self._put_in_force(key, workers, CommitParameters(stage.push, move_sequences))
+
+    async def _put_in_force(self, key: VersionKey, workers: list[WorkerProcess], operation: Operation) -> None:
+        """Has workers carry out the last step of a change, and waits until no other worker takes requests for the version."""
+        leaving = self._serving(key, leaving=True)
+        calls = [(worker, operation) for worker in workers] + [(worker, Settle()) for worker in leaving]
+        await asyncio.gather(*(self._carry_out(*each) for each in calls))
 
     async def _stage(self, worker: WorkerProcess, stage: StageParameters, memory: int) -> None:
         with self._giving(worker):
@@ -466,7 +472,7 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- in turn
 
     def _turn(self, model: str) -> Turn:
-        """Returns the lock under which the model's parameters are changed, and under which loads of the model begin to serve."""
+        """Returns the turn in which the model's parameters are changed, and in which loads of the model begin to serve."""
         return self._turns.setdefault(model, Turn())
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:

@@ -33,6 +33,7 @@ from tensord.shm.operations import (
     PushParameters,
     RevertParameters,
     ServeLoaded,
+    Settle,
     StageParameters,
 )
 
@@ -607,6 +608,31 @@ async def test_a_load_that_is_to_serve_waits_for_a_push_under_way(tmp_path: Path
         while w.tasks:
             await asyncio.sleep(0)
         assert w.held == [(1, b"the first of all")] * 2
+
+
+@pytest.mark.parametrize("change", ["push", "revert", "drop"])
+async def test_a_change_waits_for_a_worker_that_has_yet_to_read_that_it_is_to_unload(
+    tmp_path: Path, change: str
+) -> None:
+    """A call of a model in that worker, or a request over a program's lane, would find what was in force before."""
+    async with world(tmp_path) as w:
+        await w.push(b"what is in force", set="customer-7" if change == "drop" else "main")
+        w.lifecycle.load(dataclasses.replace(w.found, devices=("cpu:1",), fingerprint="moved"), 2)
+        w.lifecycle.loaded(1, Loaded("m", 1))
+        assert list(w.lifecycle.version("m", 1).unloading) == [2]  # type: ignore[union-attr]
+        settling, goes_on = w.workers[2].stops_at(Settle)
+        changes = {
+            "push": lambda: w.push(b"number two"),
+            "revert": w.revert,
+            "drop": lambda: w.parameters.drop(DropParameters("m", 0, "customer-7"), PEER),
+        }
+        changing = asyncio.ensure_future(changes[change]())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert (settling.is_set(), changing.done()) == (True, False)
+        goes_on.set()
+        await changing
+        assert w.workers[2].calls[-1] == Settle()
 
 
 async def test_what_nobody_wants_any_more_is_not_served(tmp_path: Path) -> None:
