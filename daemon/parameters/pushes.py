@@ -498,6 +498,7 @@ class Parameters:
         while True:
             self._resolved(*key)
             async with self._turn(key[0]).change():
+                news = self._news  # of what happens from here on
                 self._changing.add(key)
                 try:
                     if self._serving(key) and not self._is_loaded_anew(key):
@@ -512,7 +513,7 @@ class Parameters:
                 raise Unavailable(f"model '{key[0]}' version {key[1]} {why}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadline - loop.time()):
-                    await self._news.wait()
+                    await news.wait()
 
     # ------------------------------------------------------------------------------------------------- loads and workers
 

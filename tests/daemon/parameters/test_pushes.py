@@ -355,6 +355,24 @@ async def test_where_all_workers_die_before_it_holds_the_push_waits_for_a_replac
         assert w.held == [(1, b"patient one")]
 
 
+async def test_where_the_worker_dies_that_makes_the_parameters_another_one_does(tmp_path: Path) -> None:
+    """The fronts are told of its death before the push hears of it: there may be no further news for long."""
+    async with world(tmp_path) as w:
+
+        def dies(operation: Any) -> None:
+            if isinstance(operation, MakeParameters):
+                w.dies(1)
+                w.parameters.tell()
+
+        w.workers[1].before = dies
+        push = asyncio.ensure_future(w.push(b"a part of it", partial=True))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert push.done()
+        assert w.held == [(1, b"made of a part of it")]
+        await push
+
+
 async def test_a_push_waits_no_longer_for_a_worker_than_a_request(tmp_path: Path) -> None:
     async with world(tmp_path, workers=1, wait=0.05) as w:
         w.dies(1)
