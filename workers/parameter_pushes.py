@@ -91,7 +91,9 @@ class ParameterPushes:
             self._forget(operation.push)
             answer(_DONE, None)
         else:
-            self._let_go(self._sets(self._find(operation.model, operation.version)).drop(operation.set))
+            # An Unload that came before it has taken the set along.
+            if (version := self._models.serving(operation.model, operation.version)) is not None:
+                self._let_go(self._sets(version).drop(operation.set))
             answer(_DONE, None)
 
     def _find(self, model: str, version: int, held: bool = False) -> ModelVersion:

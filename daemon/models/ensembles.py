@@ -351,7 +351,7 @@ class Coming:
                 if (found.name, number) not in self._told():
                     # As it is by now: another load of it may have gone on meanwhile.
                     now = named(self._models, found.name, number)
-                    self._publish(now[0].state_record(number) if now else ModelGone(found.name, number))
+                    self._publish(now[0].state_record() if now else ModelGone(found.name, number))
 
     def _in_use(self, name: str) -> bool:
         return any(version.in_use for version in named(self._models, name, -1))

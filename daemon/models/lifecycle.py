@@ -171,7 +171,7 @@ class Lifecycle:
                 # Its requests go on waiting if another load of it follows.
                 if heir is None or number not in heir.chosen:
                     version.state, version.reason = IndexState.UNAVAILABLE, "unloaded"
-                    out.append(self._publish(number, version))
+                    out.append(Publish(version.state_record()))
         model.running, model.bringing, model.fingerprint = None, {}, ""
         return out
 
@@ -221,7 +221,7 @@ class Lifecycle:
                 # There is no further try; what is served of it stays until something replaces it.
                 version.wanted = version.state is IndexState.READY
                 version.given_up, version.due, version.postponed = "", False, set()
-                out.append(self._publish(number, version))
+                out.append(Publish(version.state_record()))
         out += self._forget(found.name, model, {*found.versions, *found.chosen})
         for number in found.chosen:
             load = found.load(number)
@@ -234,7 +234,7 @@ class Lifecycle:
             version.given_up, version.due = "", False
             if version.state is not IndexState.READY:
                 version.state, version.reason = IndexState.LOADING, ""
-                out.append(self._publish(number, version))
+                out.append(Publish(version.state_record()))
             version.number, version.postponed = version.number + 1, set()
             version.devices, version.members = found.devices, found.members
             version.resources = found.resources
@@ -258,17 +258,17 @@ class Lifecycle:
         version.postponed, version.due = set(), False
         forget, version.outdated = Forget(name, number), False
         if version.state is not IndexState.READY:
-            return [self._publish(number, version), forget] if was_awaited or given_up else [forget]
+            return [Publish(version.state_record()), forget] if was_awaited or given_up else [forget]
         version.state, leaving, version.ready = IndexState.UNLOADING, version.ready, {}
-        told: list[Instruction] = [self._publish(number, version), forget]
-        return [*told, *self._end(name, number, version, leaving), *self._unload_ended(number, version)]
+        told = Publish(version.state_record())
+        return [told, forget, *self._end(version, leaving), *self._unload_ended(version)]
 
-    def _unload_ended(self, number: int, version: VersionEntry) -> list[Instruction]:
+    def _unload_ended(self, version: VersionEntry) -> list[Instruction]:
         if version.state is not IndexState.UNLOADING or version.unloading:
             return []
         version.state, version.described = IndexState.UNAVAILABLE, None
         version.reason = version.given_up or "unloaded"
-        return [self._publish(number, version)]
+        return [Publish(version.state_record())]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
         """Ends the running load or unload of ``model`` if it waits for nothing more. Returns the instructions to carry out.
@@ -286,12 +286,12 @@ class Lifecycle:
             return [Settled(token) for token in operation.tokens]
         out: list[Instruction] = []
         brought = [model.versions[number] for number in model.bringing]
-        for number, version in zip(model.bringing, brought, strict=True):
+        for version in brought:
             waits = version.state is IndexState.LOADING and not version.ready and version.postponed
             if waits and not awaits(self.models, version):
                 version.postponed, version.given_up = set(), member_given_up(self.models, version)
                 why = version.given_up or "a model that it is made of is not there any more"
-                out += self._failed(name, number, version, why)
+                out += self._failed(version, why)
         # Without any worker the load waits for the first one: it cannot be said to have succeeded.
         if any(awaits(self.models, v) or (v.state is IndexState.LOADING and not v.ready) for v in brought):
             return out
@@ -345,7 +345,7 @@ class Lifecycle:
         out: list[Instruction] = []
         if missing and version.state is not IndexState.READY:
             version.state, version.reason = IndexState.LOADING, ""
-            out.append(self._publish(number, version))
+            out.append(Publish(version.state_record()))
         version.wanted = version.wanted or bool(missing)
         for worker in sorted(missing):
             out += self._send_load(worker, version)
@@ -379,18 +379,17 @@ class Lifecycle:
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
-        loading = [v for model in self.models.values() for v in model.versions.values() if worker in v.loading]
+        loading = [version for version in self._all if worker in version.loading]
         for version in loading if not dismissed else ():
             version.suspect = True
             version.deaths += len(loading) == 1
-        for name, model in self.models.items():
-            for number, version in model.versions.items():
-                out += self._left(name, number, version, worker, how)
+        for version in self._all:
+            out += self._left(version, worker, how)
         for name in list(self.models):
             out += self._after_answer(name)
         return out
 
-    def _left(self, name: str, number: int, version: VersionEntry, worker: int, how: str) -> list[Instruction]:
+    def _left(self, version: VersionEntry, worker: int, how: str) -> list[Instruction]:
         served = version.ready.pop(worker, None) is not None
         version.brought.pop(worker, None)
         owed = worker in version.loading or worker in version.postponed
@@ -398,16 +397,16 @@ class Lifecycle:
         version.postponed.discard(worker)
         version.held.discard(worker)
         version.unloading.discard(worker)
-        out: list[Instruction] = [self._publish(number, version)] if served else self._unload_ended(number, version)
+        out: list[Instruction] = [Publish(version.state_record())] if served else self._unload_ended(version)
         if owed and version.wanted and version.deaths >= MAX_LOAD_DEATHS:
             version.given_up = f"{version.deaths} worker processes died while loading it, the last one {how}"
             seconds = min(MAX_RETRY, FIRST_RETRY * 2 ** min(version.deaths - MAX_LOAD_DEATHS, 10))
-            out += self._failed(name, number, version, version.given_up)
-            out.append(Retry(name, number, seconds, version.deaths))
+            out += self._failed(version, version.given_up)
+            out.append(Retry(version.load.name, version.load.version, seconds, version.deaths))
         elif version.given_up:
             # Requests do not wait for a try that may be minutes away. If this one was not blamed for its end, the next one tries.
             version.due |= owed
-            out += self._failed(name, number, version, version.given_up) if served else []
+            out += self._failed(version, version.given_up) if served else []
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
@@ -426,15 +425,15 @@ class Lifecycle:
             if answer.reason or worker not in version.ready:
                 return []
             version.ready[worker], version.brought[worker], version.described = answer, load, answer
-            return [self._publish(answer.version, version)]
+            return [Publish(version.state_record())]
         del version.loading[worker]
         held = version.held & {worker} - version.ready.keys()
         version.held.discard(worker)
-        out = self._end(answer.name, answer.version, version, held if answer.reason else ())
+        out = self._end(version, held if answer.reason else ())
         if answer.reason:
             awaited, version.given_up, version.due = version.awaited, "", False
-            failed = self._failed(answer.name, answer.version, version, answer.reason)
-            out += failed or [self._publish(answer.version, version)] * awaited
+            failed = self._failed(version, answer.reason)
+            out += failed or [Publish(version.state_record())] * awaited
         elif version.is_wanted(worker, self._workers[worker]):
             others: Collection[int] = ()
             if version.given_up:
@@ -450,15 +449,15 @@ class Lifecycle:
             version.state, version.reason = IndexState.READY, ""
             # An earlier load of it served on workers where this one does not belong.
             strays = version.ready.keys() - self._homes(version)
-            out += self._forget_outdated(answer.name, answer.version, version)
-            out += self._leave(answer.name, answer.version, version, strays)
+            out += self._forget_outdated(version)
+            out += self._leave(version, strays)
             for other in sorted(others):
                 out += self._send_load(other, version)
             if model.running is None:  # given up when the load that asked for it ended
                 out += self._retire_replaced(answer.name, model)
         else:
             # The version was unloaded, given up or moved while this worker was still loading it, so that it was not served.
-            out += self._end(answer.name, answer.version, version, {worker})
+            out += self._end(version, {worker})
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
@@ -467,30 +466,36 @@ class Lifecycle:
         if version is None or worker not in version.unloading:
             return []
         version.unloading.discard(worker)
-        return self._unload_ended(number, version) + self._after_answer(name)
+        return self._unload_ended(version) + self._after_answer(name)
 
     def _after_answer(self, name: str) -> list[Instruction]:
         out: list[Instruction] = []
-        for number, version in self.models[name].versions.items():
+        for version in self.models[name].versions.values():
             if (earlier := version.earlier) and not (version.loading or version.postponed):
                 # It serves from the newer files elsewhere: one version does not answer in two ways.
-                out += self._leave(name, number, version, earlier)
+                out += self._leave(version, earlier)
         return out + self._finish(name, self.models[name]) + self._advance(name)
 
-    def _leave(self, name: str, number: int, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
+    def _leave(self, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
+        """Returns instructions to unload a version on ``workers``, and before that each ensemble that lacks it there."""
         version.ready = {worker: version.ready[worker] for worker in version.ready.keys() - workers}
-        return [self._publish(number, version), *self._end(name, number, version, workers)]
+        out: list[Instruction] = [Publish(version.state_record())]
+        for user in self._all:
+            if lacking := {each for each in user.ready.keys() & workers if not has_members(self.models, user, each)}:
+                out += self._leave(user, lacking)
+                user.postponed |= lacking & self._homes(user)
+        return [*out, *self._end(version, workers)]
 
     @staticmethod
-    def _end(name: str, number: int, version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
+    def _end(version: VersionEntry, workers: Collection[int]) -> list[Instruction]:
         """Returns instructions to unload a version on some workers. No unload of the model ends before these have done so."""
         version.unloading |= set(workers)
-        return [Send(worker, Unload(name, number)) for worker in sorted(workers)]
+        return [Send(worker, Unload(version.load.name, version.load.version)) for worker in sorted(workers)]
 
-    def _failed(self, name: str, number: int, version: VersionEntry, reason: str) -> list[Instruction]:
-        model = self.models[name]
-        if number in model.bringing:
-            model.bringing[number] = reason
+    def _failed(self, version: VersionEntry, reason: str) -> list[Instruction]:
+        model = self.models[version.load.name]
+        if version.load.version in model.bringing:
+            model.bringing[version.load.version] = reason
         if not version.wanted:
             return []  # unloaded, or given up, before this answer came
         if version.ready or version.loading or version.postponed:
@@ -498,11 +503,11 @@ class Lifecycle:
             return []
         version.wanted, version.described = bool(version.given_up), None
         version.state, version.reason = IndexState.UNAVAILABLE, reason
-        return [*self._forget_outdated(name, number, version), self._publish(number, version)]
+        return [*self._forget_outdated(version), Publish(version.state_record())]
 
-    def _forget_outdated(self, name: str, number: int, version: VersionEntry) -> list[Instruction]:
+    def _forget_outdated(self, version: VersionEntry) -> list[Instruction]:
         was, version.outdated = version.outdated, False
-        return [Forget(name, number, outdated=True)] if was else []
+        return [Forget(version.load.name, version.load.version, outdated=True)] if was else []
 
     def _send_load(self, worker: int, version: VersionEntry) -> list[Instruction]:
         if (version.suspect and self.loading_at(worker)) or not has_members(self.models, version, worker):
@@ -516,7 +521,8 @@ class Lifecycle:
 
     def is_postponed(self, worker: int, name: str, number: int) -> bool:
         """Returns whether a worker gets the load of version ``number`` (0: any) of a model once it has loaded others."""
-        return any(worker in version.postponed for version in named(self.models, name, number or -1))
+        waits = any(worker in version.postponed for version in named(self.models, name, number or -1))
+        return waits and self.loading_at(worker)
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
         """Returns instructions to send a worker the postponed loads that it can run now. ``worker``: the process's number.
@@ -526,14 +532,13 @@ class Lifecycle:
         """
         out: list[Instruction] = []
         while True:
-            for name, version in [(name, v) for name, model in self.models.items() for v in model.versions.values()]:
+            for version in self._all:
                 if worker not in version.postponed or (version.suspect and self.loading_at(worker)):
                     continue
                 if has_members(self.models, version, worker):
-                    version.postponed.discard(worker)
                     out += self._send_load(worker, version)
                 elif not awaits(self.models, version):
-                    out += self._after_answer(name)
+                    out += self._after_answer(version.load.name)
                     if worker not in version.postponed:
                         break  # another ensemble may have waited for this one
             else:
@@ -557,12 +562,16 @@ class Lifecycle:
                     model.bringing[number] = reason
                 elif not (version.ready or version.loading or version.postponed or version.given_up):
                     version.given_up, version.due = reason, True
-                    out += self._failed(name, number, version, reason)
+                    out += self._failed(version, reason)
             if (len(out), model.bringing) != before:
                 out += self._after_answer(name)
         return out
 
     # ------------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def _all(self) -> list[VersionEntry]:
+        return [version for model in self.models.values() for version in model.versions.values()]
 
     def isolated(self, options: Workers) -> dict[str, float]:
         """Returns the fraction (0 to 1) of a GPU's memory for each worker that runs only one model, by the worker's device.
@@ -571,12 +580,11 @@ class Lifecycle:
         A worker is listed until it has unloaded its model. ``options``: has the fraction for models that do not set one.
         """
         found: dict[str, float] = {}
-        for name, model in self.models.items():
-            for version in model.versions.values():
-                there = [self._workers[worker] for worker in (*version.ready, *version.unloading)]
-                for device in (*(version.devices if version.wanted else ()), *there):
-                    if model_of(device) == name:
-                        found[device] = isolated_fraction(version.load.config, options)
+        for version in self._all:
+            there = [self._workers[worker] for worker in (*version.ready, *version.unloading)]
+            for device in (*(version.devices if version.wanted else ()), *there):
+                if model_of(device) == version.load.name:
+                    found[device] = isolated_fraction(version.load.config, options)
         return found
 
     def index(
@@ -606,7 +614,7 @@ class Lifecycle:
                     planned = version.given_up and (name, number) in waits
                     again = f"; it is tried again in {waits[name, number]:.0f} s" if planned else ""
                     entry["reason"] = version.reason + again
-                for each in version.state_record(number).derivatives:
+                for each in version.state_record().derivatives:
                     found.append({**entry, "name": each.name})
                 if detailed and version.described is not None:
                     footprint = version.described.footprint
@@ -622,12 +630,7 @@ class Lifecycle:
 
     def resources(self) -> dict[str, Mapping[str, str | None]]:
         """Returns the field ``resources`` of each ``FoundModel`` that is loaded and needs resources, by the model's name."""
-        return {
-            name: version.resources
-            for name, model in self.models.items()
-            for version in model.versions.values()
-            if version.resources and (version.wanted or version.in_use)
-        }
+        return {v.load.name: v.resources for v in self._all if v.resources and (v.wanted or v.in_use)}
 
     def reason(self, name: str, number: int) -> str:
         """Returns why the daemon has put off loading version ``number`` of a model until later, or "" if it has not."""
@@ -639,11 +642,11 @@ class Lifecycle:
 
         ``worker``: the number of the worker process.
         """
-        return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
+        return any(worker in version.loading for version in self._all)
 
     def states(self) -> list[ModelState]:
         """Returns the records that tell a new front process the state of every version."""
-        return [v.state_record(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
+        return [v.state_record() for model in self.models.values() for _, v in sorted(model.versions.items())]
 
     def is_ready(self, name: str, number: int = 0) -> bool:
         """Returns whether a version of a model is READY. ``number`` 0 means any version."""
@@ -695,6 +698,3 @@ class Lifecycle:
         """Returns the entry of a model version, or None if there is none."""
         model = self.models.get(name)
         return None if model is None else model.versions.get(number)
-
-    def _publish(self, number: int, version: VersionEntry) -> Publish:
-        return Publish(version.state_record(number))

@@ -100,15 +100,18 @@ class VersionEntry:
         """Returns whether a worker that has loaded the version is to serve it. ``worker``: its number. ``device``: its device."""
         return self.wanted and (worker in self.ready or self.belongs(device))
 
-    def state_record(self, number: int) -> ModelState:
-        """Returns the record that tells fronts the state of this model version. ``number``: the number of this version."""
+    def state_record(self) -> ModelState:
+        """Returns the record that tells fronts the state of this model version."""
         described = self.described if self.state is IndexState.READY else None
+        told = self.load.name, self.load.version, self.state.value, self.reason
         if described is None:
-            return ModelState(self.load.name, number, self.state.value, self.reason, awaited=self.awaited)
+            return ModelState(*told, awaited=self.awaited)
         traits = {name: getattr(described, name) for name in VersionTraits.__struct_fields__}
         traits["config"] = with_gpus_of(described.config, (each.config for each in self.ready.values()))
         workers = tuple(sorted(self.ready))
-        return ModelState(self.load.name, number, self.state.value, self.reason, workers, self.served_devices, **traits)
+        return ModelState(
+            self.load.name, self.load.version, self.state.value, self.reason, workers, self.served_devices, **traits
+        )
 
 
 @dataclass(slots=True)

@@ -122,7 +122,7 @@ def of_model(
         number = int(entry.get("version") or 0)
         row: dict[str, Any] = {"version": "", "state": "UNKNOWN", **entry, "metadata": None, "config": None}
         if version := versions.get(number):
-            record = version.state_record(number)
+            record = version.state_record()
             row["folder"] = version.load.version_path
             row["workers"] = [workers[worker] for worker in record.workers if worker in workers]
             row["not_in_c"] = {worker: why[number] for worker, why in slow.items() if why.get(number)}

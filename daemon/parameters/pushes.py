@@ -479,7 +479,8 @@ class Parameters:
         """Calls ``change`` once a worker serves the version ``key`` and no other change of the model's parameters runs.
 
         If ``change`` raises _NoWorker, it is called again when the version may be served again. Other errors are passed on.
-        Raises Unavailable if no call succeeds within ``requests.worker_wait`` s, or if 64 changes, of any models, run or wait.
+        Raises Unavailable if no call succeeds within ``requests.worker_wait`` s, beside the time in which it waits for its turn,
+        or if 64 changes, of any models, run or wait.
         Raises NotFound if the version is neither served nor being loaded.
         """
         if self._waiting >= _MAX_WAITING:
@@ -611,7 +612,7 @@ class Parameters:
 
         wanted = [(name, found.newest) for name, found in self.sets.to_restore(key).items() if found.newest.number]
         restoring = (open_files.awaited(functools.partial(restore, *each)) for each in wanted)
-        async with self._turn(key[0]).restoring:
+        async with self._turn(key[0]).restoring if wanted else contextlib.nullcontext():
             failed = next(filter(None, await asyncio.gather(*restoring)), "")
             if failed or (wanted and not self.sets.to_restore(key)):
                 self._supervisor.spawn(self._carry_out(worker, AbortParameters(push)))

@@ -31,7 +31,8 @@ class Turn:
     async def load(self) -> AsyncIterator[None]:
         """Waits until the changes that came before have ended, and keeps later ones waiting until the block has.
 
-        Loads do not wait for each other: a worker that is busy, or stands, holds up another one only where a change waits for it.
+        Loads do not wait for each other, except to be given parameters: a worker that is busy, or stands, holds up another one
+        only while it is given some, or where a change waits for it.
         """
         async with self._entry:
             self._loads += 1

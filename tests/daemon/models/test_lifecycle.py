@@ -348,6 +348,32 @@ def test_an_ensemble_is_not_awaited_whose_models_have_gone() -> None:
     lifecycle.check_invariants()
 
 
+def test_an_ensemble_leaves_a_worker_with_its_model_and_comes_back_with_it() -> None:
+    """
+    1. A reload of an ensemble's model fails on one of two workers. Result: fronts send the ensemble's requests to the other
+    one alone, and the worker unloads the ensemble first. Whoever calls it there does not wait for a load that nobody sends.
+    2. The model is loaded from its former files. Result: the ensemble is loaded there, too.
+    """
+    lifecycle = serving(1, 2)
+    lifecycle.load(dataclasses.replace(found("e", 1), members=(("m", 1),)), 2)
+    for worker in (1, 2):
+        lifecycle.loaded(worker, Loaded("e", 1))
+    lifecycle.load(found("m", 1, fingerprint="g"), 3)
+    lifecycle.loaded(1, Loaded("m", 1))
+    out = lifecycle.loaded(2, Loaded("m", 1, reason="no memory"))
+    assert [(i.worker, i.record) for i in out if isinstance(i, Send)] == [(2, Unload("e", 1)), (2, Unload("m", 1))]
+    assert states(out) == [(1, "READY", (1,))] * 2
+    assert not lifecycle.is_postponed(2, "e", 1)
+    lifecycle.check_invariants()
+    for name in ("e", "m"):
+        lifecycle.unloaded(2, name, 1)
+    lifecycle.load(found("m", 1), 4)
+    assert not lifecycle.is_postponed(1, "e", 1)
+    assert lifecycle.is_postponed(2, "e", 1)
+    assert sent(lifecycle.loaded(2, Loaded("m", 1))) == [(2, "Load", 1)]
+    assert states(lifecycle.loaded(2, Loaded("e", 1))) == [(1, "READY", (1, 2))]
+
+
 def test_an_ensemble_waits_no_longer_for_a_model_that_was_given_up() -> None:
     """
     1. A worker dies as it loads an ensemble. 2. Two die of its model. 3. Another one comes, on which the model is not tried yet.

@@ -31,4 +31,4 @@ DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", repeatable=False, strea
     ],
 )
 def test_told(version: VersionEntry, told: ModelState) -> None:
-    assert version.state_record(3) == told
+    assert version.state_record() == told

@@ -601,11 +601,40 @@ async def test_a_worker_that_stands_before_it_serves_holds_up_no_other_worker(tm
         while not w.heard:
             await asyncio.sleep(0)
         assert [worker for worker, _ in w.heard] == [4]
-        goes_on.set()
-        while len(w.heard) < 2:
+        push = asyncio.ensure_future(w.push(b"to both of them"))
+        for _ in range(20):
             await asyncio.sleep(0)
-        await w.push(b"to both of them")
+        goes_on.set()
+        await push
+        assert len(w.heard) == 2
         assert w.held == [(1, b"to both of them")] * 2
+
+
+async def test_a_load_without_parameters_does_not_wait_for_one_that_is_given_some(tmp_path: Path) -> None:
+    """
+    1. A version with pushed parameters is loaded by a new worker, which stands before it has them. 2. Another new worker loads
+    the model's other version, into which nothing was pushed. Result: that one serves; a third worker is given nothing yet.
+    """
+    async with world(tmp_path) as w:
+        w.lifecycle.load(dataclasses.replace(w.found, versions=(1, 2), chosen=(1, 2), fingerprint="g"), 2)
+        for number in (1, 2):
+            for version in (1, 2):
+                w.lifecycle.loaded(number, Loaded("m", version))
+        await w.push(b"into the second", version=2)
+        for number in (3, 4, 5):
+            w.workers[number] = Worker(number)
+            w.lifecycle.worker_joined(number, f"cpu:{number}")
+        staging, goes_on = w.workers[3].stops_at(StageParameters)
+        for number, version in ((3, 2), (5, 2), (4, 1)):
+            w.parameters.loaded(w.workers[number], Loaded("m", version))  # type: ignore[arg-type]
+            await staging.wait()
+        while not w.heard:
+            await asyncio.sleep(0)
+        assert w.heard == [(4, Loaded("m", 1))]
+        assert w.workers[5].calls == []
+        goes_on.set()
+        while len(w.heard) < 3:
+            await asyncio.sleep(0)
 
 
 async def test_a_load_that_is_to_serve_waits_for_a_push_under_way(tmp_path: Path) -> None:
