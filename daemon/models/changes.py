@@ -7,6 +7,7 @@ If a client sends files with a load, the model is served from these files until 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -61,6 +62,7 @@ class Models:
         self._supervisor = supervisor
         self._placing = options
         self._options = options.repository
+        self._worker_wait = options.requests.worker_wait
         publish = supervisor.model_changed
         self.lifecycle = Lifecycle()
         self._readiness = ReadinessCheck(self.standings, publish)
@@ -402,6 +404,7 @@ class Models:
         self._refused[name] = reason
         self._supervisor.model_changed(self._refused_state(name))
         self._check_readiness()
+        self._tell()
 
     def _refused_state(self, name: str) -> ModelState:
         awaited = bool(self.ensembles.awaits(self.ensembles.members(name)))
@@ -495,9 +498,14 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     async def sent(self, incarnation: int, name: str, version: int) -> None:
-        """Waits until a worker was sent the load of a model version, if it gets that after others. Version 0 means any."""
-        while self.lifecycle.is_postponed(incarnation, name, version):
-            await self._changed.wait()
+        """Waits, as a request does, until a worker was sent the load of a model version, if it gets that after others.
+
+        Version 0 means any. The load of an ensemble may still wait for the loads of its models.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._worker_wait):
+                while self.lifecycle.is_postponed(incarnation, name, version) or name in self._coming.names:
+                    await self._changed.wait()
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
         """Logs that a worker unloaded a version, and begins loads that waited for it. ``incarnation``: the worker's number."""
@@ -531,6 +539,9 @@ class Models:
         self._supervisor.isolate(self.lifecycle.isolated(self._placing.workers))
         self._settle_ensembles()
         self._check_readiness()
+        self._tell()
+
+    def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -581,6 +581,31 @@ async def test_an_ensemble_is_unloaded_while_its_load_waits_for_its_models(tmp_p
     models.close()
 
 
+@pytest.mark.parametrize("unloaded", [False, True])
+async def test_a_call_of_an_ensemble_waits_where_that_waits_for_its_models(tmp_path: Path, unloaded: bool) -> None:
+    """As requests of clients do: until a worker was sent its load, or the load has failed."""
+    write_model(tmp_path, "m", config=_TENSORS)
+    made_of(tmp_path, "e", "m")
+    worker = SlowWorker()
+    options = Options(repository=Repository(paths=(str(tmp_path),), control_mode="explicit"))
+    models = worker.models = Models(options, supervisor({1: worker}, lambda record: None))
+    models.worker_joined(1, "cpu:0")
+    load = asyncio.ensure_future(models.load(LoadModel("e")))
+    while not worker.held:
+        await asyncio.sleep(0.001)
+    called = asyncio.ensure_future(models.sent(1, "e", 0))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not called.done()
+    if unloaded:
+        models.unload("e")
+    worker.go_on()
+    await called
+    assert (models.lifecycle.version("e", 1) is None) == unloaded
+    await asyncio.gather(load, return_exceptions=True)
+    models.close()
+
+
 @pytest.mark.parametrize("slow", [False, True])
 async def test_an_ensemble_that_went_with_its_model_is_loaded_by_name(tmp_path: Path, slow: bool) -> None:
     """1. A model is unloaded, and its ensemble with it, which may take time. 2. The ensemble is loaded: its model comes first."""
