@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -34,9 +34,9 @@ from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.programs.lowering import check_output
 from tensord.workers.python_backend import interface
-from tensord.workers.python_backend.request import InferenceResponse, parameters_of
+from tensord.workers.python_backend.request import parameters_of
 from tensord.workers.requests.request import Request, controls_of, named, traced
-from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender, SenderClosed
+from tensord.workers.requests.response_sender import NOT_COMPLETED
 from tensord.workers.requests.result import STREAMED, Response, Result
 from tensord.workers.tensors.signature import Signature
 from tensord.workers.threads.coroutine_thread import CoroutineThread
@@ -205,9 +205,10 @@ class PythonModel:
             flags=controls.start | controls.end << 1,
             timeout=own.timeout_us,
             parameters=json.dumps(all_parameters(prepared, own)),
-            cancelled=lambda: request.is_cancelled,
-            writer=lambda: ResponseWriter(request, execution.sender(request), self._decoupled, self._answer),
-            timeline=request.timeline,
+            given=request,
+            answering=lambda: interface.InferenceResponseSender(
+                request, execution.sender(request), self._decoupled, self._answer
+            ),
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
@@ -359,37 +360,3 @@ class DeclaredOutputs:
                 why,
                 STRICT_OUTPUTS,
             )
-
-
-class ResponseWriter:
-    """Sends the responses of a Triton Python model to one request, by the worker's ``ResponseSender``."""
-
-    def __init__(
-        self,
-        request: Request,
-        sender: ResponseSender,
-        decoupled: bool,
-        answer: Callable[[Request, InferenceResponse], Result],
-    ) -> None:
-        self.decoupled = decoupled
-        self._request = request
-        self._sender = sender
-        self._answer = answer
-        sender.hold()
-
-    def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Sends a response after all earlier ones. Waits while the client has too many unacknowledged responses.
-
-        If ``response`` is None, only says that no response follows. ``final``: whether ``response`` is the last one. Does
-        nothing if the request has ended.
-        """
-        # One that was ended for the model sends to nobody.
-        with contextlib.suppress(SenderClosed):
-            self._sender.send(None if response is None else self._answer(self._request, response), final)
-
-    def is_cancelled(self) -> bool:
-        return self._sender.is_cancelled or self._request.is_cancelled
-
-    def give_up(self) -> None:
-        """Notes that the model has dropped this writer. If it was an unfinished request's last writer, the request fails."""
-        self._sender.let_go()

@@ -26,11 +26,12 @@ from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import asker
 from tensord.workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
 from tensord.workers.python_backend.tensors import Tensor
+from tensord.workers.requests.response_sender import ResponseSender, SenderClosed
 from tensord.workers.requests.result import Response, Result, checked_parameters
 from tensord.workers.requests.timeline import RequestTimeline
 
 if TYPE_CHECKING:
-    from tensord.workers.models.python_model import ResponseWriter
+    from tensord.workers.requests.request import Request
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
@@ -108,8 +109,19 @@ def _plain_parameters(parameters: Any) -> dict[str, Parameter]:
 class InferenceResponseSender:
     """Sends the responses to one request. Any thread may use it, also after ``execute`` has returned."""
 
-    def __init__(self, writer: ResponseWriter) -> None:
-        self._writer = writer
+    def __init__(
+        self,
+        request: Request,
+        sender: ResponseSender,
+        decoupled: bool,
+        answer: Callable[[Request, InferenceResponse], Result],
+    ) -> None:
+        """Makes a sender of responses to ``request``, by the worker's ``sender``. ``answer``: converts a model's response."""
+        self._request = request
+        self._sender = sender
+        self._decoupled = decoupled
+        self._answer = answer
+        sender.hold()
         self._lock = threading.Lock()
         self._sent = 0
         self._closed = False
@@ -134,11 +146,13 @@ class InferenceResponseSender:
             self._check(response, final)
             self._sent += 1
             self._closed = final
-            if response is not None or self._writer.decoupled:
-                self._writer.send(response, final)
+            if response is not None or self._decoupled:
+                # One that was ended for the model sends to nobody.
+                with contextlib.suppress(SenderClosed):
+                    self._sender.send(None if response is None else self._answer(self._request, response), final)
 
     def _check(self, response: InferenceResponse | None, final: bool) -> None:
-        if not self._writer.decoupled:
+        if not self._decoupled:
             if response is not None and self._sent:
                 raise TritonModelException(
                     "Unable to send response. Non-decoupled model cannot send more than one response."
@@ -151,12 +165,12 @@ class InferenceResponseSender:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
 
     def is_cancelled(self) -> bool:
-        return self._writer.is_cancelled()
+        return self._sender.is_cancelled or self._request.is_cancelled
 
     def __del__(self) -> None:
         # A model that has not sent its final response is done once it cannot send it any more.
         with contextlib.suppress(AttributeError):
-            self._writer.give_up()
+            self._sender.let_go()
 
 
 # -------------------------------------------------------------------------------------------------------------- requests
@@ -232,24 +246,22 @@ class InferenceRequest:
         preferred_memory: PreferredMemory = _CPU_MEMORY,
         trace: InferenceTrace = _NO_TRACE,
         parameters: Mapping[str, Any] | str | None = None,
-        cancelled: Callable[[], bool] | None = None,
-        writer: Callable[[], ResponseWriter] | None = None,
-        timeline: RequestTimeline | None = None,
+        given: Request | None = None,
+        answering: Callable[[], InferenceResponseSender] | None = None,
     ) -> None:
         """Makes a request. A model must give ``inputs``, ``requested_output_names`` and ``model_name``.
 
         ``model_version``: the version to call; -1: the newest ready version. ``flags``: 1: the request starts a sequence; 2: it
         ends a sequence; 3: both. ``timeout``: the queue timeout in microseconds; 0: no timeout. ``trace``: the trace of the
-        request on whose behalf this request is made. Only the worker gives ``cancelled``, ``writer`` and ``timeline``.
-        ``cancelled``: returns whether the client has cancelled the request. ``writer``: makes the object to which a response
-        sender writes. ``timeline``: the timeline of the request; None: the request is not traced.
+        request on whose behalf this request is made. Only the worker gives ``given`` and ``answering``. ``given``: the request
+        that the model is given. ``answering``: makes the sender of its responses.
         Raises TritonModelException: the request is malformed. Raises TypeError: an argument is missing or has another type.
         """
-        if writer is None:
-            given = locals()
+        if answering is None:
+            arguments = locals()
             for name, kind in _TYPES.items():
-                if not isinstance(given[name], kind):
-                    raise TypeError(f"InferenceRequest: {name} cannot be {given[name]!r}")
+                if not isinstance(arguments[name], kind):
+                    raise TypeError(f"InferenceRequest: {name} cannot be {arguments[name]!r}")
         assert inputs is not None
         assert requested_output_names is not None
         assert model_name is not None
@@ -262,12 +274,11 @@ class InferenceRequest:
         self._flags = flags
         self._timeout = timeout
         self._parameters = parameters if isinstance(parameters, str) else json.dumps(_plain_parameters(parameters))
-        if writer is None:
+        if answering is None:
             self._check(requested_output_names)
-        self._cancelled = cancelled
-        self._writer = writer
+        self._given = given
+        self._answering = answering
         self._trace = trace
-        self._timeline = timeline
         #: The response sender, once it was asked for.
         self.sender: InferenceResponseSender | None = None
         #: Says whether the request is done after ``execute``, or goes round again.
@@ -330,11 +341,13 @@ class InferenceRequest:
         return self._parameters
 
     def is_cancelled(self) -> bool:
-        return self._cancelled is not None and self._cancelled()
+        return self._given is not None and self._given.is_cancelled
 
     def trace(self) -> InferenceTrace:
         """Returns the request's trace, for requests that the model makes on behalf of this request."""
-        return InferenceTrace(self._timeline) if self._trace is _NO_TRACE else self._trace
+        if self._given is None or self._trace is not _NO_TRACE:
+            return self._trace
+        return InferenceTrace(self._given.timeline)
 
     def get_response_sender(self) -> InferenceResponseSender:
         """Returns the object that sends responses to this request.
@@ -342,9 +355,9 @@ class InferenceRequest:
         A decoupled model may send any number of responses, any other model exactly one.
         """
         if self.sender is None:
-            if self._writer is None:
+            if self._answering is None:
                 raise TritonModelException("Only a request that execute() was given has a response sender.")
-            self.sender = InferenceResponseSender(self._writer())
+            self.sender = self._answering()
         return self.sender
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
