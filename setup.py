@@ -51,7 +51,6 @@ setup(
             "_plans.c",
             "_runs.c",
             "_sequences.c",
-            "_single_runs.c",
         ),
     ]
 )

@@ -311,18 +311,28 @@ class FastPath(Poller):
             for part in plan.parts
             for size in [part.byte_size * request.rows]
         ]
+        intact = functools.partial(check_intact, tuple(regions.values())) if regions else None
+        return self._tell(request, preparation, batch, inputs, outputs, plan.numbered, intact)
+
+    def _tell(
+        self,
+        request: Request,
+        preparation: Preparation,
+        batch: _Batch | _Alone,
+        inputs: list[tuple[int, int, int]],
+        outputs: list[tuple[int, int, int, int, int]],
+        numbered: Numbered[PreparedAnswer],
+        intact: Callable[[], None] | None = None,
+        alone: SingleRun | None = None,
+    ) -> SlowReason | None:
+        fd, rows, version = request.submitter.lane.fileno(), request.rows, request.version
+        rest: tuple[bytes | None, dict[str, ParameterSet] | None] = None, None
+        if version.loaded.ensemble is None:
+            rest = _timeline_end(version), _usable_sets(request)
+        places = tuple(inputs), tuple(outputs)
         try:
             self._native.learn(
-                request.submitter.lane.fileno(),
-                preparation.number,
-                batch.native(),
-                request.rows,
-                tuple(inputs),
-                tuple(outputs),
-                plan.numbered.number,
-                functools.partial(check_intact, tuple(regions.values())) if regions else None,
-                None if ensemble is not None else _timeline_end(version),
-                None if ensemble is not None else _usable_sets(request),
+                fd, preparation.number, batch.native(), rows, *places, numbered.number, intact, *rest, alone
             )
         except ValueError:
             # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
@@ -355,22 +365,7 @@ class FastPath(Poller):
         batch = self._alone.get((version, key))
         if batch is None or batch.executable is not executable:
             batch = self._alone[version, key] = _Alone(version, model, executable)
-        try:
-            self._native.learn_alone(
-                request.submitter.lane.fileno(),
-                preparation.number,
-                batch.native(),
-                request.rows,
-                run.sizes,
-                tuple(run.outputs),
-                run.numbered.number,
-                run,
-                _timeline_end(version),
-                _usable_sets(request),
-            )
-        except ValueError:
-            return SlowReason.UNFIT
-        return None
+        return self._tell(request, preparation, batch, run.inputs, run.outputs, run.numbered, alone=run)
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
         regions: RegionTable | LaneSegments = submitter.segments or self._regions

@@ -51,6 +51,34 @@ static PyObject *for_python(const lane_t *lane, PyObject *content, PyObject *fds
     return Py_BuildValue("i(NNi)", lane->fd, content, fds, flags);
 }
 
+/* Returns a datagram of records as bytes, or NULL with an exception. ``parts``: where they lie, some with the record before them. */
+static PyObject *datagram_of(const tensord__reader *parts, size_t count, uint64_t records) {
+    size_t size = DATAGRAM_HEAD;
+    for (size_t i = 0; i < count; i++)
+        size += (size_t)(parts[i].end - parts[i].at);
+    PyObject *datagram = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    if (datagram == NULL)
+        return NULL;
+    tensord__writer to = tensord__write_to(PyBytes_AsString(datagram), size);
+    tensord__put_wide_datagram(&to, records);
+    for (size_t i = 0; i < count; i++)
+        tensord__put(&to, parts[i].at, (size_t)(parts[i].end - parts[i].at));
+    return datagram;
+}
+
+/* Releases leases, whose records have come. Returns 0: done; 1: done, and Python has to tell the peer that a segment is closed;
+ * -1: none was released. Sets no exception. */
+static int take_back(lane_t *lane, const tensord__reader *records, size_t count) {
+    PyObject *datagram = datagram_of(records, count, count);
+    PyObject *taken = datagram == NULL ? NULL : PyObject_CallFunctionObjArgs(lane->take_back, datagram, NULL);
+    Py_XDECREF(datagram);
+    int closed = taken == NULL ? -1 : PyObject_IsTrue(taken);
+    if (closed < 0)
+        PyErr_Clear();
+    Py_XDECREF(taken);
+    return closed;
+}
+
 /* Makes all requests of a datagram wait here, or sets them aside, and releases its leases. Not 0: there is something else in it, and nothing was done.
  * Sets no exception. */
 static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *datagram, size_t size, uint64_t now) {
@@ -161,21 +189,6 @@ refused:
     self->count = before;
     self->set_aside = 0;
     return -1;
-}
-
-/* Returns a datagram of records as bytes, or NULL with an exception. ``parts``: where they lie, some with the record before them. */
-PyObject *datagram_of(const tensord__reader *parts, size_t count, uint64_t records) {
-    size_t size = DATAGRAM_HEAD;
-    for (size_t i = 0; i < count; i++)
-        size += (size_t)(parts[i].end - parts[i].at);
-    PyObject *datagram = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
-    if (datagram == NULL)
-        return NULL;
-    tensord__writer to = tensord__write_to(PyBytes_AsString(datagram), size);
-    tensord__put_wide_datagram(&to, records);
-    for (size_t i = 0; i < count; i++)
-        tensord__put(&to, parts[i].at, (size_t)(parts[i].end - parts[i].at));
-    return datagram;
 }
 
 /* Returns the requests that were set aside as a datagram for Python, or NULL with an exception. */

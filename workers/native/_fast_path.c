@@ -119,43 +119,29 @@ static int read_sets(PyObject *sets, plan_t *plan) {
     return 0;
 }
 
-typedef int (*read_t)(PyObject *inputs, PyObject *outputs, plan_t *plan);
-
-/* Makes a plan with its tensors, which ``read`` reads. ``call`` becomes the last of the arguments. */
-static plan_t *read_plan(fast_path_t *self, PyObject *arguments, read_t read, int *fd, int *number, PyObject **call) {
-    int rows;
-    unsigned long long answer_number;
-    PyObject *batch, *inputs, *outputs, *traced, *sets;
-    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KOOO", fd, number, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
-                          &outputs, &answer_number, call, &traced, &sets))
-        return NULL;
-    plan_t *plan = make_plan(self, batch, rows, answer_number);
-    if (plan != NULL && (read(inputs, outputs, plan) || read_traced(traced, plan) || read_sets(sets, plan)))
-        drop_plan(&plan);
-    return plan;
+/* Returns a new reference, or NULL for None. */
+static PyObject *unless_none(PyObject *given) {
+    PyObject *found = given == Py_None ? NULL : given;
+    Py_XINCREF(found);
+    return found;
 }
 
 static PyObject *learn(fast_path_t *self, PyObject *arguments) {
-    int fd, number;
-    PyObject *intact;
-    plan_t *plan = read_plan(self, arguments, read_tensors, &fd, &number, &intact);
+    int fd, number, rows;
+    unsigned long long answer_number;
+    PyObject *batch, *inputs, *outputs, *intact, *traced, *sets, *alone = Py_None;
+    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KOOO|O", &fd, &number, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
+                          &outputs, &answer_number, &intact, &traced, &sets, &alone))
+        return NULL;
+    plan_t *plan = make_plan(self, batch, rows, answer_number);
     if (plan == NULL)
         return NULL;
-    if (intact != Py_None) {
-        Py_INCREF(intact);
-        plan->intact = intact;
+    plan->intact = unless_none(intact);
+    plan->alone = unless_none(alone);
+    if (read_tensors(inputs, outputs, plan) || read_traced(traced, plan) || read_sets(sets, plan)) {
+        drop_plan(&plan);
+        return NULL;
     }
-    return keep_plan(self, fd, number, plan);
-}
-
-static PyObject *learn_alone(fast_path_t *self, PyObject *arguments) {
-    int fd, number;
-    PyObject *alone;
-    plan_t *plan = read_plan(self, arguments, read_single_tensors, &fd, &number, &alone);
-    if (plan == NULL)
-        return NULL;
-    Py_INCREF(alone);
-    plan->alone = alone;
     return keep_plan(self, fd, number, plan);
 }
 
@@ -455,9 +441,7 @@ static PyMethodDef methods[] = {
      "(fd, peer, in_flight, take_back, most, protocol): adds a lane, whose descriptor is in the epoll."},
     {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): forgets a lane."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
-     "(fd, number, batch, rows, inputs, outputs, answer_number, intact, traced, sets): runs requests with that number from now on."},
-    {"learn_alone", (PyCFunction)learn_alone, METH_VARARGS,
-     "(fd, number, batch, rows, inputs, outputs, answer_number, alone, traced, sets): runs large requests with that number, each by itself."},
+     "(fd, number, batch, rows, inputs, outputs, answer_number, intact, traced, sets, alone): runs requests with that number from now on."},
     {"forget", (PyCFunction)forget, METH_NOARGS, "Forgets all plans."},
     {"forget_number", (PyCFunction)forget_number, METH_VARARGS, "(fd, number): forgets its plan."},
     {"wait", (PyCFunction)wait_for, METH_VARARGS,

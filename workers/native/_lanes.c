@@ -97,7 +97,7 @@ void give_up_answers(lane_t *lane) {
 }
 
 /* Begins the answer of a request, whose contents are to follow. ``leased``: whether some lie in a lease. */
-tensord__writer begin_answer(const request_t *request, int contents, int leased) {
+static tensord__writer begin_answer(const request_t *request, int contents, int leased) {
     lane_t *lane = request->lane;
     /* What nobody asked for is left out at the end. */
     uint64_t fields = request->timed ? 9 : request->queued_ns ? 8 : leased ? 5 : 4;
@@ -108,7 +108,7 @@ tensord__writer begin_answer(const request_t *request, int contents, int leased)
 
 /* Ends the answer of a request, with what it asked for besides its outputs: when it was where, and how long it took. ``lease``: NULL where
  * there is none. */
-void end_answer(const request_t *request, tensord__writer *to, const uint64_t *lease, const moments_t moments, uint64_t copied) {
+static void end_answer(const request_t *request, tensord__writer *to, const uint64_t *lease, const moments_t moments, uint64_t copied) {
     static const char *const names[TRACE_MOMENTS] = {"QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START",
                                                      "COMPUTE_END"};
     const tensord__text none = {NULL, 0};
@@ -149,16 +149,19 @@ static void write_regions(const request_t *request, const Py_buffer *stacks, int
     }
 }
 
-/* Writes the record, with the outputs that it has. */
-static void write_answer(const request_t *request, const Py_buffer *stacks, int row, const moments_t moments) {
+/* Writes the record, with the outputs that it has, or that ``lease`` has. */
+static void write_answer(const request_t *request, const Py_buffer *stacks, int row, const uint64_t *lease, const moments_t moments,
+                         uint64_t copied) {
     const plan_t *plan = request->plan;
-    tensord__writer to = begin_answer(request, plan->inside, 0);
+    tensord__writer to = begin_answer(request, plan->inside, lease != NULL);
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
-        if (output->region == NULL)
+        if (output->stack == LEASED)
+            tensord__put_slice(&to, lease[0], lease[1] + output->start, output->size);
+        else if (output->region == NULL)
             tensord__put_bytes(&to, (const char *)stacks[output->stack].buf + output->start + (size_t)row * output->step, output->size);
     }
-    end_answer(request, &to, NULL, moments, plan->copied);
+    end_answer(request, &to, lease, moments, plan->copied + copied);
 }
 
 /* Returns whether the regions of these requests lost no page meanwhile. Marks the plan of the one that did as failed. */
@@ -178,17 +181,20 @@ static int intact(const request_t *requests, int count) {
 }
 
 /* Returns whether a run's results are large enough for the answer of the request at that row. */
-static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, int row) {
+static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, int row, const uint64_t *lease) {
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
-        if (output->stack >= count || output->start + (size_t)row * output->step + output->size > (size_t)stacks[output->stack].len)
+        if (output->stack == LEASED && lease != NULL)
+            continue;
+        if (output->stack == LEASED || output->stack >= count || output->start + (size_t)row * output->step + output->size > (size_t)stacks[output->stack].len)
             return 0;
     }
     return 1;
 }
 
-/* Writes the answers of a run. Not 0: none was written, and an exception may be set. */
-int answer(const request_t *requests, int count, PyObject *made, const moments_t moments) {
+/* Writes the answers of a run. ``lease``: where the large outputs lie, NULL where there is none; ``copied``: bytes, besides what plans
+ * say. Not 0: none was written, and an exception may be set. */
+int answer(const request_t *requests, int count, PyObject *made, const uint64_t *lease, const moments_t moments, uint64_t copied) {
     Py_buffer stacks[MAX_TENSORS];
     Py_ssize_t open = 0, given = PyList_Size(made);
     int wrong = given < 0 || given > MAX_TENSORS, row = 0;
@@ -197,7 +203,7 @@ int answer(const request_t *requests, int count, PyObject *made, const moments_t
         open += !wrong;
     }
     for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
-        wrong = !holds(requests[n].plan, stacks, given, row);
+        wrong = !holds(requests[n].plan, stacks, given, row, lease);
     row = 0;
     for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
         write_regions(&requests[n], stacks, row);
@@ -205,7 +211,7 @@ int answer(const request_t *requests, int count, PyObject *made, const moments_t
     wrong = wrong || !intact(requests, count);
     row = 0;
     for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
-        write_answer(&requests[n], stacks, row, moments);
+        write_answer(&requests[n], stacks, row, lease, moments, copied);
     while (open-- > 0)
         PyBuffer_Release(&stacks[open]);
     return wrong;

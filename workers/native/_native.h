@@ -3,8 +3,7 @@
  *     _native.c         the module: its functions, its one type, its constants
  *     _fast_path.c      FastPath: what Python tells it, and waiting for events
  *     _arrivals.c       datagrams that come on lanes: requests that can be run here wait, everything else goes to Python
- *     _runs.c           runs of waiting requests
- *     _single_runs.c      a run of one large request
+ *     _runs.c           runs of waiting requests, and of one large request
  *     _sequences.c      what is asked of Python's planner for requests of sequences
  *     _lanes.c          answers, and sending them
  *     _plans.c          what is known of the requests of a kind: where tensors lie, which programs run them
@@ -148,7 +147,7 @@ typedef struct {
 } input_t;
 
 typedef struct {
-    /* Which of the run's results. LEASED: the output lies in the lease (_single_runs.c). */
+    /* Which of the run's results. LEASED: the output lies in the lease, ``start`` behind the lease's offset. */
     int stack;
     /* Where the first row of the run begins, from one row to the next, and the size for the whole request. */
     size_t start, step, size;
@@ -171,7 +170,7 @@ typedef struct {
     /* ``timeline_size``: what the answer of a traced request has besides. */
     size_t answer_size, timeline_size, copied;
     PyObject *intact; /* NULL: no tensor is in a region */
-    /* Runs one large request by itself, see _single_runs.c. NULL: requests are gathered. */
+    /* Runs one large request by itself, see _runs.c. NULL: requests are gathered. */
     PyObject *alone;
     /* The bytes that follow the moments in timelines of requests that name no parameter set. NULL: traced requests are Python's. */
     PyObject *traced;
@@ -248,9 +247,7 @@ typedef uint64_t moments_t[4];
 
 int in_flight(lane_t *lane, uint64_t id);
 int has_room(const request_t *requests, int count);
-int answer(const request_t *requests, int count, PyObject *made, const moments_t moments);
-tensord__writer begin_answer(const request_t *request, int contents, int leased);
-void end_answer(const request_t *request, tensord__writer *to, const uint64_t *lease, const moments_t moments, uint64_t copied);
+int answer(const request_t *requests, int count, PyObject *made, const uint64_t *lease, const moments_t moments, uint64_t copied);
 void flush(lane_t *lane);
 void give_up_answers(lane_t *lane);
 
@@ -311,12 +308,7 @@ int give_back(fast_path_t *self, PyObject *datagrams);
 int give_unsent(fast_path_t *self, PyObject *unsent);
 int serve(fast_path_t *self, PyObject *datagrams);
 
-int read_single_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
-PyObject *places_of(const request_t *request, uint64_t *copied);
-int answer_alone(const request_t *request, PyObject *made, const moments_t moments, uint64_t copied);
-int take_back(lane_t *lane, const tensord__reader *records, size_t count);
 extern PyMethodDef answer_methods[];
-PyObject *datagram_of(const tensord__reader *parts, size_t count, uint64_t records);
 
 int choose_requests(const request_t *requests, int count);
 int fail(fast_path_t *self, const request_t *requests, int count);

@@ -92,9 +92,9 @@ class FastPath:
         number: int,
         batch: Batch,
         rows: int,
-        #: The number of the argument, byte size, address: 0 in the record.
+        #: The number of the argument (``alone``: it does not count), byte size, address: 0 in the record.
         inputs: tuple[tuple[int, int, int], ...],
-        #: The number of the result, start, step, byte size, address: 0 into the record.
+        #: The number of the result (-1: in the lease of ``alone``), start, step, byte size, address: 0 into the record.
         outputs: tuple[tuple[int, int, int, int, int], ...],
         answer_number: int,
         intact: Callable[[], None] | None,
@@ -102,25 +102,8 @@ class FastPath:
         traced: bytes | None,
         #: The sets that requests may name, by name; None: requests that name one are Python's.
         sets: dict[str, ParameterSet] | None,
-        /,
-    ) -> None: ...
-    def learn_alone(
-        self,
-        fd: int,
-        number: int,
-        batch: Batch,
-        rows: int,
-        #: Byte sizes.
-        inputs: tuple[int, ...],
-        #: The number of the small output, start in it, byte size; -1: in the lease.
-        outputs: tuple[tuple[int, int, int], ...],
-        answer_number: int,
-        #: Called with the inputs, and the parameter set if the request names one.
-        alone: Callable[..., tuple[int, int, int, list[Array]] | None],
-        #: The same as for ``learn``.
-        traced: bytes | None,
-        #: The same as for ``learn``.
-        sets: dict[str, ParameterSet] | None,
+        #: Runs each request by itself. Called with the inputs, and the parameter set if the request names one.
+        alone: Callable[..., tuple[int, int, int, list[Array]] | None] | None = None,
         /,
     ) -> None: ...
     def forget(self) -> None: ...

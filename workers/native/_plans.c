@@ -191,14 +191,15 @@ static int fits(const plan_t *plan, const input_t *input) {
 }
 
 /* Reads a plan's tensors. ``inputs``: (argument, size, address) each; ``outputs``: (stack, start, step, size, address) each. Address 0:
- * the bytes are in the record. */
+ * the bytes are in the record. Of a large request (``plan->alone``) neither the argument nor the step counts. */
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
     unsigned long long address;
     Py_ssize_t start, step, size;
+    int alone = plan->alone != NULL;
     plan->inputs = (int)PyTuple_Size(inputs);
     plan->outputs = (int)PyTuple_Size(outputs);
-    if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS || plan->rows < 1)
-        return refuse("too many tensors, or no rows");
+    if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS || plan->rows < 1 || plan->rows > MAX_ROWS)
+        return refuse("too many tensors, too many rows, or none");
     if (plan->batch->choose != NULL && plan->rows > 1)
         return refuse("a request of a sequence has one row");
     for (int i = 0; i < plan->inputs; i++) {
@@ -209,25 +210,26 @@ int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
             return refuse("an input of fewer than no bytes");
         input->size = (size_t)size;
         input->region = (const char *)(uintptr_t)address;
-        plan->copied += input->size;
+        plan->copied += alone ? 0 : input->size;
         if (!fits(plan, input))
             return refuse("an input does not fit into a program");
     }
-    plan->answer_size = ANSWER_RECORD_HEAD + TIMING_SIZE;
+    plan->answer_size = ANSWER_RECORD_HEAD + TIMING_SIZE + (alone ? LEASE_SIZE : 0);
     for (int i = 0; i < plan->outputs; i++) {
         output_t *output = &plan->output[i];
         if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, i), "innnK", &output->stack, &start, &step, &size, &address))
             return -1;
-        if (output->stack < 0 || start < 0 || step < 0 || size < 0 || (plan->rows > 1 && size != step * plan->rows))
+        int gathered = alone || (output->stack >= 0 && (plan->rows == 1 || size == step * plan->rows));
+        if (output->stack < LEASED || start < 0 || step < 0 || size < 0 || !gathered)
             return refuse("an output begins nowhere");
         output->start = (size_t)start;
         output->step = (size_t)step;
         output->size = (size_t)size;
         output->region = (char *)(uintptr_t)address;
-        plan->copied += output->size;
+        plan->copied += output->stack == LEASED ? 0 : output->size;
         if (output->region == NULL) {
             plan->inside++;
-            plan->answer_size += BIN_HEAD + output->size;
+            plan->answer_size += output->stack == LEASED ? SLICE_SIZE : BIN_HEAD + output->size;
         }
     }
     return plan->answer_size > MAX_ANSWER ? refuse("an answer does not fit into a datagram") : 0;

@@ -207,7 +207,38 @@ static int give_up_run(const request_t *requests, int count, int named) {
     return 1;
 }
 
-/* Runs the first request, a large one, by itself. */
+/* Returns a tuple of a request's tensors: each its place (segment, offset), or its bytes, which are copied and counted. */
+static PyObject *places_of(const request_t *request, uint64_t *copied) {
+    tensord__reader reader = tensord__read_from(request->record + request->context, request->size - request->context);
+    uint64_t fields = tensord__take_array(&reader);
+    tensord__take_text(&reader);
+    tensord__request record = tensord__take_request(&reader, fields);
+    PyObject *places = PyTuple_New((Py_ssize_t)record.count);
+    for (uint64_t i = 0; places != NULL && i < record.count; i++) {
+        tensord__content content = tensord__take_content(&record.contents);
+        PyObject *one = content.bytes == NULL ? Py_BuildValue("KK", content.segment, content.offset)
+                                              : PyBytes_FromStringAndSize((const char *)content.bytes, (Py_ssize_t)content.byte_size);
+        *copied += content.bytes == NULL ? 0 : content.byte_size;
+        if (one == NULL || PyTuple_SetItem(places, (Py_ssize_t)i, one))
+            Py_CLEAR(places);
+    }
+    return places;
+}
+
+/* Writes the answer of a large request. ``made``: (segment, offset, generation, [small output, ...]), where segment -1 means that there is
+ * no lease. ``copied``: bytes of inputs. Not 0: it was not written, and an exception may be set. */
+static int answer_alone(const request_t *request, PyObject *made, const moments_t moments, uint64_t copied) {
+    long long segment;
+    unsigned long long offset, generation;
+    PyObject *inside;
+    if (!PyArg_ParseTuple(made, "LKKO!", &segment, &offset, &generation, &PyList_Type, &inside))
+        return -1;
+    const uint64_t lease[3] = {(uint64_t)segment, offset, generation};
+    return answer(request, 1, inside, segment < 0 ? NULL : lease, moments, copied);
+}
+
+/* Runs the first request, a large one, by itself: ``alone`` (workers/processor/single_run.py) reads and writes its tensors where they lie
+ * in the arenas. If it returns None, the request is for Python. */
 static int run_alone(fast_path_t *self) {
     const request_t *request = &self->waiting[self->first];
     const batch_t *batch = request->plan->batch;
@@ -264,7 +295,7 @@ static int run(fast_path_t *self) {
     Py_XDECREF(sets);
     if (made == NULL && named)
         return give_up_run(requests, count, named);
-    int wrong = made == NULL || answer(requests, count, made, moments);
+    int wrong = made == NULL || answer(requests, count, made, NULL, moments, 0);
     Py_XDECREF(made);
     if (wrong && batch->choose != NULL) {
         wrong = fail(self, requests, count);

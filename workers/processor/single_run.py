@@ -80,14 +80,15 @@ class SingleRun:
         self._leased: dict[str, tuple[int, int]] = {}
         #: Bytes of the lease; 0: there is none.
         self._leased_byte_size = 0
-        #: The place of each output that is in no region: its number among those in the record or -1, its offset, and its bytes.
-        self.outputs: list[tuple[int, int, int]] = []
+        #: For ``_native.FastPath.learn``, of each output that is in no region: its number among those in the record or -1, its
+        #: offset, no step, its bytes, and no address.
+        self.outputs: list[tuple[int, int, int, int, int]] = []
         for part in plan.parts:
             output, size = names[part.content], part.byte_size * rows
             if part.region is not None:
                 self._placed[output] = regions[part.region.region].view(part.region.offset, size)
                 continue
-            self.outputs.append((_LEASED if part.in_lease else len(self._inside), part.start, size))
+            self.outputs.append((_LEASED if part.in_lease else len(self._inside), part.start, 0, size, 0))
             if part.in_lease:
                 self._leased[output] = part.start, size
                 self._leased_byte_size = part.start + size
@@ -95,9 +96,9 @@ class SingleRun:
                 self._inside.append(output)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The size in bytes of each input of a request, in order. Inputs that lie in regions are left out."""
-        return tuple([size for *_, size in self._inputs])
+    def inputs(self) -> list[tuple[int, int, int]]:
+        """The size in bytes of each input, in order, between zeros, for ``learn``. Inputs that lie in regions are left out."""
+        return [(0, size, 0) for *_, size in self._inputs]
 
     @property
     def is_aligned(self) -> bool:

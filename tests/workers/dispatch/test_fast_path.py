@@ -881,7 +881,8 @@ def learn_places(native: Native) -> None:
         return -1, 0, 0, [repr(places).encode().ljust(40)]
 
     batch = (learn_places, 7, 1000, 0.0, 0, 0, False, False, (), (-1,), None, native.histograms)
-    native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run, timeline_end(None), None)
+    places = ((0, 8, 0),), ((0, 0, 0, 40, 0),)
+    native.fast.learn(native.lane.fileno(), 4, batch, 1, *places, 9, None, timeline_end(None), None, run)
 
 
 NUMBERS = st.integers(0, (1 << 64) - 1)

@@ -54,17 +54,18 @@ class Alone:
             "sets": None,
             **changed,
         }
-        native.fast.learn_alone(
+        native.fast.learn(
             native.lane.fileno(),
             4,
             (self, 7, 1000, said["share"], 0, 0, False, False, (), (-1,) * said["most"], None, native.histograms),
             said["rows"],
-            said["inputs"],
-            said["outputs"],
+            tuple([(0, size, 0) for size in said["inputs"]]),
+            tuple([(stack, start, 0, size, 0) for stack, start, size in said["outputs"]]),
             9,
-            self.run,
+            None,
             timeline_end(None),
             said["sets"],
+            self.run,
         )
 
     def run(self, places: Any, *chosen: Any) -> Any:
