@@ -12,6 +12,9 @@ from tensord.shm.errors import Unavailable
 from tensord.shm.sequence_page import Key, SequenceKeys, SequencePage
 from tensord.workers.scheduling.sequence_table import SequenceTable
 
+#: A sequence on the page: its key, and the time since which it is there.
+Entry = tuple[Key, int]
+
 
 class SequenceRegister:
     """Counts and limits a worker's live sequences, and publishes them in a shared memory (``page``) that fronts read."""
@@ -67,14 +70,12 @@ class RegisteredSequences:
     """Writes the sequences of one model version to the worker's sequence page, so that fronts know them.
 
     For each sequence call ``waiting`` first, then ``begun`` when its first request runs, and ``gone`` at its end. Sequences
-    with the same id may overlap, so each has a number of its own, called ``generation``.
+    with the same id may overlap, so ``waiting`` returns an entry, which tells them apart.
     """
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
         self._register = register
         self._keys = keys
-        #: The key of each generation, and the time since which it is on the page.
-        self._entries: dict[int, tuple[Key, int]] = {}
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
@@ -95,26 +96,23 @@ class RegisteredSequences:
         if self._table is not None:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
-    def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a new sequence, which waits for a slot. ``generation``: a number unique in the model version.
-
-        Raises Unavailable: too many sequences are live.
-        """
+    def waiting(self, correlation_id: int | str) -> Entry:
+        """Registers a new sequence, which waits for a slot. Returns its entry. Raises Unavailable: too many are live."""
         self._register.add()
         key = self._keys.key(correlation_id)
-        self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())
         self._register.changed[self] = None
+        return key, self._register.page.admit(key, time.monotonic_ns())
 
-    def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Tells fronts that a sequence begins to run. The arguments are those of the sequence's ``waiting`` call."""
-        self._register.page.begin(*self._entries[generation])
+    def begun(self, entry: Entry) -> None:
+        """Tells fronts that a sequence begins to run."""
+        self._register.page.begin(*entry)
 
-    def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Tells fronts that a sequence has ended. The arguments are those of the sequence's ``waiting`` call."""
-        self._register.page.end(*self._entries.pop(generation))
+    def gone(self, entry: Entry) -> None:
+        """Tells fronts that a sequence has ended."""
+        self._register.page.end(*entry)
         self._register.live -= 1
         self._register.ended = True
         self._register.changed[self] = None
 
     def __repr__(self) -> str:
-        return f"<RegisteredSequences {len(self._entries)}>"
+        return f"<RegisteredSequences of {self._table!r}>"

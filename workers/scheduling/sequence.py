@@ -57,8 +57,8 @@ class LiveSequence(Generic[S]):
     """A sequence, from its first request until its last request has run and its slot is free again."""
 
     correlation_id: int | str
-    #: Tells sequences of one id apart; a later one has a higher number.
-    generation: int
+    #: What the worker's register of sequences has of it.
+    entry: Any
     #: Its slot until what is queued has run; None while it waits for one.
     slot: Slot | None = None
     #: Its requests that were not taken, oldest first. What is taken leaves this list.

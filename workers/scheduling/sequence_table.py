@@ -142,7 +142,6 @@ class SequenceTable(Generic[S]):
         self._events = events
         #: Correlation id -> its sequence, if further requests may join it.
         self._live: dict[int | str, LiveSequence[S]] = {}
-        self._generation = 0
         self._slots = Slots(rules.slots, instances)
         #: Sequences that have a slot, and those that wait for one, in their order.
         self._holders: dict[Slot, LiveSequence[S]] = {}
@@ -237,9 +236,7 @@ class SequenceTable(Generic[S]):
         return live
 
     def _begin(self, correlation_id: int | str) -> LiveSequence[S]:
-        self._events.waiting(correlation_id, self._generation + 1)
-        self._generation += 1
-        live: LiveSequence[S] = LiveSequence(correlation_id, self._generation)
+        live: LiveSequence[S] = LiveSequence(correlation_id, self._events.waiting(correlation_id))
         self._live[correlation_id] = live
         if self._slots.free and not self._backlog:
             self._give_slot(live, self._slots.take())
@@ -297,7 +294,7 @@ class SequenceTable(Generic[S]):
         except Unavailable:
             return None
         live.begun = True
-        self._events.begun(correlation_id, live.generation)
+        self._events.begun(live.entry)
         return live
 
     # ---------------------------------------------------------------------------------------------------------- running
@@ -313,7 +310,7 @@ class SequenceTable(Generic[S]):
         self._shares.leave(request.owner)
         if not live.begun:
             live.begun = True
-            self._events.begun(live.correlation_id, live.generation)
+            self._events.begun(live.entry)
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
@@ -369,7 +366,7 @@ class SequenceTable(Generic[S]):
     def _gone(self, live: LiveSequence[S]) -> None:
         self.hold(live, None)
         self._forget(live)
-        self._events.gone(live.correlation_id, live.generation)
+        self._events.gone(live.entry)
 
     def _forget(self, live: LiveSequence[S]) -> None:
         live.closed = True

@@ -9,6 +9,7 @@ model (each sequence's requests are checked for their order, and the memory is s
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import time
 from collections import Counter
@@ -35,17 +36,19 @@ class Heard:
 
     def __init__(self) -> None:
         self.live: dict[tuple[int | str, int], str] = {}
+        self._numbers = itertools.count()
 
-    def waiting(self, correlation_id: int | str, generation: int) -> None:
-        assert (correlation_id, generation) not in self.live
-        self.live[correlation_id, generation] = "waiting"
+    def waiting(self, correlation_id: int | str) -> tuple[int | str, int]:
+        entry = correlation_id, next(self._numbers)
+        self.live[entry] = "waiting"
+        return entry
 
-    def begun(self, correlation_id: int | str, generation: int) -> None:
-        assert self.live[correlation_id, generation] == "waiting"
-        self.live[correlation_id, generation] = "begun"
+    def begun(self, entry: tuple[int | str, int]) -> None:
+        assert self.live[entry] == "waiting"
+        self.live[entry] = "begun"
 
-    def gone(self, correlation_id: int | str, generation: int) -> None:
-        del self.live[correlation_id, generation]
+    def gone(self, entry: tuple[int | str, int]) -> None:
+        del self.live[entry]
 
 
 def batcher_of(
@@ -201,7 +204,7 @@ class Churn:
         self._sent: Counter[int] = Counter()
         self._now_ns = 0
         self.answered = self.refused = 0
-        #: (id, generation) -> the number of the request that ran last.
+        #: The entry of a sequence -> the number of the request that ran last.
         self._ran: dict[tuple[int | str, int], int] = {}
 
     def step(self) -> None:
@@ -227,14 +230,13 @@ class Churn:
         for instance in (0, 1):
             batch = self._batcher.take(self._now_ns, instance)
             for step in batch:
-                sequence = step.controls.correlation_id, step.live.generation
-                assert step.number > self._ran.get(sequence, 0)
-                self._ran[sequence] = step.number
+                assert step.number > self._ran.get(step.live.entry, 0)
+                self._ran[step.live.entry] = step.number
             self._batcher.done(batch, self._now_ns)
             self.answered += len(batch)
             for step in batch:
                 if step.live.closed and not step.live.waiting:
-                    del self._ran[step.controls.correlation_id, step.live.generation]
+                    del self._ran[step.live.entry]
         if self._sent[0] % 200_000 == 0:
             self._ran = {key: ran for key, ran in self._ran.items() if key in self._heard.live}
 

@@ -210,7 +210,7 @@ def test_begun_is_told_when_the_first_request_is_taken() -> None:
 
 def test_who_has_no_room_for_another_sequence_refuses_it() -> None:
     class Full(Heard):
-        def waiting(self, correlation_id: int | str, generation: int) -> None:
+        def waiting(self, correlation_id: int | str) -> tuple[int | str, int]:
             raise Unavailable("no room")
 
     batcher: SequenceBatcher[Step] = SequenceBatcher(
