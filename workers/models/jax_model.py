@@ -65,11 +65,7 @@ class GatheredRun:
         self._used = used
         executable = self._executable
         step = functools.partial(executable.call, executable.parameters())
-        made = self._carry.run(step, executable.arguments(), rows)
-        try:
-            return executable.read(made)
-        except BaseException as error:
-            raise self._carry.failed() from error
+        return self._carry.run(step, executable.arguments(), rows, executable.read)
 
     def __repr__(self) -> str:
         return f"<GatheredRun {self._executable.wanted}>"
@@ -318,11 +314,8 @@ class JaxModel:
         step = functools.partial(executable.call, executable.parameters(chosen))
         # Those of a warmup sample have no slot.
         used = [(request.slot.number, request.controls.start) for request in requests if request.version is not None]
-        made = carry.run(step, arguments, rows_argument(self._signature, executable.wanted.rows, used))
-        try:
-            return executable.outputs(made, requests)
-        except BaseException as error:
-            raise carry.failed() from error
+        argument = rows_argument(self._signature, executable.wanted.rows, used)
+        return carry.run(step, arguments, argument, lambda made: executable.outputs(made, requests))
 
     def _execute_grouped(self, execution: Execution, program: GroupedProgram, chosen: ParameterSet) -> None:
         execution.copied_byte_size = program.gather(execution.requests)

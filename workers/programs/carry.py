@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from tensord.workers.tensors.signature import Signature, StateSpec
 
 #: Index of the carry among a program's arguments after the parameters.
 CARRY = 2
+T = TypeVar("T")
 #: A program with its parameters: (inputs, rows, carry) -> (outputs, carry).
 Step = Callable[..., Any]
 
@@ -47,12 +48,12 @@ class Carry:
         #: The carry; None: the next run makes it.
         self._arrays: dict[str, jax.Array] | None = None
 
-    def run(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """Starts the model's program for one batch. Returns the program's outputs by name before they are computed.
+    def run(self, step: Step, inputs: dict[str, Any], argument: Array, read: Callable[[dict[str, Any]], T]) -> T:
+        """Runs the model's program for one batch. Returns what ``read`` returns for the program's outputs by name.
 
         ``step``: calls the program with the model's parameters. ``argument``: the result of ``rows_argument`` for the batch.
-        If reading the outputs fails, the caller must call the method ``failed``. Raises StateLost if the program has failed and
-        the states of all sequences are lost. If this method raises a different error, no state has changed.
+        ``read``: waits for the outputs. Raises StateLost if the program has failed and the states of all sequences are lost. If
+        this method raises a different error, no state has changed.
         """
         with precision(self._signature.wide):
             carry = self._open()
@@ -62,12 +63,14 @@ class Carry:
             except BaseException as error:
                 # A donated buffer is deleted. Where the device took none, all state is as it was.
                 if any(array.is_deleted() for array in carry.values()):
-                    raise self.failed() from error
+                    raise self._lost() from error
                 raise
-        return made
+        try:
+            return read(made)
+        except BaseException as error:
+            raise self._lost() from error
 
-    def failed(self) -> StateLost:
-        """Drops the state of all sequences, because a run has failed. Returns the error for the caller to raise."""
+    def _lost(self) -> StateLost:
         self._arrays = None
         return StateLost()
 

@@ -265,12 +265,8 @@ class Executables:
             inputs = self._lowering.zeros(*wanted)
             with precision(self.signature.wide):
                 step = functools.partial(executable.call, executable.parameters())
-                made = (
-                    step(inputs)
-                    if carry is None
-                    else carry.run(step, inputs, rows_argument(self.signature, wanted.rows, ()))
-                )
-                jax.block_until_ready(made)
+                rows = rows_argument(self.signature, wanted.rows, ())
+                jax.block_until_ready(step(inputs) if carry is None else carry.run(step, inputs, rows, dict))
 
     def compile(self, wanted: Wanted) -> Executable:
         """Compiles and returns an executable that was not compiled at load. The caller must then call ``add`` with it.

@@ -194,7 +194,7 @@ def test_a_run_is_given_to_the_device_before_the_one_before_it_was_read() -> Non
         inputs, _ = executable.gather(requests)
         program = functools.partial(executable.call, executable.parameters())
         rows = rows_argument(model._signature, 1, [(2, step == 0)])
-        outputs.append(carry.run(program, {name: array.copy() for name, array in inputs.items()}, rows))
+        outputs.append(carry.run(program, {name: array.copy() for name, array in inputs.items()}, rows, dict))
     assert [np.asarray(each["y"]).ravel()[0] for each in outputs] == [101, 102, 103, 104, 105]
 
 
