@@ -39,6 +39,11 @@ def datatype_of(dtype: np.dtype[Any]) -> str | None:
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 
+def described(dtype: Any, shape: Sequence[int]) -> str:
+    """Returns an array's datatype and shape as errors have them: "FP32[2, 3]". Without a datatype its dtype is named."""
+    return f"{(isinstance(dtype, np.dtype) and datatype_of(dtype)) or dtype}{list(shape)}"
+
+
 def array(
     content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor", whose: str = ""
 ) -> Array:

@@ -31,7 +31,7 @@ from tensord.config import model_folder
 from tensord.config.model_config import ModelConfig
 from tensord.config.model_folder import EXPORTED, regular
 from tensord.parameter_files import flat, load
-from tensord.shm.arrays import DTYPES, datatype_of
+from tensord.shm.arrays import DTYPES, datatype_of, described
 from tensord.shm.common.derivatives import MAX_ORDER
 from tensord.shm.errors import FileTooLarge, InvalidArgument
 from tensord.workers.tensors.signature import WIDE
@@ -419,7 +419,7 @@ class _Artifact:
             if array is None:
                 raise InvalidArgument(f"{what} has no '{name}', which {self._programs[0].path.name} takes as {leaf}")
             if array.dtype != leaf.dtype or not leaf.fits(array.shape):
-                given = f"{datatype_of(array.dtype) or array.dtype}{list(array.shape)}"
+                given = described(array.dtype, array.shape)
                 raise InvalidArgument(f"{what}: '{name}' is {given}, {self._programs[0].path.name} takes {leaf}")
         unused = sorted(found.keys() - wanted.keys())
         if unused:

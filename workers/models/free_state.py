@@ -21,7 +21,7 @@ from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import LiveSequence
 from tensord.workers.tensors.buckets import Buckets, RequestShapes
 from tensord.workers.tensors.request_tensors import RequestTensors
-from tensord.workers.tensors.signature import Signature, TensorSpec
+from tensord.workers.tensors.signature import Signature
 
 
 class Unfit:
@@ -42,15 +42,11 @@ def program_signature(described: Signature) -> Signature:
         raise Unsupported(
             f"model '{described.model}': state '{name}' varies in size, which is not possible beside ragged inputs"
         )
-    inputs = {spec.name: _tensor(spec.name, spec) for spec in described.states}
-    outputs = {spec.output: _tensor(spec.output, spec) for spec in described.states}
+    inputs = {spec.name: spec for spec in described.states}
+    outputs = {spec.output: replace(spec, name=spec.output) for spec in described.states}
     return replace(
         described, inputs={**described.inputs, **inputs}, outputs={**outputs, **described.outputs}, states=(), slots=0
     )
-
-
-def _tensor(name: str, spec: Any) -> TensorSpec:
-    return TensorSpec(name, spec.datatype, spec.dtype, spec.dims, spec.dims, spec.axes)
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.arrays import Array, described
 from tensord.shm.common.datatypes import FILE_TYPES
 from tensord.shm.errors import InvalidArgument, Unsupported
 
@@ -139,8 +139,8 @@ class Leaves:
             given = found.get(leaf.name) if leaf.plain else None
             if given is not None and (given.dtype not in (leaf.placed, leaf.made) or given.shape != leaf.shape):
                 raise InvalidArgument(
-                    f"{what}: leaf '{leaf.name}' is {_kind(given.dtype, given.shape)}, model '{self.model}' has "
-                    f"{_kind(leaf.placed, leaf.shape)}"
+                    f"{what}: leaf '{leaf.name}' is {described(given.dtype, given.shape)}, model '{self.model}' has "
+                    f"{described(leaf.placed, leaf.shape)}"
                 )
 
     def hosted(self, arrays: Iterable[Any]) -> list[Array | None]:
@@ -197,8 +197,3 @@ def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> N
                 at = np.unravel_index(start + int(np.argmin(piece)), array.shape)
                 where = ", ".join(map(str, at))
                 raise InvalidArgument(f"{what}: leaf '{leaf.name}' has a value that is not finite, at [{where}]")
-
-
-def _kind(dtype: Any, shape: tuple[int, ...]) -> str:
-    named = datatype_of(dtype) if isinstance(dtype, np.dtype) else None
-    return f"{named or dtype}{list(shape)}"

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.arrays import Array, described
 from tensord.shm.errors import Internal, InvalidArgument
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.tensors.signature import Signature, StateSpec
@@ -172,8 +172,8 @@ def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, A
         fits = array.shape[: len(lead)] == lead and spec.fits(array.shape[len(lead) :])
         if not fits or array.dtype != spec.dtype:
             raise Internal(
-                f"{what}: state '{spec.output}' is computed as {datatype_of(array.dtype) or array.dtype}"
-                f"{list(array.shape)}, declared as {spec.datatype}{list(shape)}"
+                f"{what}: state '{spec.output}' is computed as {described(array.dtype, array.shape)}, "
+                f"declared as {described(spec.dtype, shape)}"
             )
     if unknown := sorted(made.keys() - arrays.keys(), key=str):
         raise Internal(f"{what}: apply returned state {unknown[0]!r}, which is not declared")

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tensord.shm.arrays import DTYPES, datatype_of
+from tensord.shm.arrays import DTYPES, described
 from tensord.shm.errors import Internal
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.carry import CARRY, carry_specs, rows_argument, stepping
@@ -143,13 +143,13 @@ def check_output(
     fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
     if dtype == spec.dtype and fits:
         return
-    declared = f"{spec.datatype}{list((rows, *spec.model_dims) if batches else spec.model_dims)}"
-    made = f"{datatype_of(dtype) or dtype}{list(shape)}"
+    declared = described(spec.dtype, (rows, *spec.model_dims) if batches else spec.model_dims)
     # The commonest mistake: as many dims as are declared, where there is one more.
     why = "; the model has max_batch_size, so the batch is the first dimension of every tensor, before those declared"
     forgotten = batches and spec.fits_model(shape)
     raise Internal(
-        f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}{why if forgotten else hint}"
+        f"model '{model}': output '{spec.name}' is computed as {described(dtype, shape)}, "
+        f"declared as {declared}{why if forgotten else hint}"
     )
 
 
@@ -157,10 +157,9 @@ def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...
     """Raises Internal unless an output's ``shape`` has ``elements`` elements and its ``dtype`` is the datatype of ``spec``."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
-    made = f"{datatype_of(dtype) or dtype}{list(shape)}"
     raise Internal(
-        f"model '{model}': output '{spec.name}' is computed as {made}; declared are {elements} elements of {spec.datatype}, "
-        f"as many as input '{spec.cut_like}' has"
+        f"model '{model}': output '{spec.name}' is computed as {described(dtype, shape)}; declared are {elements} elements of "
+        f"{spec.datatype}, as many as input '{spec.cut_like}' has"
     )
 
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.arrays import Array, described
 from tensord.shm.errors import Internal
 from tensord.workers.programs.packed_outputs import as_bytes
 from tensord.workers.scheduling.step_batcher import EMITS, FINISHED
@@ -220,8 +220,7 @@ def _strong(leaf: Any) -> Any:
 
 def _kind(leaf: Any) -> str:
     array = jnp.asarray(leaf)
-    named = datatype_of(array.dtype) if isinstance(array.dtype, np.dtype) else None
-    return f"{named or array.dtype}{list(array.shape)}"
+    return described(array.dtype, array.shape)
 
 
 def _named(path: Any) -> str:

@@ -124,23 +124,11 @@ def _refill(shape: tuple[int, ...], given: tuple[int, ...], wanted: tuple[int, .
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpec:
-    """Describes one array of state that a model keeps for each sequence, without the batch dimension."""
+class StateSpec(TensorSpec):
+    """Describes one array of state that a model keeps for each sequence. ``name``: its name where it goes into the function."""
 
-    #: Its name where it goes into the function.
-    name: str
     #: Its name where the function returns it, and for clients where it is an output as well.
-    output: str
-    datatype: str
-    dtype: np.dtype[Any]
-    #: -1 where any size goes.
-    dims: tuple[int, ...]
-    #: Names of its axes as model.py declares them, None where they have none.
-    axes: tuple[str | None, ...] = ()
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether the state of one sequence may be an array of ``shape``, which has no batch dimension."""
-        return _fits(shape, self.dims)
+    output: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +158,7 @@ class Signature:
         # Asked for with every request, so decided once.
         object.__setattr__(self, "batches", self.max_batch_size > 0)
         object.__setattr__(self, "ragged", any(spec.ragged for spec in self.inputs.values()))
-        specs: list[TensorSpec | StateSpec] = [*self.inputs.values(), *self.outputs.values(), *self.states]
+        specs = [*self.inputs.values(), *self.outputs.values(), *self.states]
         object.__setattr__(self, "free", any(-1 in spec.dims for spec in self.states))
         object.__setattr__(self, "wide", self.doubles or any(spec.datatype in WIDE for spec in specs))
 

@@ -18,7 +18,7 @@ import numpy as np
 from tensord.config.model_config import ModelConfig, data_type_name
 from tensord.config.model_folder import regular
 from tensord.shm import datatypes
-from tensord.shm.arrays import DTYPES, Array, array, datatype_of
+from tensord.shm.arrays import DTYPES, Array, array, described
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.workers.tensors.signature import StateSpec, agree, parse_declaration
 
@@ -71,7 +71,8 @@ def state_specs(config: ModelConfig, axes: Mapping[str, tuple[str | None, ...]])
         names = axes.get(field.input_name, (None,) * len(dims))
         # A name stands for a size that varies.
         named = tuple(name if dim == -1 else None for name, dim in zip(names, dims, strict=True))
-        made.append(StateSpec(field.input_name, field.output_name, datatype, DTYPES[datatype], dims, named))
+        dtype = DTYPES[datatype]
+        made.append(StateSpec(field.input_name, datatype, dtype, dims, dims, named, output=field.output_name))
     return tuple(made)
 
 
@@ -120,8 +121,8 @@ def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
         made = np.full(spec.dims, made)
     if made.dtype != spec.dtype or not (spec.fits(made.shape) or made.ndim == 0):
         raise InvalidArgument(
-            f"{what} begins as {datatype_of(given.dtype) or given.dtype}{list(given.shape)} from create(), "
-            f"declared is {spec.datatype}{list(spec.dims)}"
+            f"{what} begins as {described(given.dtype, given.shape)} from create(), "
+            f"declared is {described(spec.dtype, spec.dims)}"
         )
     return made
 

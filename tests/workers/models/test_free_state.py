@@ -24,8 +24,8 @@ def spec(name: str) -> TensorSpec:
 
 
 STATES = (
-    StateSpec("h", "h", "FP32", FP32, (-1,), ("n",)),
-    StateSpec("g", "g_out", "FP32", FP32, (-1, 2), (None, None)),
+    StateSpec("h", "FP32", FP32, (-1,), (-1,), ("n",), output="h"),
+    StateSpec("g", "FP32", FP32, (-1, 2), (-1, 2), (None, None), output="g_out"),
 )
 SIGNATURE = Signature("m", {"x": spec("x")}, {"y": spec("y")}, 4, STATES, 8)
 

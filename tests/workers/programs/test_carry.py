@@ -55,7 +55,7 @@ def summing(parameters: Any, inputs: dict[str, Any], state: dict[str, Any]) -> t
 
 def spec(name: str, datatype: str, dims: tuple[int, ...], output: str = "") -> StateSpec:
     dtype = {"FP32": np.float32, "INT32": np.int32, "INT64": np.int64}[datatype]
-    return StateSpec(name, output or name, datatype, np.dtype(dtype), dims)
+    return StateSpec(name, datatype, np.dtype(dtype), dims, dims, (None,) * len(dims), output=output or name)
 
 
 STATES = (spec("sum", "FP32", (2,)), spec("count", "INT32", (1,)))

@@ -19,7 +19,7 @@ MESSAGE = model_config.parse_pbtxt(
 
 
 def first(value: Any, datatype: str, dims: tuple[int, ...]) -> Any:
-    spec = StateSpec("h", "h", datatype, DTYPES[datatype], dims, tuple(None for _ in dims))
+    spec = StateSpec("h", datatype, DTYPES[datatype], dims, dims, tuple(None for _ in dims), output="h")
     return initial_state(MESSAGE, (spec,), {"h": value}, Path())["h"]
 
 
